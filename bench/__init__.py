@@ -1,0 +1,1 @@
+"""Measurements: load over HTTP, kernels and links, and their plots."""

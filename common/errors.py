@@ -1,0 +1,58 @@
+"""Every error that Tandem raises on purpose.
+
+    TandemError
+    ├── StartError        a process cannot start: what, why, what to do (at most five lines on the screen)
+    ├── RequestError      one request is refused or fails: HTTP status and OpenAI's error fields
+    ├── WireError         bytes from another process are not a valid message; the sender is at fault, nothing else is
+    ├── OutOfBlocks       the KV pool cannot give what was asked; who wanted what, who holds it
+    └── InvariantBroken   our own bookkeeping is wrong; ends the process, loudly
+"""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class StartError(TandemError):
+    """A process cannot start. Printed without a traceback as ``what``, ``why`` and ``todo``, one line each."""
+
+    def __init__(self, what: str, why: str, todo: str) -> None:
+        super().__init__(f"{what}: {why}")
+        self.what, self.why, self.todo = what, why, todo
+
+
+class RequestError(TandemError):
+    """One request cannot be served; carries what OpenAI's error object shows."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.type, self.param, self.code = message, status, type, param, code
+        self.retry_after_s = retry_after_s
+
+
+class WireError(TandemError):
+    """Bytes from another process that are not a valid message. Counted and dropped by whoever reads."""
+
+
+class OutOfBlocks(TandemError):
+    """The pool cannot give ``wanted`` blocks: ``free`` are free and ``evictable`` could be evicted."""
+
+    def __init__(self, holder: str, wanted: int, free: int, evictable: int, held: dict[str, int]) -> None:
+        top = ", ".join(f"{name} {count}" for name, count in sorted(held.items(), key=lambda kv: -kv[1])[:4])
+        super().__init__(f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'nobody'}")
+        self.holder, self.wanted, self.free, self.evictable = holder, wanted, free, evictable
+
+
+class InvariantBroken(TandemError):
+    """Our own bookkeeping contradicts itself. Never caught: a wrong answer would be worse than a dead worker."""

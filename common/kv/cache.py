@@ -1,0 +1,115 @@
+"""The KV book-keeping of one worker: pool, prefix index and the tables of all sequences, kept in step.
+
+Pure: it moves no bytes. Copies that a change needs (a fork's partial block) are returned for the engine to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.errors import InvariantBroken
+from common.ids import CACHE, BlockId, Holder
+from common.kv.pool import BlockPool
+from common.kv.prefix import PrefixIndex, chain_root, extend_chain
+from common.kv.table import BlockTable
+
+
+class BlockCopy(NamedTuple):
+    """Copy block ``source`` over block ``target``, whole."""
+
+    source: BlockId
+    target: BlockId
+
+
+class KvCache:
+    """Opens, grows, publishes, forks and closes block tables.
+
+    ``model_fingerprint`` and ``kv_dtype`` salt the prefix chain together with each request's ``cache_salt``.
+    """
+
+    def __init__(
+        self, blocks: int, block_size: int, *, model_fingerprint: str, kv_dtype: str, prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.prefix = PrefixIndex(block_size)
+        self.pool = BlockPool(blocks, self.prefix.forget)
+        self.tables: dict[Holder, BlockTable] = {}
+        self.prefix_caching = prefix_caching
+        self.queried_tokens = self.hit_tokens = 0
+        self._fingerprint, self._kv_dtype = model_fingerprint, kv_dtype
+
+    def open(self, holder: Holder, tokens: Sequence[int], cache_salt: str) -> BlockTable:
+        """A table that shares the longest cached prefix of ``tokens``, always leaving the last token to compute."""
+        if holder in self.tables:
+            raise InvariantBroken(f"{holder} opens a second table")
+        table = BlockTable(holder, self.block_size, chain_root(cache_salt, self._fingerprint, self._kv_dtype))
+        if self.prefix_caching:
+            extend_chain(table.root, table.chain, tokens)
+            table.blocks = self.prefix.match(table.chain, len(tokens) - 1)
+            self.pool.share(table.blocks, holder)
+            table.published = len(table.blocks)
+            table.cached_tokens = table.capacity
+            self.queried_tokens += len(tokens)
+            self.hit_tokens += table.cached_tokens
+        self.tables[holder] = table
+        return table
+
+    def cached_prefix(self, tokens: Sequence[int], cache_salt: str) -> int:
+        """Tokens that :meth:`open` would find cached now; changes nothing."""
+        if not self.prefix_caching:
+            return 0
+        chain = extend_chain(chain_root(cache_salt, self._fingerprint, self._kv_dtype), [], tokens)
+        return len(self.prefix.match(chain, len(tokens) - 1)) * self.block_size
+
+    def grow(self, table: BlockTable, tokens: int) -> None:
+        """Makes room for ``tokens`` tokens in all; OutOfBlocks leaves the table as it was."""
+        if lacking := table.lacking(tokens):
+            table.blocks += self.pool.take(lacking, table.holder)
+
+    def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+        """Makes the full blocks among the first ``computed`` tokens findable for later requests."""
+        full = computed // self.block_size
+        if not self.prefix_caching or full <= table.published:
+            return
+        extend_chain(table.root, table.chain, tokens[: full * self.block_size])
+        self.pool.share(self.prefix.add(table.chain, table.blocks, table.published, full), CACHE)
+        table.published = full
+
+    def fork(self, table: BlockTable, holder: Holder, computed: int) -> tuple[BlockTable, list[BlockCopy]]:
+        """A second table over the same ``computed`` tokens: full blocks shared, a partial last one to be copied."""
+        full, partial = divmod(computed, self.block_size)
+        fresh = self.pool.take(1 if partial else 0, holder)
+        other = BlockTable(holder, self.block_size, table.root)
+        other.chain, other.published = table.chain[:], min(table.published, full)
+        self.pool.share(table.blocks[:full], holder)
+        other.blocks = table.blocks[:full] + fresh
+        self.tables[holder] = other
+        return other, [BlockCopy(table.blocks[full], fresh[0])] if partial else []
+
+    def rename(self, table: BlockTable, holder: Holder) -> None:
+        """The same blocks for another holder: a reservation that becomes a sequence, a sequence kept for a transfer."""
+        if holder in self.tables:
+            raise InvariantBroken(f"{holder} takes over a table but has one")
+        self.pool.share(table.blocks, holder)
+        self.pool.drop(table.blocks, table.holder)
+        del self.tables[table.holder]
+        table.holder = holder
+        self.tables[holder] = table
+
+    def close(self, table: BlockTable) -> None:
+        """Drops all blocks, the last first, so that the cache evicts the ends of prefixes before their beginnings."""
+        if self.tables.pop(table.holder, None) is not table:
+            raise InvariantBroken(f"{table.holder} closes a table that is not open")
+        self.pool.drop(reversed(table.blocks), table.holder)
+        table.blocks = []
+
+    def clear_prefixes(self) -> None:
+        """Forgets every cached prefix; blocks that only the cache held are free."""
+        for block in list(self.prefix.blocks()):
+            self.prefix.forget(block)
+            self.pool.drop([block], CACHE)
+
+    def leaks(self) -> dict[BlockId, set[Holder]]:
+        """Blocks held by somebody whose table is closed; always ``{}``."""
+        return self.pool.leaks(self.tables)

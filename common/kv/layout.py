@@ -1,0 +1,81 @@
+"""How keys and values lie in a block, in bytes.
+
+Pure. A pool is block-major, ``[block][layer][k, then v]``, each part ``[token in block][kv head][head dim]``: a whole
+block of a same-layout pair travels as one contiguous piece. Layers may differ in heads and head sizes, and k and v may
+differ in head size (DeepSeek V3). The canonical form on the wire has the same order without the block dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CHAIN_STEP = 16
+"""Tokens per link of the prefix hash chain; every block size is a multiple of it."""
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Shape of one layer's KV: ``kv_heads`` heads, key size ``k_dim``, value size ``v_dim`` (elements)."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Elements per token, k and v together."""
+        return self.kv_heads * (self.k_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """KV of a whole model: its layers, element type, and tokens per block."""
+
+    layers: tuple[LayerLayout, ...]
+    dtype: str
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is none of {', '.join(ELEMENT_BYTES)}")
+        if self.block_size <= 0 or self.block_size % CHAIN_STEP:
+            raise ValueError(f"block size {self.block_size} is not a positive multiple of {CHAIN_STEP}")
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return self.element_bytes * sum(layer.elements for layer in self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each layer inside a block."""
+        offsets, total = [], 0
+        for layer in self.layers:
+            offsets.append(total)
+            total += layer.elements * self.element_bytes * self.block_size
+        return tuple(offsets)
+
+    def range_bytes(self, first_layer: int, last_layer: int, tokens: int) -> int:
+        """Canonical bytes of ``tokens`` tokens in layers ``[first_layer, last_layer)``."""
+        return tokens * self.element_bytes * sum(layer.elements for layer in self.layers[first_layer:last_layer])
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens."""
+        return -(-tokens // self.block_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal exactly when canonical bytes mean the same thing: layers and dtype, not the block size."""
+        text = self.dtype + "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

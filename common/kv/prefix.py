@@ -1,0 +1,83 @@
+"""Which computed blocks hold which prefix of tokens.
+
+Pure. A prefix is named by a BLAKE2b chain over fixed steps of 16 tokens, keyed with the cache salt, the model's
+fingerprint and the KV dtype: equal names mean equal tokens up to there, for the same user and model. The step does not
+depend on the block size, so workers with different block sizes announce comparable names. A cryptographic hash, because
+a collision would show one user's KV to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from common.ids import BlockId, pack_tokens
+from common.kv.layout import CHAIN_STEP
+
+ChainKey = bytes
+KEY_BYTES = 16
+
+
+def chain_root(cache_salt: str, model_fingerprint: str, kv_dtype: str) -> ChainKey:
+    """The key before the first token; its parts are length-prefixed so that none can run into the next."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, model_fingerprint, kv_dtype)]
+    text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
+
+
+def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -> list[ChainKey]:
+    """Appends to ``chain`` the keys of all further full steps of ``tokens`` (the whole sequence) and returns it."""
+    previous = chain[-1] if chain else root
+    for start in range(len(chain) * CHAIN_STEP, len(tokens) - CHAIN_STEP + 1, CHAIN_STEP):
+        packed = pack_tokens(tokens[start : start + CHAIN_STEP])
+        previous = hashlib.blake2b(packed, digest_size=KEY_BYTES, key=previous).digest()
+        chain.append(previous)
+    return chain
+
+
+class PrefixIndex:
+    """Maps the chain key at the end of a full block to the block. Holds nothing itself: the pool's ``cache`` holder does.
+
+    ``added`` and ``removed`` collect the chain keys since they were last taken, for announcing to the coordinator.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._steps = block_size // CHAIN_STEP
+        self._block_of: dict[ChainKey, BlockId] = {}
+        self._key_of: dict[BlockId, ChainKey] = {}
+        self.added: list[ChainKey] = []
+        self.removed: list[ChainKey] = []
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, chain: Sequence[ChainKey], limit_tokens: int) -> list[BlockId]:
+        """The blocks of the longest known prefix, at most ``limit_tokens`` tokens (rounded down to blocks)."""
+        blocks: list[BlockId] = []
+        for end in range(self._steps, len(chain) + 1, self._steps):
+            block = self._block_of.get(chain[end - 1])
+            if block is None or end * CHAIN_STEP > limit_tokens:
+                break
+            blocks.append(block)
+        return blocks
+
+    def add(self, chain: Sequence[ChainKey], blocks: Sequence[BlockId], first: int, last: int) -> list[BlockId]:
+        """Makes full blocks ``[first, last)`` of a sequence findable; returns those that were not yet known."""
+        fresh: list[BlockId] = []
+        for index in range(first, last):
+            key, block = chain[(index + 1) * self._steps - 1], blocks[index]
+            if key not in self._block_of and block not in self._key_of:
+                self._block_of[key], self._key_of[block] = block, key
+                self.added.append(key)
+                fresh.append(block)
+        return fresh
+
+    def forget(self, block: BlockId) -> None:
+        """The pool reuses ``block``."""
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self.removed.append(key)
+
+    def blocks(self) -> Iterable[BlockId]:
+        return self._key_of.keys()

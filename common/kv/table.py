@@ -1,0 +1,33 @@
+"""The blocks that cover one sequence's tokens, in order.
+
+Pure. A table is a list of block ids held by one holder; position ``p`` lies in block ``p // block_size`` at offset
+``p % block_size``. Full blocks may be shared with other tables and with the prefix cache, the last partial one never is.
+"""
+
+from __future__ import annotations
+
+from common.ids import BlockId, Holder
+from common.kv.prefix import ChainKey
+
+
+class BlockTable:
+    """``blocks`` are held by ``holder``; the first ``published`` of them have been offered to the prefix index."""
+
+    __slots__ = ("block_size", "blocks", "cached_tokens", "chain", "holder", "published", "root")
+
+    def __init__(self, holder: Holder, block_size: int, root: ChainKey) -> None:
+        self.holder, self.block_size, self.root = holder, block_size, root
+        self.blocks: list[BlockId] = []
+        self.chain: list[ChainKey] = []
+        self.published = 0
+        self.cached_tokens = 0
+        """Tokens that came from the prefix cache when the table was opened."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit without another block."""
+        return len(self.blocks) * self.block_size
+
+    def lacking(self, tokens: int) -> int:
+        """Blocks to add so that ``tokens`` tokens fit."""
+        return max(0, -(-tokens // self.block_size) - len(self.blocks))

@@ -1,0 +1,297 @@
+"""Every message between processes, in one file.
+
+Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and carry
+no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``.
+
+    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Goodbye
+    coordinator ──► worker   Welcome, Turned, Prefill, Reserve, Generate, Abort, Resend, Drain
+    prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
+    decode ──► prefill       Grant, Ack, Accept, Cancel
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from common.ids import Incarnation, WorkerName
+from common.request import Id, Request
+
+PROTOCOL = 1
+Role = Literal["prefill", "decode", "colocated"]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+# -- worker to coordinator --------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, weights, revision); ``layout``
+    the KV layout's. ``data_address`` is where a decode worker takes hand-offs ("" for others); ``host_id`` is equal for
+    processes that can share memory. ``links`` are the transports it speaks, best first."""
+
+    protocol: int
+    name: WorkerName
+    incarnation: Incarnation
+    role: Role
+    model: str
+    fingerprint: str
+    layout: str
+    pid: int
+    host: str
+    host_id: str
+    data_address: str
+    links: tuple[str, ...]
+    kv_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+
+
+class Heartbeat(Message, tag="heartbeat"):
+    """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
+    so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids, joined.
+    ``step_ms`` is how long the running engine step has taken so far, -1 when idle."""
+
+    incarnation: Incarnation
+    acted_on: int
+    live: bytes
+    free: int
+    cached: int
+    held: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    step_ms: int
+    draining: bool
+    counters: dict[str, float] = {}
+
+
+class Logprobs(Message):
+    """Columns of one token's log-probabilities; ids little-endian uint32, ``top`` beside them."""
+
+    logprob: float
+    top_ids: bytes = b""
+    top: tuple[float, ...] = ()
+
+
+class Tokens(Message, tag="tokens"):
+    """One message per engine step, in columns: spans of output tokens. Column i: ``counts[i]`` tokens of output positions
+    ``starts[i]``... of (request, choice, attempt). ``finish`` is a FinishReason, not 0 on the last span of a choice;
+    ``stop_ids`` the token id that stopped it, else -1. ``logprobs`` matches ``ids``, or is empty when no span wants any
+    (an entry is None where its request wants none)."""
+
+    requests: bytes
+    choices: tuple[int, ...]
+    attempts: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    finish: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    ids: bytes
+    logprobs: tuple[Logprobs | None, ...] = ()
+
+
+class Timing(Message, tag="timing"):
+    """What a worker measured about one request, in ms, bytes or tokens by the name's ending. Prefill sends queue_ms,
+    prefill_ms, cached_tokens just before token 1; decode sends transfer_ms, transfer_exposed_ms, kv_bytes,
+    decode_wait_ms when it admits. ``link`` is the transport used, "" for none."""
+
+    request: Id
+    attempt: Count
+    values: dict[str, float]
+    link: str = ""
+
+
+class Failed(Message, tag="failed"):
+    """A worker gives one request up. ``code`` is one of FAILURES; ``retriable`` if another worker may succeed."""
+
+    request: Id
+    attempt: Count
+    code: str
+    detail: str
+    retriable: bool
+
+
+FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "draining", "too_long")
+
+
+class Cached(Message, tag="cached"):
+    """Prefix chain keys (16 bytes each, joined) that entered and left this worker's prefix cache."""
+
+    added: bytes
+    removed: bytes
+
+
+class Goodbye(Message, tag="goodbye"):
+    """The worker has drained or stops; its requests are no longer served."""
+
+    incarnation: Incarnation
+    reason: str
+
+
+FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Goodbye
+
+# -- coordinator to worker --------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome"):
+    """The worker is registered."""
+
+    coordinator: Incarnation
+    heartbeat_ms: int
+    lease_ms: int
+
+
+class Turned(Message, tag="turned"):
+    """Registration refused, in words; the worker exits with them."""
+
+    reason: str
+
+
+class Peer(Message):
+    """How one worker finds another."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    address: str
+    host_id: str
+
+
+class Prefill(Message, tag="prefill"):
+    """Build the KV of ``request``, send token 1 to the coordinator, ship to ``decode``."""
+
+    request: Request
+    attempt: Count
+    decode: Peer
+
+
+class Reserve(Message, tag="reserve"):
+    """Keep blocks for ``request``; its KV comes from ``prefill``."""
+
+    request: Request
+    attempt: Count
+    prefill: Peer
+
+
+class Generate(Message, tag="generate"):
+    """Do it all: prefill locally, then decode (colocated workers, and decode workers when that is cheaper)."""
+
+    request: Request
+    attempt: Count
+
+
+class Abort(Message, tag="abort"):
+    """Stop and free whatever (request, attempt) has. Idempotent; unknown ids are fine."""
+
+    request: Id
+    attempt: Count
+
+
+class Resend(Message, tag="resend"):
+    """Send the output tokens of (request, choice) again from output position ``start``."""
+
+    request: Id
+    attempt: Count
+    choice: Count
+    start: Count
+
+
+class Drain(Message, tag="drain"):
+    """Take nothing new, finish what is here, then leave."""
+
+    timeout_ms: int
+
+
+ToWorker = Welcome | Turned | Prefill | Reserve | Generate | Abort | Resend | Drain
+
+# -- prefill and decode -----------------------------------------------------------------------------------------------
+
+
+class Open(Message, tag="open"):
+    """A sender announces a hand-off of ``tokens`` prompt tokens; ``pool`` is the abstract socket where a process on the
+    same host gets the descriptor of the sender's shared pool ("" for none)."""
+
+    request: Id
+    attempt: Count
+    sender: Incarnation
+    tokens: Count
+    layout: str
+    host_id: str
+    pool: str
+    pool_block_size: Count
+    pool_blocks: Count
+
+
+class Grant(Message, tag="grant"):
+    """Blocks are reserved. The first ``have`` tokens are in decode's own prefix cache and pinned: send the rest over
+    ``link``, with at most ``credit_bytes`` unacknowledged."""
+
+    request: Id
+    attempt: Count
+    have: Count
+    link: str
+    credit_bytes: Count
+
+
+class Ack(Message, tag="ack"):
+    """Frames up to sequence number ``frame`` (inclusive) have been verified and placed; ``bytes`` in all so far."""
+
+    request: Id
+    attempt: Count
+    frame: Count
+    bytes: Count
+
+
+class Commit(Message, tag="commit"):
+    """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded in
+    order give ``checksum``. ``first`` are the first tokens, one per choice, as uint32; ``finish`` their FinishReasons."""
+
+    request: Id
+    attempt: Count
+    tokens: Count
+    have: Count
+    frames: Count
+    bytes: Count
+    checksum: int
+    layout: str
+    first: bytes
+    finish: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...] = ()
+
+
+class Accept(Message, tag="accept"):
+    """Counts, bytes, layout and checksums were right; the sender may let go."""
+
+    request: Id
+    attempt: Count
+    bytes: Count
+
+
+class Released(Message, tag="released"):
+    """The sender has let go: the hand-off is over on both sides."""
+
+    request: Id
+    attempt: Count
+
+
+class Cancel(Message, tag="cancel"):
+    """Either side gives the hand-off up, with a reason. Idempotent."""
+
+    request: Id
+    attempt: Count
+    reason: str
+
+
+ToDecode = Open | Commit | Cancel | Released
+ToPrefill = Grant | Ack | Accept | Cancel

@@ -1,0 +1,128 @@
+"""The progress of one choice of a request on one worker, and the shape of one engine step.
+
+Pure. Knows neither blocks nor sockets nor tensors. A sequence is a growing list of token ids of which the first
+``computed`` have their KV in the pool. Prefill and decode differ only in how many are ``missing``: many, or one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.ids import SequenceId
+from common.request import FinishReason, Request
+
+
+class Sequence:
+    """Token ids of one choice: the prompt, then the output.
+
+    Before its prompt is computed a request with ``n > 1`` is one sequence of choice 0 with ``siblings`` > 0; its last
+    prompt row is sampled once per choice, and :meth:`fork` then makes the others.
+    """
+
+    __slots__ = ("attempt", "choice", "computed", "finish", "max_length", "prompt_length", "request", "siblings", "tokens")
+
+    def __init__(self, request: Request, attempt: int, max_length: int, choice: int = 0) -> None:
+        self.request, self.attempt, self.choice = request, attempt, choice
+        self.tokens: list[int] = request.prompt_tokens()
+        self.prompt_length = len(self.tokens)
+        self.tokens += request.emitted_tokens(choice)
+        self.computed = 0
+        self.max_length = max_length
+        self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
+        self.finish = FinishReason.RUNNING
+
+    @property
+    def id(self) -> SequenceId:
+        return SequenceId(self.request.id, self.choice, self.attempt)
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose KV must still be computed before the next token can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The choices that are sampled from this sequence's next row."""
+        return tuple(range(self.siblings + 1)) if self.siblings else (self.choice,)
+
+    def append(self, token: int) -> FinishReason:
+        """Takes a sampled token; returns and remembers whether it ends the sequence."""
+        self.tokens.append(token)
+        sampling = self.request.sampling
+        if token in sampling.ending_token_ids and self.output_length > sampling.min_tokens:
+            self.finish = FinishReason.STOP
+        elif self.output_length >= sampling.max_tokens or len(self.tokens) >= self.max_length:
+            self.finish = FinishReason.LENGTH
+        return self.finish
+
+    def fork(self, choice: int) -> Sequence:
+        """Another choice over the same computed prompt, before either has appended its first token."""
+        other = Sequence(self.request, self.attempt, self.max_length, choice)
+        other.siblings, other.computed = 0, self.computed
+        return other
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.id}, {self.computed}/{len(self.tokens)} tokens, {self.finish.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``[start, start + length)`` of ``sequence`` in one step; ``wants_token`` if the last row is sampled."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def wants_token(self) -> bool:
+        return self.end == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: segments, and for each the block ids that cover its sequence's tokens ``[0, end)``."""
+
+    segments: tuple[Segment, ...]
+    tables: tuple[Seq[int], ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens computed in this step."""
+        return sum(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one sampled position: the chosen token's, and the k most likely in falling order."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced.
+
+    ``tokens[i]`` are the ids sampled for segment i, one per entry of its sequence's ``choices``, or empty when the
+    segment did not want one. ``logprobs[i]`` matches ``tokens[i]`` where the request asked for them, else is empty.
+    ``errors`` names segments whose own computation failed (by index); the rest of the batch is valid.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    seconds: float
+    errors: dict[int, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""How the bytes of a hand-off move: one file per transport, one contract in ``base.py``."""
