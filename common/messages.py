@@ -4,7 +4,7 @@ Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading ta
 no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Goodbye
-    coordinator ──► worker   Welcome, Turned, Prefill, Reserve, Generate, Abort, Resend, Drain
+    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Resend, Drain
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Grant, Ack, Accept, Cancel
 """
@@ -158,6 +158,10 @@ class Turned(Message, tag="turned"):
     reason: str
 
 
+class Rejoin(Message, tag="rejoin"):
+    """This coordinator does not know you (it restarted): drop what the last one gave you and say Hello again."""
+
+
 class Peer(Message):
     """How one worker finds another."""
 
@@ -212,7 +216,7 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
-ToWorker = Welcome | Turned | Prefill | Reserve | Generate | Abort | Resend | Drain
+ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Resend | Drain
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------
 

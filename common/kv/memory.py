@@ -1,0 +1,168 @@
+"""The bytes of a paged KV pool in host memory, as a file without a name that other processes may map read-only.
+
+The pool is a sealed memfd: it is gone with its owner even after SIGKILL, and nobody else can get a writable mapping.
+Behind the blocks lies one generation word per block, which a reader in another process checks before and after its copy.
+Reads and writes here are in the canonical form of :mod:`common.kv.layout` and use numpy only, so that a process without
+torch can hold a pool; :mod:`common.kv.store` lays torch tensors over the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.ids import BlockId
+from common.kv.layout import KvLayout
+
+Bytes = npt.NDArray[np.uint8]
+_PAGE = mmap.PAGESIZE
+# fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
+
+
+def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
+    """Offset of the generation words, and the size of the whole file."""
+    generations = -(-layout.block_bytes * blocks // _PAGE) * _PAGE
+    return generations, generations + -(-blocks * 8 // _PAGE) * _PAGE
+
+
+class KvMemory:
+    """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
+
+    ``raw`` is the block bytes, shape [blocks, block_bytes] uint8; ``generations`` one uint64 word per block.
+    """
+
+    def __init__(self, layout: KvLayout, blocks: int) -> None:
+        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
+        self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
+
+    @classmethod
+    def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
+        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is not right."""
+        memory = cls.__new__(cls)
+        memory.fd = fd
+        if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+            os.close(fd)
+            raise ValueError("the shared pool's size does not match its layout")
+        memory._map(layout, blocks, mmap.PROT_READ)
+        return memory
+
+    def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
+        self.layout, self.blocks = layout, blocks
+        offset, size = _bytes_of(layout, blocks)
+        self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
+        whole: Bytes = np.frombuffer(self._mmap, np.uint8)
+        self.raw = whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes)
+        self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
+
+    def close(self) -> None:
+        """Unmaps; views must not be used afterwards."""
+        del self.raw, self.generations
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._mmap.close()
+        except BufferError:  # a tensor over the pool is still alive; the mapping goes with it
+            pass
+
+    # -- canonical reads and writes -----------------------------------------------------------------------------------
+
+    def read(self, table: Sequence[BlockId], tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
+        """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
+
+        Per layer all keys, then all values. ``out`` is where to put them, if given (exactly that many bytes).
+        """
+        size = self.layout.range_bytes(layers.start, layers.stop, len(tokens))
+        buffer = np.empty(size, np.uint8) if out is None else out
+        for rows, at, flat in self._parts(table, tokens, layers):
+            flat.copy_out(self.raw, rows, buffer[at : at + rows.tokens * flat.row_bytes])
+        return buffer
+
+    def write(self, table: Sequence[BlockId], tokens: range, layers: range, data: Bytes) -> None:
+        """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``."""
+        for rows, at, flat in self._parts(table, tokens, layers):
+            flat.copy_in(self.raw, rows, data[at : at + rows.tokens * flat.row_bytes])
+
+    def _parts(self, table: Sequence[BlockId], tokens: range, layers: range) -> Any:
+        rows = _Rows(table, tokens, self.layout.block_size)
+        at = 0
+        for index in layers:
+            layer, inside = self.layout.layers[index], self.layout.layer_offsets[index]
+            for width in (layer.k_dim, layer.v_dim):
+                flat = _Part(inside, layer.kv_heads * width * self.layout.element_bytes, self.layout.block_size)
+                yield rows, at, flat
+                inside += flat.row_bytes * self.layout.block_size
+                at += flat.row_bytes * rows.tokens
+
+
+class _Rows:
+    """A token range of a table: a partial head block, whole blocks, a partial tail block (each may be missing)."""
+
+    def __init__(self, table: Sequence[BlockId], tokens: range, block_size: int) -> None:
+        self.tokens = len(tokens)
+        first, last = tokens.start, tokens.stop
+        whole_first, whole_last = -(-first // block_size), last // block_size
+        self.edges: list[tuple[int, int, int, int]] = []  # (block, first row in it, rows, row in the canonical range)
+        if whole_first > whole_last:  # all inside one block
+            self.edges.append((table[first // block_size], first % block_size, last - first, 0))
+            whole_last = whole_first
+        else:
+            if head := whole_first * block_size - first:
+                self.edges.append((table[whole_first - 1], block_size - head, head, 0))
+            if tail := last - whole_last * block_size:
+                self.edges.append((table[whole_last], 0, tail, whole_last * block_size - first))
+        self.whole = np.asarray(table[whole_first:whole_last], np.intp)
+        self.whole_at = whole_first * block_size - first
+        count = len(self.whole)
+        start = int(self.whole[0]) if count else 0
+        self.run = slice(start, start + count) if count and int(self.whole[-1]) - start == count - 1 and bool(
+            (np.diff(self.whole) == 1).all()
+        ) else None
+
+
+class _Part:
+    """Keys or values of one layer: where they lie in a block."""
+
+    def __init__(self, offset: int, row_bytes: int, block_size: int) -> None:
+        self.offset, self.row_bytes, self.block_size = offset, row_bytes, block_size
+
+    def _slab(self, raw: Bytes) -> Bytes:
+        return raw[:, self.offset : self.offset + self.row_bytes * self.block_size]
+
+    def copy_out(self, raw: Bytes, rows: _Rows, out: Bytes) -> None:
+        slab = self._slab(raw)
+        if len(rows.whole):
+            at = rows.whole_at * self.row_bytes
+            target = out[at : at + slab.shape[1] * len(rows.whole)].reshape(len(rows.whole), slab.shape[1])
+            target[:] = slab[rows.run] if rows.run is not None else slab[rows.whole]
+        for block, row, count, at_row in rows.edges:
+            piece = slab[block, row * self.row_bytes : (row + count) * self.row_bytes]
+            out[at_row * self.row_bytes : (at_row + count) * self.row_bytes] = piece
+
+    def copy_in(self, raw: Bytes, rows: _Rows, data: Bytes) -> None:
+        slab = self._slab(raw)
+        if len(rows.whole):
+            at = rows.whole_at * self.row_bytes
+            source = data[at : at + slab.shape[1] * len(rows.whole)].reshape(len(rows.whole), slab.shape[1])
+            slab[rows.run if rows.run is not None else rows.whole] = source
+        for block, row, count, at_row in rows.edges:
+            piece = data[at_row * self.row_bytes : (at_row + count) * self.row_bytes]
+            slab[block, row * self.row_bytes : (row + count) * self.row_bytes] = piece
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: same boot, same IPC and network namespaces, same user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    spaces = ":".join(os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
+    return f"{boot}/{spaces}/{os.getuid()}"
+
+
