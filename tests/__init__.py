@@ -1,0 +1,1 @@
+"""All tests. They may enter every room of the house; nothing outside imports them."""
