@@ -61,7 +61,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     ``prompt`` is little-endian uint32 token ids. ``emitted`` holds, per choice, the output ids that the client already
     has (same packing): a retry or migration computes them again as if they were prompt, but samples only after them,
-    and penalties count them as output. ``priority``: lower is earlier. ``deadline_ms`` is what remains at sending.
+    and penalties count them as output. ``ended`` are choices that need nothing more. ``priority``: lower is earlier.
+    ``deadline_ms`` is what remains at sending.
     """
 
     id: Id
@@ -72,6 +73,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     cache_salt: str = ""
     priority: int = 0
     deadline_ms: int = 600_000
+    ended: tuple[int, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from common.errors import InvariantBroken
 from common.ids import CACHE, BlockId, Holder
 from common.kv.pool import BlockPool
-from common.kv.prefix import PrefixIndex, chain_root, extend_chain
+from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain
 from common.kv.table import BlockTable
 
 
@@ -39,13 +39,19 @@ class KvCache:
         self.queried_tokens = self.hit_tokens = 0
         self._fingerprint, self._kv_dtype = model_fingerprint, kv_dtype
 
-    def open(self, holder: Holder, tokens: Sequence[int], cache_salt: str) -> BlockTable:
-        """A table that shares the longest cached prefix of ``tokens``, always leaving the last token to compute."""
+    def open(
+        self, holder: Holder, tokens: Sequence[int], cache_salt: str, chain: list[ChainKey] | None = None
+    ) -> BlockTable:
+        """A table that shares the longest cached prefix of ``tokens``, always leaving the last token to compute.
+
+        ``chain`` holds prefix keys of these tokens from an earlier try, and gets the missing ones.
+        """
         if holder in self.tables:
             raise InvariantBroken(f"{holder} opens a second table")
         table = BlockTable(holder, self.block_size, chain_root(cache_salt, self._fingerprint, self._kv_dtype))
         if self.prefix_caching:
-            extend_chain(table.root, table.chain, tokens)
+            known = [] if chain is None else chain
+            table.chain = extend_chain(table.root, known, tokens)[:]
             table.blocks = self.prefix.match(table.chain, len(tokens) - 1)
             self.pool.share(table.blocks, holder)
             table.published = len(table.blocks)

@@ -1,0 +1,266 @@
+"""Which tokens to compute in the next step.
+
+Pure. There is no prefill phase and no decode phase: every sequence has ``missing`` tokens, many or one, and a step is a
+list of segments under a budget of tokens, sequences and blocks. Who runs is decided by rank (priority, then arrival):
+
+    add ──► waiting ── blocks for all its tokens ──► running ── finish / abort / detach ──► gone
+               ▲                                        │
+               └──────── park (blocks given back) ◄─────┘   when a higher rank needs its blocks
+
+Rules, derived from "nothing starves": single missing tokens (decode) go before chunks of prompts, so a prompt cannot
+stall a stream; chunks fill what is left of the budget in rank order; only the lowest rank is ever parked; a parked
+sequence keeps its rank, so it is the first to come back, and it recomputes what the prefix cache no longer has.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from common.errors import InvariantBroken, OutOfBlocks
+from common.ids import Holder, SequenceId, sequence_holder
+from common.kv.cache import BlockCopy, KvCache
+from common.kv.prefix import ChainKey
+from common.kv.table import BlockTable
+from common.sequence import Batch, Segment, Sequence, StepResult, TokenLogprobs
+
+Rank = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A sequence and its place; ``table`` is None while it waits. ``chain`` keeps its prefix keys between attempts."""
+
+    rank: Rank
+    sequence: Sequence
+    table: BlockTable | None = None
+    chain: list[ChainKey] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sequence reached its last token: one sampled id per choice (see ``Sequence.choices``), not yet appended."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Started:
+    """What :meth:`Planner.start` made of a prompt's first tokens: one sequence per choice, and copies to make first."""
+
+    sequences: list[Sequence]
+    copies: list[BlockCopy] = field(default_factory=list)
+
+
+class Planner:
+    """Packs sequences into batches of at most ``max_tokens`` tokens and ``max_sequences`` segments."""
+
+    def __init__(self, cache: KvCache, *, max_tokens: int, max_sequences: int) -> None:
+        if max_tokens < max_sequences:
+            raise ValueError(f"a budget of {max_tokens} tokens cannot hold {max_sequences} sequences of one token each")
+        self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
+        self.preemptions = 0
+        self._arrivals = 0
+        self._waiting: list[_Entry] = []  # by rank
+        self._running: list[_Entry] = []  # by rank
+        self._entries: dict[SequenceId, _Entry] = {}
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute, now or when blocks come back."""
+        return bool(self._entries)
+
+    def __contains__(self, sequence: SequenceId) -> bool:
+        return sequence in self._entries
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens still to compute, of waiting and of running sequences."""
+        return sum(entry.sequence.missing for entry in (*self._waiting, *self._running) if entry.sequence.missing > 1)
+
+    @property
+    def parked(self) -> bool:
+        """Whether a sequence that had already started waits for blocks: it outranks new reservations."""
+        return any(entry.sequence.output_length for entry in self._waiting)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return (entry.sequence for entry in self._entries.values())
+
+    def table(self, sequence: Sequence) -> BlockTable:
+        """The table of a running sequence."""
+        table = self._entries[sequence.id].table
+        if table is None:
+            raise InvariantBroken(f"{sequence} has no blocks")
+        return table
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence, last among its priority."""
+        self._insert(self._waiting, _Entry(self._next_rank(sequence), sequence))
+
+    def adopt(self, sequence: Sequence, table: BlockTable) -> None:
+        """A sequence whose KV is already in ``table`` (held under the sequence's own name): it runs at once."""
+        if table.holder != sequence_holder(sequence.id):
+            raise InvariantBroken(f"{sequence} is adopted with the table of {table.holder}")
+        self._insert(self._running, _Entry(self._next_rank(sequence), sequence, table))
+
+    def start(self, sequence: Sequence, tokens: list[int]) -> Started:
+        """Appends the first sampled tokens, one per choice, forking the sequence when there are several."""
+        siblings, sequence.siblings = sequence.siblings, 0
+        if len(tokens) != siblings + 1:
+            raise InvariantBroken(f"{sequence} gets {len(tokens)} tokens for {siblings + 1} choices")
+        started = Started([sequence])
+        for choice in range(1, len(tokens)):
+            other = sequence.fork(choice)
+            started.sequences.append(other)
+            started.copies += self._fork(sequence, other)
+        for each, token in zip(started.sequences, tokens, strict=True):
+            each.append(token)
+        return started
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence is over: its blocks go back (what is cached stays findable)."""
+        entry = self._remove(sequence.id)
+        if entry.table is not None:
+            self.cache.close(entry.table)
+
+    def detach(self, sequence: Sequence, holder: Holder) -> BlockTable:
+        """The sequence is over here, but its blocks live on under ``holder``."""
+        table = self._remove(sequence.id).table
+        if table is None:
+            raise InvariantBroken(f"{sequence} has no blocks to keep")
+        self.cache.rename(table, holder)
+        return table
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Batch | None:
+        """The next step, with room for all its tokens in the tables; None when nothing can run now."""
+        segments: list[Segment] = []
+        budget = self._plan_decodes(segments)
+        budget = self._plan_chunks(segments, budget)
+        self._plan_waiting(segments, budget)
+        if not segments:
+            return None
+        return Batch(tuple(segments), tuple(self.table(segment.sequence).blocks for segment in segments))
+
+    def complete(self, batch: Batch, result: StepResult) -> list[Sampled]:
+        """Books a finished step: tokens count as computed, full blocks become findable; returns what was sampled.
+
+        Segments with an error are skipped: the caller finishes those sequences.
+        """
+        sampled: list[Sampled] = []
+        for index, segment in enumerate(batch.segments):
+            entry = self._entries.get(segment.sequence.id)
+            if entry is None or entry.table is None or index in result.errors:
+                continue
+            sequence = segment.sequence
+            sequence.computed = segment.end
+            self.cache.publish(entry.table, sequence.tokens, sequence.computed)
+            if result.tokens[index]:
+                sampled.append(Sampled(sequence, result.tokens[index], result.logprobs[index]))
+        return sampled
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _plan_decodes(self, segments: list[Segment]) -> int:
+        budget = self.max_tokens
+        for entry in [entry for entry in self._running if entry.sequence.missing == 1]:
+            if len(segments) == self.max_sequences:
+                break
+            if self._room(entry):
+                segments.append(Segment(entry.sequence, entry.sequence.computed, 1))
+                budget -= 1
+        return budget
+
+    def _plan_chunks(self, segments: list[Segment], budget: int) -> int:
+        for entry in self._running:
+            if entry.sequence.missing > 1 and budget > 0 and len(segments) < self.max_sequences:
+                budget -= self._chunk(segments, entry, budget)
+        return budget
+
+    def _plan_waiting(self, segments: list[Segment], budget: int) -> None:
+        """Admits in rank order and stops at the first that does not fit, so that a long prompt is not overtaken for ever."""
+        while self._waiting and budget > 0 and len(segments) < self.max_sequences:
+            entry = self._waiting[0]
+            if len(self._running) >= self.max_sequences or not self._admit(entry):
+                return
+            self._waiting.pop(0)
+            bisect.insort(self._running, entry, key=lambda each: each.rank)
+            budget -= self._chunk(segments, entry, budget)
+
+    def _chunk(self, segments: list[Segment], entry: _Entry, budget: int) -> int:
+        length = min(entry.sequence.missing, budget)
+        segments.append(Segment(entry.sequence, entry.sequence.computed, length))
+        return length
+
+    def _admit(self, entry: _Entry) -> bool:
+        """Blocks for all known tokens at once, leaving a block of growth for every running sequence."""
+        sequence = entry.sequence
+        holder, salt = sequence_holder(sequence.id), sequence.request.cache_salt
+        table = self.cache.open(holder, sequence.tokens, salt, entry.chain)
+        if table.lacking(len(sequence.tokens)) + len(self._running) > self.cache.pool.available:
+            self.cache.close(table)
+            return False
+        self.cache.grow(table, len(sequence.tokens))
+        entry.table, sequence.computed = table, table.cached_tokens
+        return True
+
+    def _room(self, entry: _Entry) -> bool:
+        """Room for one more token, parking lower ranks until it is found; False if the entry itself is or gets parked."""
+        while entry.table is not None:
+            try:
+                self.cache.grow(entry.table, len(entry.sequence.tokens))
+                return True
+            except OutOfBlocks:
+                self._park(self._running[-1])
+        return False
+
+    def _park(self, entry: _Entry) -> None:
+        if entry.table is None:
+            raise InvariantBroken(f"{entry.sequence} is parked without blocks")
+        self.cache.close(entry.table)
+        entry.table, entry.sequence.computed = None, 0
+        self._running.remove(entry)
+        bisect.insort(self._waiting, entry, key=lambda each: each.rank)
+        self.preemptions += 1
+
+    def _fork(self, sequence: Sequence, other: Sequence) -> Iterable[BlockCopy]:
+        """``other`` runs over shared blocks, or waits to recompute when not even one block is free for its own end."""
+        rank = self._next_rank(other)
+        try:
+            table, copies = self.cache.fork(self.table(sequence), sequence_holder(other.id), sequence.computed)
+        except OutOfBlocks:
+            other.computed = 0
+            self._insert(self._waiting, _Entry(rank, other))
+            return []
+        self._insert(self._running, _Entry(rank, other, table))
+        return copies
+
+    def _next_rank(self, sequence: Sequence) -> Rank:
+        self._arrivals += 1
+        return (sequence.request.priority, self._arrivals)
+
+    def _insert(self, queue: list[_Entry], entry: _Entry) -> None:
+        if entry.sequence.id in self._entries:
+            raise InvariantBroken(f"{entry.sequence} is already here")
+        self._entries[entry.sequence.id] = entry
+        bisect.insort(queue, entry, key=lambda each: each.rank)
+
+    def _remove(self, sequence: SequenceId) -> _Entry:
+        entry = self._entries.pop(sequence)
+        (self._waiting if entry.table is None else self._running).remove(entry)
+        return entry

@@ -1,0 +1,68 @@
+"""Output tokens of one engine step as one message, in columns (see :class:`common.messages.Tokens`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.ids import pack_tokens
+from common.messages import Logprobs, Tokens
+from common.request import FinishReason
+from common.sequence import Sequence, TokenLogprobs
+
+
+def stop_id(sequence: Sequence) -> int:
+    """The token id that stopped the sequence, or -1."""
+    return sequence.tokens[-1] if sequence.finish is FinishReason.STOP else -1
+
+
+def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    return Logprobs(logprobs.logprob, pack_tokens(logprobs.top_ids), logprobs.top_logprobs)
+
+
+@dataclass(slots=True)
+class SpanWriter:
+    """Collects spans and empties itself into one message."""
+
+    requests: list[bytes] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, start: int, logprobs: Seq[Logprobs | None] = ()) -> None:
+        """Output tokens ``[start, ...)`` of ``sequence``, with the log-probabilities of as many, if it wants any."""
+        tokens = sequence.tokens[sequence.prompt_length + start :]
+        self.requests.append(sequence.request.id)
+        self.choices.append(sequence.choice)
+        self.attempts.append(sequence.attempt)
+        self.starts.append(start)
+        self.counts.append(len(tokens))
+        self.finish.append(sequence.finish)
+        self.stop_ids.append(stop_id(sequence))
+        self.ids += tokens
+        self.logprobs += logprobs if logprobs else [None] * len(tokens)
+
+    def flush(self) -> Tokens | None:
+        """One message with everything collected, or None if there is nothing."""
+        if not self.requests:
+            return None
+        message = Tokens(
+            b"".join(self.requests),
+            tuple(self.choices),
+            tuple(self.attempts),
+            tuple(self.starts),
+            tuple(self.counts),
+            tuple(self.finish),
+            tuple(self.stop_ids),
+            pack_tokens(self.ids),
+            tuple(self.logprobs) if any(entry is not None for entry in self.logprobs) else (),
+        )
+        self.__init__()  # type: ignore[misc]  # empty again
+        return message
