@@ -1,0 +1,56 @@
+# Tandem: `make up` serves, `make test` checks. Nothing has to be installed by hand before, apart from Python 3.11+.
+
+SHELL := /bin/bash
+VENV  := .venv
+BIN   := $(VENV)/bin
+ARGS  ?=
+# A quiet pip that still shows errors.
+PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help up test check install clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (ARGS="--decode 2" passes flags on)
+	@exec $(BIN)/tandem up $(ARGS)
+
+test: check ## all checks, then all tests
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test ## style, types and floors
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+install: $(VENV)/.installed ## only set up the environment
+
+clean: ## remove the environment and all caches
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# -- environment, made once and again when the pins change ------------------------------------------------------------
+
+$(BIN)/python:
+	@set -e; for python in python3.13 python3.12 python3.11 python3 python3.14; do \
+	    if command -v $$python >/dev/null && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then echo "Tandem needs Python 3.11 or newer; none was found (Debian: apt install python3)" >&2; exit 1; fi; \
+	if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+	    version=$$($$found -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	    echo "$$found cannot make a virtual environment; Debian and Ubuntu: apt install python$$version-venv" >&2; exit 1; fi; \
+	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
+
+# torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
+$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml
+	@echo "installing the pinned dependencies (once; torch is the large one)"
+	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
+	@$(PIP) -e . -c constraints.txt
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the test tools"
+	@$(PIP) -e '.[test]' -c constraints.txt
+	@touch $@

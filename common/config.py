@@ -1,0 +1,346 @@
+"""What each process can be told: one frozen dataclass per role.
+
+The fields are the options: ``--max-model-len``, ``TANDEM_MAX_MODEL_LEN`` and the YAML key ``max_model_len`` are
+the same thing (see :mod:`common.options`). None means "chosen automatically"; who chooses prints what and why.
+Light: imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from common.errors import StartError
+from common.ids import WorkerName
+from common.messages import Role
+from common.options import (
+    ADDRESS,
+    CPUS,
+    PORT,
+    SECONDS,
+    SIZE,
+    SWITCH,
+    TEXT,
+    Loaded,
+    count,
+    decimal,
+    load,
+    one_of,
+    option,
+    parse_cpus,
+    positional,
+)
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+KvTransport = Literal["auto", "shm", "zmq"]
+LocalPrefill = Literal["auto", "never", "always"]
+NoPrefillPolicy = Literal["local", "wait", "reject"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+DEFAULT_CONTROL_PORT = 8001
+_LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach a socket bound to ``host``."""
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+# -- shared parts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is served, and under what name. An empty ``model`` is the built-in one."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+    revision: str | None = option(None, "branch, tag or commit of a hub model", TEXT, "model", shown_default="main")
+    served_model_name: str | None = option(
+        None, "name that clients use for the model", TEXT, "model", shown_default="MODEL as given"
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus output, in tokens",
+        count(1),
+        "model",
+        shown_default="the model's, cut to what the KV pool holds",
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients see: as configured, else the model as it was given."""
+        return self.served_model_name or self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """What every long-lived process takes."""
+
+    insecure_cluster: bool = option(
+        False, "let the parts talk in plain text over other addresses than loopback", SWITCH, "network and keys"
+    )
+    drain_timeout: float = option(30.0, "how long running requests may take to finish at a stop", SECONDS, "queue")
+    log_level: LogLevel = option(
+        "info", "least severity that is logged", one_of("debug", "info", "warning", "error"), "logs"
+    )
+    log_format: LogFormat = option("text", "log lines for people or for programs", one_of("text", "json"), "logs")
+    debug: bool = option(False, "show tracebacks of failed starts", SWITCH, "logs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a worker computes."""
+
+    dtype: Dtype = option(
+        "auto",
+        "type of weights, activations and KV (auto: the checkpoint's; float32 on CPUs without bf16 instructions)",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "model",
+    )
+    load_format: LoadFormat = option(
+        "auto",
+        "where weights come from (dummy: random ones, for tests)",
+        one_of("auto", "safetensors", "dummy"),
+        "model",
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model", SWITCH, "model")
+    kv_cache_memory: int | None = option(
+        None,
+        "bytes of KV pool per worker",
+        SIZE,
+        "memory",
+        aliases=("--kv-cache-memory-bytes",),
+        shown_default="a quarter of free memory divided by the workers, at most 4GiB each",
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        "blocks of KV pool per worker; wins over --kv-cache-memory",
+        count(1),
+        "memory",
+        aliases=("--num-gpu-blocks-override",),
+        shown_default="from the memory",
+    )
+    block_size: int = option(16, "tokens per KV block, a multiple of 16", count(16, 1 << 16), "memory")
+    max_num_seqs: int = option(64, "sequences decoded together", count(1, 1 << 16), "batch")
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens computed in one step",
+        count(1),
+        "batch",
+        shown_default="512 for a prefill worker on CPU, else 2048",
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV of shared prompt prefixes", SWITCH, "batch")
+    kv_transport: KvTransport = option(
+        "auto",
+        "how KV blocks travel (auto: shared memory on one host, else ZeroMQ)",
+        one_of("auto", "shm", "zmq"),
+        "transfer",
+    )
+    threads: int | None = option(
+        None, "compute threads per worker", count(1, 4096), "cores", shown_default="one per core it may use"
+    )
+    cpus: str | None = option(
+        None, "cores to run on, such as 0-3,5 (tandem up deals them out)", CPUS, "cores", shown_default="all"
+    )
+
+    def __post_init__(self) -> None:
+        if self.block_size % 16:
+            raise StartError(
+                f"--block-size {self.block_size} cannot be used",
+                "the prefix cache works in steps of 16 tokens",
+                "give a multiple of 16",
+            )
+
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The cores of ``cpus``; None when every core may be used."""
+        return parse_cpus(self.cpus) if self.cpus else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """How the door treats clients."""
+
+    host: str = option("127.0.0.1", "address that HTTP listens on", TEXT, "network and keys")
+    port: int = option(8000, "port that HTTP listens on (0: a free one)", PORT, "network and keys")
+    control_port: int = option(DEFAULT_CONTROL_PORT, "port that workers dial (0: a free one)", PORT, "network and keys")
+    chat_template: str | None = option(None, "Jinja file, or template text", TEXT, "model", shown_default="the model's")
+    local_prefill: LocalPrefill = option(
+        "auto", "prefill on the decode worker: by cost, never, always", one_of("auto", "never", "always"), "routing"
+    )
+    no_prefill_policy: NoPrefillPolicy = option(
+        "local",
+        "when no prefill worker is ready: prefill on decode, wait, or answer 503",
+        one_of("local", "wait", "reject"),
+        "routing",
+    )
+    max_queued_requests: int = option(2048, "requests that may wait; more get 429", count(1), "queue")
+    max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait; more get 429", count(1), "queue")
+    request_timeout: float = option(600.0, "deadline of a request", SECONDS, "queue")
+    max_body_bytes: int = option(8 << 20, "largest request body", SIZE, "queue", shown_default="8MiB")
+    api_key: str | None = option(None, "key that clients must send", TEXT, "network and keys", secret=True)
+    api_key_file: str | None = option(None, "file with such keys, one per line", TEXT, "network and keys")
+    admin_api_key: str | None = option(
+        None, "key for /admin", TEXT, "network and keys", secret=True, shown_default="a client's key"
+    )
+    insecure_http: bool = option(
+        False, "listen on other addresses than loopback without a key", SWITCH, "network and keys"
+    )
+
+    def api_keys(self) -> tuple[str, ...]:
+        """Every key a client may use, from the flag and from the file."""
+        keys = [self.api_key] if self.api_key else []
+        if self.api_key_file:
+            try:
+                lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StartError(f"cannot read {self.api_key_file}", str(error), "correct --api-key-file") from error
+            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not found:  # a file emptied by mistake must not open the door
+                raise StartError(f"{self.api_key_file} holds no key", "every line is empty or a comment", "add a key")
+            keys += found
+        return tuple(keys)
+
+    def _check_http(self) -> None:
+        if not (is_loopback(self.host) or self.insecure_http or self.api_keys()):
+            raise StartError(
+                f"will not listen on {self.host} without a key",
+                "anybody who reaches that address could use the model",
+                "set --api-key or --api-key-file, or say --insecure-http",
+            )
+
+
+# -- one per role -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ModelOptions, EngineOptions, ProcessOptions):
+    """A prefill, decode or colocated worker."""
+
+    role: Role
+    coordinator: str = option(
+        f"127.0.0.1:{DEFAULT_CONTROL_PORT}", "control address of the coordinator", ADDRESS, "network and keys"
+    )
+    name: str | None = option(
+        None, "name of this worker", TEXT, "network and keys", shown_default="its role, host and process id"
+    )
+    host: str = option(
+        "127.0.0.1", "address that KV hand-offs arrive on, as other workers reach it", TEXT, "network and keys"
+    )
+    workers_on_host: int = option(1, "workers that share this machine's memory", count(1, 4096), "memory")
+
+    def check_binds(self) -> None:
+        """Refuses to talk in plain text beyond this machine unless told so."""
+        dialled = self.coordinator.rpartition(":")[0]
+        for host, flag in ((self.host, "--host"), (dialled, "--coordinator")):
+            _check_cluster(host, flag, self.insecure_cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(ModelOptions, ServingOptions, ProcessOptions):
+    """The coordinator."""
+
+    control_host: str = option("127.0.0.1", "address that workers dial", TEXT, "network and keys")
+    expect_prefill: int = option(0, "prefill workers that must join once before /ready says yes", count(), "routing")
+    expect_decode: int = option(0, "decode workers that must join once before /ready says yes", count(), "routing")
+    expect_colocated: int = option(
+        0, "colocated workers that must join once before /ready says yes", count(), "routing"
+    )
+
+    def check_binds(self) -> None:
+        """Refuses to be open to other machines unless told so."""
+        self._check_http()
+        _check_cluster(self.control_host, "--control-host", self.insecure_cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
+    """A coordinator and its workers on this machine. ``prefill`` and ``decode`` None: 1 each, unless ``colocated``."""
+
+    prefill: int | None = option(None, "prefill workers", count(0, 4096), "pools", shown_default="1")
+    decode: int | None = option(None, "decode workers", count(0, 4096), "pools", shown_default="1")
+    colocated: int | None = option(
+        None,
+        "workers that do both, in place of the two pools",
+        count(1, 4096),
+        "pools",
+        shown_default="1 on one core, else none",
+    )
+    chat: bool = option(False, "chat in this terminal once it serves", SWITCH, "pools")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.colocated is not None and (self.prefill or self.decode):
+            raise StartError(
+                "--colocated excludes --prefill and --decode",
+                "a colocated worker does the work of both pools",
+                "give either --colocated K, or --prefill N --decode M",
+            )
+        if self.decode == 0 and self.colocated is None:
+            raise StartError(
+                "--decode 0 serves nobody",
+                "tokens after the first come from a decode worker",
+                "give --decode 1 or more, or --colocated K",
+            )
+
+    def check_binds(self) -> None:
+        """Refuses to be open to other machines unless told so."""
+        self._check_http()
+
+    def pools(self, cores: int) -> tuple[int, int, int]:
+        """How many prefill, decode and colocated workers, on a machine with ``cores`` usable cores."""
+        if self.colocated is not None:
+            return 0, 0, self.colocated
+        if self.prefill is None and self.decode is None and cores == 1:
+            return 0, 0, 1
+        return 1 if self.prefill is None else self.prefill, 1 if self.decode is None else self.decode, 0
+
+    def for_coordinator(self, **changes: Any) -> CoordinatorConfig:
+        """The configuration of this system's coordinator."""
+        return CoordinatorConfig(**_shared(self, CoordinatorConfig, changes))
+
+    def for_worker(self, role: Role, name: WorkerName, **changes: Any) -> WorkerConfig:
+        """The configuration of one of this system's workers; its data socket stays on loopback."""
+        return WorkerConfig(**_shared(self, WorkerConfig, {"role": role, "name": name, "host": "127.0.0.1", **changes}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """``tandem chat``: a client, on any machine."""
+
+    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "chat")
+    api_key: str | None = option(None, "key to send", TEXT, "chat", secret=True)
+    system_prompt: str | None = option(None, "system message", TEXT, "chat")
+    max_tokens: int | None = option(None, "longest answer", count(1), "chat", shown_default="what fits")
+    temperature: float | None = option(None, "0 is greedy", decimal(0, 2), "chat", shown_default="the server's")
+
+
+Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig
+CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig)
+C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig)
+
+
+def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:
+    """One role's configuration from parsed flags and the environment; StartError says what is wrong."""
+    return load(config, given, environ, CONFIGS, **fixed)
+
+
+def _shared(config: UpConfig, other: type[Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``other`` that ``config`` has too, with ``changes`` over them."""
+    mine = {item.name for item in fields(config)}
+    return {item.name: getattr(config, item.name) for item in fields(other) if item.name in mine} | dict(changes)
+
+
+def _check_cluster(host: str, flag: str, insecure: bool) -> None:
+    if not (is_loopback(host) or insecure):
+        raise StartError(
+            f"will not use {flag} {host} in plain text",
+            "the parts would talk over the network without encryption or keys",
+            "stay on loopback, or say --insecure-cluster on a network you trust",
+        )

@@ -1,0 +1,68 @@
+"""Log lines on standard error, for people (text) or for programs (json, one object per line).
+
+The text form is short because the launcher mixes several processes into one terminal. What is passed as ``extra``
+becomes fields of the json form. Secrets and request contents are never logged; that is up to the callers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_LOUD = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock", "huggingface_hub", "transformers")
+
+
+class TextFormatter(logging.Formatter):
+    """``12:00:00 decode-0 warning: text``."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        severity = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
+        text = f"{clock} {self.process}{severity}: {record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, with UTC time."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def setup_logging(
+    level: Literal["debug", "info", "warning", "error"],
+    style: Literal["text", "json"],
+    process: str,
+    stream: TextIO | None = None,
+) -> None:
+    """Sends all logging to ``stream`` (standard error) as ``process``; chatty libraries speak only from warning up."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if style == "json" else TextFormatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

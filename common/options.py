@@ -1,0 +1,369 @@
+"""From flags, environment, a YAML file and defaults to one frozen dataclass, each value knowing where it came from.
+
+A dataclass field made with :func:`option` *is* the option: argparse, the environment variable, the YAML key, ``tandem
+config`` and the table in the README are all generated from it. This file owns the mechanism; :mod:`common.config` owns
+the options. Whatever is wrong raises :class:`~common.errors.StartError`, in words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from common.errors import StartError
+
+T = TypeVar("T")
+ENV_PREFIX = "TANDEM_"
+_CONFIG_ENV = "TANDEM_CONFIG"
+
+# -- kinds: how text becomes a value ----------------------------------------------------------------------------------
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none)."""
+
+    metavar: str
+    expects: str
+    parse: Callable[[str], Any]
+
+
+def parse_number(text: str) -> int:
+    """A whole number; vLLM's suffixes (``32k`` is 32,000, ``32K`` 32,768), and bytes (``4GiB``, ``4GB``)."""
+    match = _NUMBER.fullmatch(text.strip().replace("_", ""))
+    if match is None:
+        raise ValueError(text)
+    digits, letter, binary, byte = match.groups()
+    if binary:
+        letter = letter.upper()
+    elif byte:
+        letter = letter.lower()
+    value = float(digits) * _SUFFIXES[letter] if "." in digits else int(digits) * _SUFFIXES[letter]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
+
+
+def count(least: int = 0, most: int | None = None) -> Kind:
+    """A whole number from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        value = parse_number(text)
+        if value < least or (most is not None and value > most):
+            raise ValueError(text)
+        return value
+
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Kind("N", f"a whole number {bounds} (32k is 32,000, 32K is 32,768)", parse)
+
+
+def decimal(least: float, most: float, metavar: str = "X") -> Kind:
+    """A number from ``least`` to ``most``."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    return Kind(metavar, f"a number from {least:g} to {most:g}", parse)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of a few words."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(text)
+        return text.lower()
+
+    return Kind("{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", parse)
+
+
+def _parse_text(text: str) -> str:
+    if not text.strip():
+        raise ValueError(text)
+    return text
+
+
+def _parse_switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _parse_cpus(text: str) -> str:
+    parse_cpus(text)
+    return text
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """``0-3,5`` as sorted core numbers."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if not 0 <= low <= high < 4096:
+            raise ValueError(text)
+        cores.update(range(low, high + 1))
+    return tuple(sorted(cores))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT`` (an IPv6 host in brackets) as its two parts."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and 0 < int(port) < 65536):
+        raise ValueError(text)
+    return host, int(port)
+
+
+def _parse_address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+TEXT = Kind("TEXT", "some text", _parse_text)
+SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB", parse_number)
+SECONDS = decimal(0, 1e6, "SECONDS")
+SWITCH = Kind("", "true or false", _parse_switch)
+PORT = count(0, 65535)
+CPUS = Kind("CORES", "core numbers such as 0-3,5", _parse_cpus)
+ADDRESS = Kind("HOST:PORT", "an address such as 10.0.0.1:8001", _parse_address)
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of one command, as its dataclass field declares it."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    positional: bool = False
+    secret: bool = False
+    shown_default: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def default_text(self) -> str:
+        """The default as people read it; an automatic one says how it is chosen."""
+        return self.shown_default if self.shown_default is not None else show(self.default)
+
+    def parse(self, text: str, origin: str) -> Any:
+        try:
+            return self.kind.parse(text)
+        except (ValueError, OverflowError):
+            shown = "the value" if self.secret else repr(text)
+            raise StartError(
+                f"{origin} cannot be {shown}", f"it takes {self.kind.expects}", f"correct {origin}"
+            ) from None
+
+
+def option(
+    default: T,
+    help: str,
+    kind: Kind,
+    group: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    secret: bool = False,
+    shown_default: str | None = None,
+) -> T:
+    """A dataclass field that is an option. ``shown_default`` says how an automatic default (None) is chosen."""
+    meta = {"help": help, "kind": kind, "group": group, "aliases": aliases, "secret": secret}
+    field: Any = dataclasses.field(
+        default=default, repr=not secret, metadata={"option": {**meta, "shown_default": shown_default}}
+    )
+    return field  # type: ignore[no-any-return]
+
+
+def positional(help: str, group: str) -> Any:
+    """Metadata of a required field that is given by position (and ``TANDEM_<NAME>``, and its YAML key)."""
+    return {"option": {"help": help, "kind": TEXT, "group": group, "positional": True}}
+
+
+def options(config: type[Any]) -> list[Option]:
+    """The options of one dataclass, in the order of its fields."""
+    return [
+        Option(field.name, default=None if field.default is dataclasses.MISSING else field.default, **meta)
+        for field in dataclasses.fields(config)
+        if (meta := field.metadata.get("option"))
+    ]
+
+
+def show(value: object) -> str:
+    """A value as text, the way a flag takes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """A configuration, where each value came from, and what is odd but no error."""
+
+    config: T
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` most likely was meant to be."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
+def unknown(what: str, word: str, known: Iterable[str], otherwise: str) -> StartError:
+    """The error for a word nobody knows, with the nearest one that exists."""
+    guess = nearest(word, known)
+    return StartError(
+        f"{what} {word} is unknown", "it is not in the list", f"did you mean {guess}?" if guess else otherwise
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with StartErrors for errors, no guessing from abbreviations, and ``--a_b`` taken for ``--a-b``."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise StartError(f"{self.prog} cannot read its arguments", message, f"{self.prog} --help lists them")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(None if args is None else [_dashes(word) for word in args], namespace)
+
+
+def _dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Gives ``parser`` the flags of a configuration; what is not given stays out of the namespace."""
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these options"
+    )
+    groups: dict[str, Any] = {}
+    for item in options(config):
+        group = groups.get(item.group) or groups.setdefault(item.group, parser.add_argument_group(item.group))
+        text = item.help.replace("%", "%%")
+        if item.positional:
+            group.add_argument(item.name, nargs="?", metavar=item.flag, default=argparse.SUPPRESS, help=text)
+            continue
+        text += f" ({item.default_text})".replace("%", "%%")
+        flags = [item.flag, *item.aliases]
+        if item.kind is SWITCH:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(*flags, dest=item.name, action=action, default=argparse.SUPPRESS, help=text)
+        else:
+            group.add_argument(*flags, dest=item.name, metavar=item.kind.metavar, default=argparse.SUPPRESS, help=text)
+
+
+def known_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every flag that ``parser`` takes."""
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def load(
+    config: type[T],
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    every: Iterable[type[Any]],
+    **fixed: Any,
+) -> Loaded[T]:
+    """Builds ``config``: flag (``given``) over environment over YAML file over default.
+
+    ``every`` are all configurations that exist: what another command takes may stand in a shared file or environment.
+    ``fixed`` are fields that are no options.
+    """
+    everything = {item.name for each in every for item in options(each)}
+    path = given.get("config") or environ.get(_CONFIG_ENV)
+    file = _read_yaml(Path(path), everything) if path else {}
+    values: dict[str, Any] = dict(fixed)
+    origins: dict[str, str] = {}
+    for item in options(config):
+        found = _find(item, given, environ, file, path)
+        if found is not None:
+            values[item.name], origins[item.name] = found
+        else:
+            origins[item.name] = "default"
+            if item.positional and item.name not in fixed:
+                values[item.name] = ""
+    return Loaded(config(**values), origins, tuple(_strange(environ, everything)))
+
+
+def _find(
+    item: Option, given: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], path: str | None
+) -> tuple[Any, str] | None:
+    """The value of one option and where it came from; None when nobody set it."""
+    if (value := given.get(item.name)) is not None:
+        return (value if isinstance(value, bool) else item.parse(value, item.flag)), item.flag
+    if environ.get(item.env):
+        return item.parse(environ[item.env], item.env), item.env
+    if (value := file.get(item.name)) is not None:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return item.parse(text, f"{item.name} in {path}"), str(path)
+    return None
+
+
+def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
+    """A warning for each ``TANDEM_*`` variable that nothing reads."""
+    known = {ENV_PREFIX + name.upper() for name in everything} | {_CONFIG_ENV}
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            guess = nearest(name, known)
+            yield f"{name} is set but nothing reads it" + (f"; did you mean {guess}?" if guess else "")
+
+
+def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
+    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``."""
+    import yaml  # only who has a file pays for it
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot read {path}", str(error), "correct --config") from error
+    except yaml.YAMLError as error:
+        raise StartError(f"{path} is not YAML", " ".join(str(error).split()), "correct the file") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise StartError(f"{path} is no mapping", "it must hold lines such as `port: 8000`", "correct the file")
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    for key, value in values.items():
+        if key not in everything:
+            raise unknown(f"{path}: key", key, everything, "`tandem config` lists every key")
+        if isinstance(value, (dict, list)):
+            raise StartError(f"{path}: {key} is no single value", "each key takes one", "correct the file")
+    return values
