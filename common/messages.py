@@ -21,6 +21,8 @@ from common.request import Id, Request
 PROTOCOL = 1
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+TokenBytes = bytes
+"""For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -103,8 +105,8 @@ class Tokens(Message, tag="tokens"):
 
 class Timing(Message, tag="timing"):
     """What a worker measured about one request, in ms, bytes or tokens by the name's ending. Prefill sends queue_ms,
-    prefill_ms, cached_tokens just before token 1; decode sends transfer_ms, transfer_exposed_ms, kv_bytes,
-    decode_wait_ms when it admits. ``link`` is the transport used, "" for none."""
+    prefill_ms and cached_tokens just before token 1, then transfer_ms, transfer_exposed_ms and kv_bytes when decode has
+    accepted; decode sends decode_wait_ms with its first step. ``link`` is the transport used, "" for none."""
 
     request: Id
     attempt: Count
@@ -268,7 +270,7 @@ class Commit(Message, tag="commit"):
     bytes: Count
     checksum: int
     layout: str
-    first: bytes
+    first: TokenBytes
     finish: tuple[int, ...]
     stop_ids: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...] = ()
