@@ -35,12 +35,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _CORPUS = """
-A block has holders, not an owner. The sender holds source blocks until the receiver has released them, and the receiver
-writes only its own memory. There is no prefill phase and no decode phase: a step is a list of segments, and decoding is a
-segment of length one. What the client asked is a request; its progress on one worker is a sequence; the hand-off between
-two workers is a transfer. Every queue has a bound and a metric, every wait has a deadline, and nothing is held in hope.
+A block has holders, not an owner. The sender holds source blocks until the receiver has released them, and the
+receiver writes only its own memory. There is no prefill phase and no decode phase: a step is a list of segments, and
+decoding is a segment of length one. What the client asked is a request; its progress on one worker is a sequence; the
+hand-off between two workers is a transfer. Every queue has a bound and a metric, every wait has a deadline.
 def take(self, count: int, holder: str) -> list[int]: return [self.free.pop() for _ in range(count)]
-The quick brown fox jumps over the lazy dog, while 1234567890 numbers and (brackets) [lists] {"json": true, "null": null}
+The quick brown fox jumps over the lazy dog, while 1234567890 numbers and (brackets) [lists] {"json": true, "x": null}
 are read. Größe, naïve café, 你好世界, こんにちは, привет, and 🙂 have characters of several bytes.
 """
 
@@ -176,7 +176,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": (
         "gpt_oss",
-        _experts(num_hidden_layers=4, num_local_experts=4, sliding_window=32, rope_parameters=_rope(rope_type="default")),
+        _experts(
+            num_hidden_layers=4, num_local_experts=4, sliding_window=32, rope_parameters=_rope(rope_type="default")
+        ),
     ),
     "gpt2": ("gpt2", _GPT2),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
@@ -188,7 +190,7 @@ SERVED = tuple(kind for kind in KINDS if kind not in REFUSED)
 
 
 def make_model(kind: str, directory: Path, **overrides: Any) -> Path:
-    """Writes a checkpoint of ``kind`` with its tokenizer into ``directory``; ``overrides`` replace configuration fields."""
+    """Writes a checkpoint of ``kind`` with its tokenizer; ``overrides`` replace fields of the configuration."""
     model_type, fields = KINDS[kind]
     config = AutoConfig.for_model(model_type, **(fields | overrides))
     auto: Any = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM

@@ -6,8 +6,8 @@ position the sampling distribution is computed from those logits in float64 by t
 the system chose must be the one it had to choose, up to a stated tolerance:
 
 - greedy: its (processed) logit lies within ``GREEDY_STDS`` standard deviations of the row's maximum;
-- sampled: ``u = uniform(seed, choice, position)`` falls within ``CDF_TOLERANCE`` of the token's interval of the cumulative
-  distribution in token-id order; where a top-k, top-p or min-p cut is a near-tie, either side of the cut is right.
+- sampled: ``u = uniform(seed, choice, position)`` falls within ``CDF_TOLERANCE`` of the token's interval of the
+  cumulative distribution in token-id order; where a top-k, top-p or min-p cut is a near-tie, either side is right.
 
 Nothing here shares code with the engine, except the definition of ``u``.
 """
@@ -50,7 +50,7 @@ class Tolerance:
 
 FLOAT32 = Tolerance()
 BFLOAT16 = Tolerance(greedy_stds=0.25, cdf=0.05, logprob=0.25, cut=0.1)
-"""Eight bits of mantissa over a few layers: a token may win that is a quarter of a standard deviation below the best."""
+"""Eight bits of mantissa over a few layers: a token may win that is a quarter of a standard deviation behind."""
 
 
 class Reference:
@@ -192,9 +192,7 @@ def keep_masks(processed: Row, sampling: SamplingParams, slack: float) -> Iterat
                     yield mask
 
 
-def _keep(
-    processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_shift: float, top_p_shift: float
-) -> Mask:
+def _keep(processed: Row, sampling: SamplingParams, min_p_shift: float, top_k_shift: float, top_p_shift: float) -> Mask:
     """min_p on the tempered distribution, then top_k, then top_p of what is left, renormalised."""
     scaled = processed / sampling.temperature
     keep = np.isfinite(scaled)
@@ -233,7 +231,9 @@ def _check_logprobs(
     row: Row, token: int, reported: float, top: dict[int, float], tolerance: Tolerance, where: str
 ) -> None:
     expected = log_softmax(row)
-    assert abs(expected[token] - reported) <= tolerance.logprob, f"{where}: logprob {reported}, reference {expected[token]}"
+    assert abs(expected[token] - reported) <= tolerance.logprob, (
+        f"{where}: logprob {reported}, reference {expected[token]}"
+    )
     for other, value in top.items():
         assert abs(expected[other] - value) <= tolerance.logprob, f"{where}: {value} for {other}, {expected[other]}"
     if top:

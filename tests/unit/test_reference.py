@@ -51,7 +51,9 @@ def test_sampled_output_must_be_the_inverse_of_the_distribution(
         processed = process(row, PROMPT, output, sampling)
         mask = next(keep_masks(processed, sampling, 0.0))
         u = noise[len(output)]
-        intervals = [(cdf_interval(processed / sampling.temperature, mask, token), token) for token in np.flatnonzero(mask)]
+        intervals = [
+            (cdf_interval(processed / sampling.temperature, mask, token), token) for token in np.flatnonzero(mask)
+        ]
         return next(int(token) for (low, high), token in intervals if low <= u < high)
 
     output = run(oracle, choose)

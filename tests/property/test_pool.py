@@ -1,0 +1,146 @@
+"""The block pool against a model that is a list of sets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import InvariantBroken, OutOfBlocks
+from common.ids import CACHE, BlockId, Holder
+from common.kv.pool import BlockPool
+
+HOLDERS = [Holder(f"seq:{name}/0/0") for name in "abc"] + [Holder("xfer:a/1")]
+ALL = [*HOLDERS, CACHE]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """``holders`` is what the pool should know, ``lru`` what only the cache holds, least recently used first."""
+
+    @initialize(total=st.integers(1, 12))
+    def build(self, total: int) -> None:
+        self.evicted: list[BlockId] = []
+        self.pool = BlockPool(total, self.evicted.append)
+        self.holders: list[set[Holder]] = [set() for _ in range(total)]
+        self.lru: list[BlockId] = []
+        self.generations = [0] * total
+
+    @property
+    def free(self) -> int:
+        return sum(not holders for holders in self.holders)
+
+    def settle(self, block: BlockId) -> None:
+        """A block enters the evictable end when the cache is left alone with it."""
+        if block in self.lru:
+            self.lru.remove(block)
+        if self.holders[block] == {CACHE}:
+            self.lru.append(block)
+
+    @rule(count=st.integers(0, 14), holder=st.sampled_from(HOLDERS))
+    def take(self, count: int, holder: Holder) -> None:
+        free = self.free
+        if count > free + len(self.lru):
+            with pytest.raises(OutOfBlocks) as caught:
+                self.pool.take(count, holder)
+            assert (caught.value.wanted, caught.value.free, caught.value.evictable) == (count, free, len(self.lru))
+            return
+        self.evicted.clear()
+        blocks = self.pool.take(count, holder)
+        assert len(set(blocks)) == count
+        expected = self.lru[: max(0, count - free)]
+        assert self.evicted == expected, "evicts only what it must, least recently used first"
+        for block in blocks:
+            assert self.holders[block] == ({CACHE} if block in expected else set()), "gave out a block in use"
+            self.holders[block] = {holder}
+            self.generations[block] += 1
+            self.settle(block)
+
+    @rule(blocks=st.lists(st.integers(0, 11), max_size=4, unique=True), holder=st.sampled_from(ALL))
+    def share(self, blocks: list[int], holder: Holder) -> None:
+        wanted = [BlockId(b) for b in blocks if b < self.pool.total]
+        good = [b for b in wanted if self.holders[b] and holder not in self.holders[b]]
+        self.pool.share(good, holder)
+        for block in good:
+            self.holders[block].add(holder)
+            self.settle(block)
+        for block in set(wanted) - set(good):
+            with pytest.raises(InvariantBroken):
+                self.pool.share([block], holder)
+
+    @rule(blocks=st.lists(st.integers(0, 11), max_size=6, unique=True), holder=st.sampled_from(ALL))
+    def drop(self, blocks: list[int], holder: Holder) -> None:
+        wanted = [BlockId(b) for b in blocks if b < self.pool.total]
+        good = [b for b in wanted if holder in self.holders[b]]
+        self.pool.drop(good, holder)
+        for block in good:
+            self.holders[block].discard(holder)
+            self.settle(block)
+        for block in set(wanted) - set(good):
+            with pytest.raises(InvariantBroken):
+                self.pool.drop([block], holder)
+
+    @precondition(lambda self: any(self.holders))
+    @rule(holder=st.sampled_from(ALL))
+    def drop_twice(self, holder: Holder) -> None:
+        held = [BlockId(i) for i, holders in enumerate(self.holders) if holder in holders]
+        if not held:
+            return
+        self.drop([held[0]], holder)
+        with pytest.raises(InvariantBroken):
+            self.pool.drop([held[0]], holder)
+
+    @rule()
+    def the_cache_takes_nothing(self) -> None:
+        with pytest.raises(InvariantBroken):
+            self.pool.take(1, CACHE)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        total, free, cached, held = self.pool.counts
+        assert (total, free, cached) == (len(self.holders), self.free, len(self.lru))
+        assert free + cached + held == total
+        assert self.pool.available == free + cached
+        for block, holders in enumerate(self.holders):
+            assert self.pool.holders(BlockId(block)) == holders
+        for holder in ALL:
+            assert self.pool.held_by(holder) == sum(holder in holders for holders in self.holders)
+        assert self.pool.generations == self.generations
+        assert self.pool.leaks(HOLDERS) == {}
+        named = {BlockId(b): h - {CACHE} for b, h in enumerate(self.holders) if h - {CACHE}}
+        assert self.pool.leaks() == named
+
+    def teardown(self) -> None:
+        """Whoever drops what it holds leaves a pool that is free or cached, and empty once the cache lets go."""
+        if not hasattr(self, "pool"):
+            return
+        for holder in ALL:
+            self.pool.drop([BlockId(i) for i, holders in enumerate(self.holders) if holder in holders], holder)
+        assert self.pool.leaks() == {}
+        assert self.pool.counts.free == self.pool.total
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_take_from_the_front_so_that_a_freed_block_rests_longest() -> None:
+    pool = BlockPool(3)
+    (first,) = pool.take(1, HOLDERS[0])
+    pool.drop([first], HOLDERS[0])
+    assert pool.take(3, HOLDERS[0])[-1] == first
+
+
+def test_a_refusal_names_who_holds_what() -> None:
+    pool = BlockPool(4)
+    pool.take(3, HOLDERS[0])
+    with pytest.raises(OutOfBlocks, match=r"seq:b/0/0 wants 2 blocks, 1 free, 0 evictable; held by: seq:a/0/0 3"):
+        pool.take(2, HOLDERS[1])
+
+
+@pytest.mark.parametrize("total", [0, -1])
+def test_an_empty_pool_is_refused(total: int) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockPool(total)

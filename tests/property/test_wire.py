@@ -1,0 +1,363 @@
+"""Messages to bytes and back: every type round-trips, the bytes are pinned, and no bytes but ours are accepted.
+
+The pinned bytes lie in ``tests/golden/wire.json``. When they change on purpose, processes of two versions can no longer
+talk: raise ``PROTOCOL`` (unless fields were only added at the end with defaults) and write the file anew with
+``python -m tests.property.test_wire > tests/golden/wire.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common import messages
+from common.errors import WireError
+from common.ids import pack_tokens, unpack_tokens
+from common.messages import (
+    PROTOCOL,
+    Abort,
+    Accept,
+    Ack,
+    Cached,
+    Cancel,
+    Commit,
+    Drain,
+    Failed,
+    FromWorker,
+    Generate,
+    Goodbye,
+    Grant,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Open,
+    Peer,
+    Prefill,
+    Rejoin,
+    Released,
+    Resend,
+    Reserve,
+    Timing,
+    ToDecode,
+    Tokens,
+    ToPrefill,
+    ToWorker,
+    Turned,
+    Welcome,
+)
+from common.request import Request, SamplingParams
+from common.wire import MAX_MESSAGE_BYTES, decode, encode
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
+UNIONS = (FromWorker, ToWorker, ToDecode, ToPrefill)
+TAGGED = {
+    kind.__struct_config__.tag: kind
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind.__struct_config__.tag is not None
+}
+
+
+# -- values of any message type, from its annotations -----------------------------------------------------------------
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """A strategy for everything that ``annotation`` allows, NaN apart (it equals nothing)."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner, meta = annotation.__origin__, annotation.__metadata__[0]
+        if meta.min_length is not None:
+            return st.binary(min_size=meta.min_length, max_size=meta.max_length)
+        assert inner is int
+        return st.integers(meta.ge, meta.lt - 1)
+    if isinstance(annotation, typing.NewType):
+        return values(annotation.__supertype__)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*map(values, arguments))
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        assert arguments[1] is ...
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return st.builds(annotation, **{field.name: values(field.type) for field in msgspec.structs.fields(annotation)})
+    return {
+        int: st.integers(-(1 << 63), (1 << 64) - 1),
+        float: st.floats(allow_nan=False),
+        str: st.text(max_size=8),
+        bytes: st.binary(max_size=12),
+        bool: st.booleans(),
+        type(None): st.none(),
+    }[annotation]
+
+
+@pytest.mark.parametrize("tag", sorted(TAGGED))
+def test_every_message_survives_the_wire(tag: str) -> None:
+    kind = TAGGED[tag]
+    unions = [union for union in UNIONS if kind in typing.get_args(union)]
+    assert unions, f"{kind.__name__} goes in no direction"
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(values(kind))
+    def round_trip(message: Message) -> None:
+        data = encode(message)
+        for union in unions:
+            again = decode(data, union)
+            assert again == message
+            assert type(again) is kind
+        assert decode(memoryview(data), kind) == message
+
+    round_trip()
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1)))
+def test_token_ids_survive(tokens: list[int]) -> None:
+    assert unpack_tokens(pack_tokens(tokens)) == tokens
+    assert pack_tokens(tokens) == struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7])
+def test_half_a_token_is_no_token(length: int) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_tokens(b"x" * length)
+
+
+# -- golden bytes -----------------------------------------------------------------------------------------------------
+
+_ID = bytes(range(16))
+_SAMPLING = SamplingParams(
+    max_tokens=7,
+    seed=2**63 + 1,
+    temperature=0.5,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    frequency_penalty=-0.5,
+    presence_penalty=0.25,
+    logit_bias={3: -100.0, 70_000: 1.5},
+    min_tokens=2,
+    stop_token_ids=(9, 10),
+    eos_token_ids=(1,),
+    ignore_eos=True,
+    logprobs=2,
+)
+_REQUEST = Request(
+    id=_ID,  # type: ignore[arg-type]
+    prompt=pack_tokens([5, 300, 70_000]),
+    sampling=_SAMPLING,
+    n=2,
+    emitted=(pack_tokens([6]), b""),
+    cache_salt="tenant ä",
+    priority=-1,
+    deadline_ms=30_000,
+)
+_PEER = Peer("prefill-0", "00ff00ff00ff00ff", "tcp://127.0.0.1:5555", "boot/ipc:net/0")  # type: ignore[arg-type]
+_LOGPROBS = Logprobs(-0.5, pack_tokens([4, 5]), (-0.5, -1.5))
+_HELLO: dict[str, Any] = {
+    "protocol": 1,
+    "name": "decode-0",
+    "incarnation": "0123456789abcdef",
+    "role": "decode",
+    "model": "tiny",
+    "fingerprint": "f" * 16,
+    "layout": "1" * 16,
+    "pid": 4242,
+    "host": "somewhere",
+    "host_id": "boot/ipc:net/0",
+    "data_address": "tcp://127.0.0.1:6001",
+    "links": ("shm", "zmq"),
+    "kv_blocks": 1024,
+    "block_size": 16,
+    "max_model_len": 4096,
+    "vocab_size": 512,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "device": "cpu",
+    "dtype": "float32",
+}
+_BEAT: dict[str, Any] = {
+    "incarnation": "0123456789abcdef",
+    "acted_on": 12,
+    "live": _ID,
+    "free": 100,
+    "cached": 20,
+    "held": 8,
+    "running": 3,
+    "waiting": 1,
+    "waiting_tokens": 900,
+    "step_ms": -1,
+    "draining": False,
+    "counters": {"preemptions": 2.0},
+}
+EXAMPLES: list[Message] = [
+    Hello(**_HELLO),
+    Heartbeat(**_BEAT),
+    Tokens(_ID, (0,), (1,), (4,), (2,), (1,), (9,), pack_tokens([7, 9]), (_LOGPROBS, None)),
+    Timing(_ID, 1, {"queue_ms": 1.5, "cached_tokens": 32.0}, "shm"),  # type: ignore[arg-type]
+    Failed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
+    Cached(b"a" * 16, b"b" * 16),
+    Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
+    Welcome("0123456789abcdef", 500, 8000),  # type: ignore[arg-type]
+    Turned("another model"),
+    Rejoin(),
+    Prefill(_REQUEST, 1, _PEER),
+    Reserve(_REQUEST, 1, _PEER),
+    Generate(_REQUEST, 1),
+    Abort(_ID, 1),  # type: ignore[arg-type]
+    Resend(_ID, 1, 0, 5),  # type: ignore[arg-type]
+    Drain(30_000),
+    Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
+    Grant(_ID, 1, 32, "shm", 1 << 20),  # type: ignore[arg-type]
+    Ack(_ID, 1, 3, 65_536),  # type: ignore[arg-type]
+    Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,)),  # type: ignore[arg-type]
+    Accept(_ID, 1, 65_536),  # type: ignore[arg-type]
+    Released(_ID, 1),  # type: ignore[arg-type]
+    Cancel(_ID, 1, "aborted"),  # type: ignore[arg-type]
+]
+
+
+def golden() -> dict[str, Any]:
+    return {
+        "protocol": PROTOCOL,
+        "messages": {example.__struct_config__.tag: encode(example).hex() for example in EXAMPLES},
+    }
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(example) for example in EXAMPLES} == set(TAGGED.values())
+
+
+def test_the_bytes_on_the_wire_have_not_changed() -> None:
+    pinned, now = json.loads(GOLDEN.read_text()), golden()
+    changed = [tag for tag in now["messages"] if pinned["messages"].get(tag) != now["messages"][tag]]
+    assert not changed, f"the bytes of {', '.join(changed)} changed; see the docstring of this file"
+    assert pinned == now
+
+
+def test_pinned_bytes_are_still_understood() -> None:
+    pinned = json.loads(GOLDEN.read_text())["messages"]
+    for example in EXAMPLES:
+        assert decode(bytes.fromhex(pinned[example.__struct_config__.tag]), type(example)) == example
+
+
+# -- anything else is refused, in one way -----------------------------------------------------------------------------
+
+valid = st.sampled_from(EXAMPLES).map(encode)
+unions = st.sampled_from(UNIONS)
+
+
+def refused(data: bytes, kind: Any) -> None:
+    with pytest.raises(WireError):
+        decode(data, kind)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200), unions)
+def test_random_bytes(data: bytes, kind: Any) -> None:
+    try:
+        message = decode(data, kind)
+    except WireError:
+        return
+    assert isinstance(message, typing.get_args(kind)), "accepted, so it must really be one"
+
+
+@given(valid, unions, st.data())
+def test_truncated(data: bytes, kind: Any, draw: st.DataObject) -> None:
+    refused(data[: draw.draw(st.integers(0, len(data) - 1))], kind)
+
+
+@given(valid, unions, st.binary(min_size=1, max_size=8))
+def test_trailing_bytes(data: bytes, kind: Any, tail: bytes) -> None:
+    refused(data + tail, kind)
+
+
+@settings(max_examples=300)
+@given(valid, unions, st.data())
+def test_flipped_bits_are_another_message_or_refused(data: bytes, kind: Any, draw: st.DataObject) -> None:
+    changed = bytearray(data)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        changed[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+    try:
+        message = decode(bytes(changed), kind)
+    except WireError:
+        return
+    assert isinstance(message, typing.get_args(kind))
+
+
+def test_a_message_that_goes_the_other_way() -> None:
+    for example in EXAMPLES:
+        for union in UNIONS:
+            if type(example) not in typing.get_args(union):
+                refused(encode(example), union)
+
+
+_DEEP = 100_000
+HOSTILE = {
+    "empty": b"",
+    "nil": b"\xc0",
+    "huge array header": b"\xdd\xff\xff\xff\xff",
+    "huge map header": b"\xdf\xff\xff\xff\xff",
+    "huge string header": b"\xdb\xff\xff\xff\xff",
+    "huge binary header": b"\xc6\xff\xff\xff\xff",
+    "huge header inside": b"\x93\xa5abort\xc6\xff\xff\xff\xff\x01",
+    "nested arrays": b"\x91" * _DEEP + b"\xc0",
+    "nested maps": b"\x81\xa1a" * _DEEP + b"\xc0",
+    "nested after a tag": b"\x92\xa6turned" + b"\x91" * _DEEP + b"\xc0",
+    "extension type": b"\x92\xa6turned" + msgpack.packb(msgpack.ExtType(5, b"x")),
+    "empty extension": b"\x92\xa6turned\xc7\x00\x05",
+    "timestamp": b"\x92\xa6turned" + msgpack.packb(msgpack.Timestamp(1, 2)),
+    "reserved byte": b"\xc1",
+    "pickle": pickle.dumps({"cmd": "run"}),
+    "pickle with code": b"cos\nsystem\n(S'true'\ntR.",
+    "json": b'["turned", "x"]',
+    "unknown tag": msgpack.packb(["nonsense", 1]),
+    "tag of another type": msgpack.packb([1, 2]),
+    "no tag": msgpack.packb([]),
+    "a map": msgpack.packb({"type": "turned", "reason": "x"}),
+    "invalid unicode": b"\x92\xa6turned\xa2\xff\xfe",
+    "surrogate": b"\x92\xa6turned\xa3\xed\xa0\x80",
+    "too few fields": msgpack.packb(["abort", _ID]),
+    "too many fields": msgpack.packb(["abort", _ID, 1, 2]),
+    "text for bytes": msgpack.packb(["abort", "0" * 16, 1]),
+    "bytes for text": msgpack.packb(["turned", b"x"]),
+    "true for a number": msgpack.packb(["abort", _ID, True]),
+    "text for a number": msgpack.packb(["abort", _ID, "1"]),
+    "float for a number": msgpack.packb(["abort", _ID, 1.5]),
+    "short id": msgpack.packb(["abort", _ID[:15], 1]),
+    "long id": msgpack.packb(["abort", _ID + b"x", 1]),
+    "negative count": msgpack.packb(["abort", _ID, -1]),
+    "count out of range": msgpack.packb(["abort", _ID, 1 << 62]),
+    "nil for a field": msgpack.packb(["abort", _ID, None]),
+    "unhashable key": b"\x93\xa6timing\xc4\x10" + _ID + b"\x01\x81\x90\x01",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to worker", "to decode", "to prefill"])
+def test_hostile_bytes(name: str, kind: Any) -> None:
+    refused(HOSTILE[name], kind)
+
+
+def test_too_large_a_message_is_refused_before_it_is_read() -> None:
+    with pytest.raises(WireError, match="allowed"):
+        decode(bytes(MAX_MESSAGE_BYTES + 1), ToWorker)
+
+
+if __name__ == "__main__":
+    json.dump(golden(), sys.stdout, indent=2)
+    print()
