@@ -1,0 +1,66 @@
+"""How many blocks a pool gets, and how long a request may be.
+
+Pure, so that a launcher can refuse a hopeless start before torch is imported, by the same rule as the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import StartError
+from common.kv.layout import KvLayout
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``blocks`` in the pool, the longest request in tokens, and what was chosen automatically, in words."""
+
+    blocks: int
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+def human_bytes(count: float) -> str:
+    """``count`` bytes as 1.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def fit(
+    layout: KvLayout,
+    model_length: int,
+    max_model_len: int | None,
+    *,
+    kv_bytes: int,
+    num_kv_blocks: int | None = None,
+    limit: int | None = None,
+) -> Budget:
+    """Sizes a pool of ``kv_bytes`` (or exactly ``num_kv_blocks``); StartError when one full-length request does not fit.
+
+    ``model_length`` is the model's own context, ``limit`` the longest that may be asked for (default: the same).
+    """
+    blocks = num_kv_blocks or kv_bytes // layout.block_bytes
+    limit = limit or model_length
+    if max_model_len is not None and max_model_len > limit:
+        raise StartError(
+            f"cannot serve {max_model_len:,} tokens of context",
+            f"the model was made for {limit:,}",
+            f"use --max-model-len {limit} or less",
+        )
+    room = blocks * layout.block_size
+    wanted = max_model_len if max_model_len is not None else min(model_length, room)
+    if wanted > room or wanted < 2:
+        need = layout.blocks_for(max(wanted, layout.block_size)) * layout.block_bytes
+        raise StartError(
+            "too little memory for one full-length request",
+            f"{max(wanted, layout.block_size):,} tokens need {human_bytes(need)} of KV cache, "
+            f"there are {human_bytes(blocks * layout.block_bytes if num_kv_blocks else kv_bytes)} ({room:,} tokens)",
+            "lower --max-model-len, or raise --kv-cache-memory or --num-kv-blocks",
+        )
+    notes = [f"KV pool {human_bytes(blocks * layout.block_bytes)}: {room:,} tokens, {room // wanted} full-length requests"]
+    if max_model_len is None and wanted < model_length:
+        notes.append(f"max-model-len {wanted:,}: the model's {model_length:,} cut to what the pool holds")
+    return Budget(blocks, wanted, tuple(notes))
