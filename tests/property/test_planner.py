@@ -1,0 +1,332 @@
+"""The planner under a fake engine: budgets are kept, nothing starves, blocks come back, tokens are the right ones.
+
+The fake engine remembers which tokens each block holds, and refuses to compute on top of anything but the sequence's
+own past. The next token is a function of all tokens before it, so a sequence that resumes after preemption with a stale
+or missing block, or with a wrong position, ends with another output than the one computed in a few lines here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from common.engine.planner import Planner
+from common.errors import InvariantBroken, OutOfBlocks
+from common.ids import CACHE, BlockId, Holder, RequestId, pack_tokens, sequence_holder
+from common.kv.cache import BlockCopy, KvCache
+from common.request import FinishReason, Request, SamplingParams
+from common.sequence import Batch, Sequence, StepResult
+
+BLOCK_SIZE = 16
+VOCABULARY = 50
+
+
+def next_token(tokens: tuple[int, ...], choice: int) -> int:
+    digest = hashlib.blake2b(pack_tokens([choice, *tokens]), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def expected_output(request: Request, choice: int) -> list[int]:
+    tokens = tuple(request.prompt_tokens())
+    output: list[int] = []
+    while len(output) < request.sampling.max_tokens:
+        output.append(next_token(tokens, choice))
+        tokens += (output[-1],)
+    return output
+
+
+@dataclass
+class FakeEngine:
+    """Computes batches over ``contents``: what each block holds, as all tokens of its sequence up to its last one."""
+
+    cache: KvCache
+    contents: dict[BlockId, tuple[int, ...]] = field(default_factory=dict)
+
+    def write(self, sequence: Sequence, blocks: list[BlockId], start: int, end: int) -> None:
+        """The KV of tokens ``[start, end)``, on top of what must already be there."""
+        for index in range(-(-end // BLOCK_SIZE)):
+            first, last = index * BLOCK_SIZE, min(end, (index + 1) * BLOCK_SIZE)
+            if first < start:
+                past = min(start, last)
+                known = self.contents.get(blocks[index], ())
+                assert known[:past] == tuple(sequence.tokens[:past]), f"{sequence} finds someone else's KV"
+            if last > start:
+                others = self.cache.pool.holders(blocks[index]) - {CACHE, sequence_holder(sequence.id)}
+                assert not others, f"{sequence} writes into a block of {others}"
+                self.contents[blocks[index]] = tuple(sequence.tokens[:last])
+
+    def run(self, batch: Batch) -> StepResult:
+        tokens: list[list[int]] = []
+        for segment, blocks in zip(batch.segments, batch.tables, strict=True):
+            sequence = segment.sequence
+            assert segment.start == sequence.computed
+            self.write(sequence, list(blocks), segment.start, segment.end)
+            context = tuple(sequence.tokens[: segment.end])
+            tokens.append([next_token(context, c) for c in sequence.choices] if segment.wants_token else [])
+        return StepResult(tokens, [[] for _ in tokens], 0.0)
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            self.contents[copy.target] = self.contents[copy.source]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request of a scenario, and what happens to it."""
+
+    arrives: int
+    steps: tuple[int, ...]  # kinds of 16-token steps, so that prompts share prefixes
+    tail: int
+    max_tokens: int
+    n: int
+    priority: int
+    aborted_at: int | None
+    fate: str  # "run" from its prompt, "adopt" computed KV, or "detach" after its first token
+
+
+plans = st.builds(
+    Plan,
+    arrives=st.integers(0, 30),
+    steps=st.lists(st.integers(0, 1), max_size=4).map(tuple),
+    tail=st.integers(1, 16),
+    max_tokens=st.integers(1, 40),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    priority=st.integers(-1, 1),
+    aborted_at=st.one_of(st.none(), st.none(), st.integers(0, 60)),
+    fate=st.sampled_from(["run", "run", "adopt", "detach"]),
+)
+
+
+def to_request(index: int, plan: Plan) -> Request:
+    prompt = [token for kind in plan.steps for token in [kind] * 16] + [40 + index % 5] * plan.tail
+    return Request(
+        RequestId(index.to_bytes(16, "little")),
+        pack_tokens(prompt),
+        SamplingParams(max_tokens=plan.max_tokens, seed=0, ignore_eos=True),
+        n=1 if plan.fate == "adopt" else plan.n,
+        priority=plan.priority,
+    )
+
+
+class Scenario:
+    """Drives a planner the way a worker does, and checks every step."""
+
+    def __init__(self, cache: KvCache, planner: Planner, requests: list[tuple[Plan, Request]]) -> None:
+        self.cache, self.planner, self.requests = cache, planner, requests
+        self.engine = FakeEngine(cache)
+        self.finished: dict[tuple[int, int], list[int]] = {}
+        self.detached: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+        self.step = 0
+
+    def index(self, sequence: Sequence) -> int:
+        return int.from_bytes(sequence.request.id, "little")
+
+    def run(self) -> None:
+        work = sum(len(r.prompt) // 4 + r.n * r.sampling.max_tokens for _, r in self.requests)
+        while self.planner or any(plan.arrives >= self.step for plan, _ in self.requests):
+            self.arrivals_and_aborts()
+            if self.planner:
+                self.one_step()
+            self.step += 1
+            assert self.step < 100 + 10 * work, "somebody starves"
+
+    def arrivals_and_aborts(self) -> None:
+        for index, (plan, request) in enumerate(self.requests):
+            if plan.arrives == self.step:
+                self.arrive(plan, request)
+            if plan.aborted_at is not None and plan.aborted_at == self.step:
+                for sequence in [s for s in self.planner.sequences() if self.index(s) == index]:
+                    self.planner.finish(sequence)
+                    self.aborted.add(index)
+
+    def arrive(self, plan: Plan, request: Request) -> None:
+        sequence = Sequence(request, attempt=1, max_length=10_000)
+        if plan.fate != "adopt":
+            self.planner.add(sequence)
+            return
+        table = self.cache.open(sequence_holder(sequence.id), sequence.tokens, request.cache_salt)
+        try:
+            self.cache.grow(table, len(sequence.tokens))
+        except OutOfBlocks:
+            self.cache.close(table)
+            self.planner.add(sequence)
+            return
+        self.engine.write(sequence, table.blocks, table.cached_tokens, len(sequence.tokens))
+        sequence.computed = len(sequence.tokens)
+        self.cache.publish(table, sequence.tokens, sequence.computed)
+        sequence.append(next_token(tuple(sequence.tokens), 0))
+        if sequence.finish:
+            self.finished[self.index(sequence), 0] = sequence.output
+            self.cache.close(table)
+        else:
+            self.planner.adopt(sequence, table)
+
+    def one_step(self) -> None:
+        batch = self.planner.plan()
+        assert batch is not None, "there is work, and nobody else holds blocks, but nothing is planned"
+        assert 0 < batch.length <= self.planner.max_tokens, "token budget"
+        assert len(batch.segments) <= self.planner.max_sequences, "sequence limit"
+        assert self.planner.running <= self.planner.max_sequences + self.uninvited(), "admitted beyond the limit"
+        ids = [segment.sequence.id for segment in batch.segments]
+        assert len(set(ids)) == len(ids), "a sequence is in the batch twice"
+        assert all(segment.length > 0 for segment in batch.segments)
+        result = self.engine.run(batch)
+        for sampled in self.planner.complete(batch, result):
+            self.take(sampled.sequence, sampled.tokens)
+        assert self.cache.leaks() == {}
+
+    def uninvited(self) -> int:
+        """Sequences that run without being admitted: forked from one that was, or adopted with their KV."""
+        return sum(request.n - (plan.fate != "adopt") for plan, request in self.requests)
+
+    def take(self, sequence: Sequence, tokens: list[int]) -> None:
+        plan = self.requests[self.index(sequence)][0]
+        if plan.fate == "detach" and not sequence.output_length:
+            self.detached[self.index(sequence)] = tokens
+            holder = Holder(f"xfer:{sequence.id.transfer}")
+            table = self.planner.detach(sequence, holder)
+            assert self.cache.pool.held_by(holder) == len(table.blocks) >= 1
+            self.cache.close(table)
+            return
+        if sequence.siblings:
+            started = self.planner.start(sequence, tokens)
+            self.engine.copy(started.copies)
+            ended = started.sequences
+        else:
+            sequence.append(tokens[0])
+            ended = [sequence]
+        for each in ended:
+            if each.finish is not FinishReason.RUNNING:
+                self.finished[self.index(each), each.choice] = each.output
+                self.planner.finish(each)
+
+    def check(self) -> None:
+        for index, (plan, request) in enumerate(self.requests):
+            for choice in range(request.n):
+                expected = expected_output(request, choice)
+                if index in self.detached:
+                    assert self.detached[index][choice] == expected[0]
+                elif index not in self.aborted:
+                    assert self.finished[index, choice] == expected, f"{plan}, choice {choice}"
+        assert not self.cache.tables
+        counts = self.cache.pool.counts
+        assert counts.held == 0
+        assert counts.free + counts.cached == counts.total
+        assert (self.planner.running, self.planner.waiting, self.planner.waiting_tokens) == (0, 0, 0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=st.lists(plans, min_size=1, max_size=10),
+    spare_blocks=st.sampled_from([0, 0, 1, 2, 4, 12]),
+    max_sequences=st.integers(1, 6),
+    extra_tokens=st.integers(0, 60),
+    caching=st.booleans(),
+)
+def test_budgets_progress_and_tokens(
+    requests: list[Plan], spare_blocks: int, max_sequences: int, extra_tokens: int, caching: bool
+) -> None:
+    made = [(plan, to_request(index, plan)) for index, plan in enumerate(requests)]
+    # the pool holds the longest request alone, as every worker checks before it takes one
+    longest = max(request.prompt_length + request.sampling.max_tokens for _, request in made)
+    blocks = -(-longest // BLOCK_SIZE) + spare_blocks
+    cache = KvCache(blocks, BLOCK_SIZE, model_fingerprint="m", kv_dtype="float32", prefix_caching=caching)
+    planner = Planner(cache, max_tokens=max_sequences + extra_tokens, max_sequences=max_sequences)
+    scenario = Scenario(cache, planner, made)
+    scenario.run()
+    scenario.check()
+    event(f"preempted: {planner.preemptions > 0}")
+
+
+def simple(prompt: int, max_tokens: int, index: int = 0, n: int = 1) -> Sequence:
+    request = Request(
+        RequestId(index.to_bytes(16, "little")),
+        pack_tokens(range(100 * index, 100 * index + prompt)),
+        SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
+        n=n,
+    )
+    return Sequence(request, attempt=1, max_length=10_000)
+
+
+def small(blocks: int, max_tokens: int = 64, max_sequences: int = 4) -> Planner:
+    cache = KvCache(blocks, BLOCK_SIZE, model_fingerprint="m", kv_dtype="float32", prefix_caching=False)
+    return Planner(cache, max_tokens=max_tokens, max_sequences=max_sequences)
+
+
+def advance(planner: Planner) -> Batch:
+    batch = planner.plan()
+    assert batch is not None
+    tokens = [[1] * len(s.sequence.choices) if s.wants_token else [] for s in batch.segments]
+    for sampled in planner.complete(batch, StepResult(tokens, [[] for _ in tokens], 0.0)):
+        sampled.sequence.append(sampled.tokens[0])
+    return batch
+
+
+def test_a_stream_is_not_stalled_by_a_prompt() -> None:
+    planner = small(blocks=20, max_tokens=32)
+    stream, prompt = simple(8, 50), simple(100, 5, index=1)
+    planner.add(stream)
+    advance(planner)
+    planner.add(prompt)
+    shapes = [[(s.sequence is stream, s.length) for s in advance(planner).segments] for _ in range(4)]
+    assert shapes == [[(True, 1), (False, 31)]] * 3 + [[(True, 1), (False, 7)]]
+
+
+def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None:
+    planner = small(blocks=3)
+    old, new = simple(16, 30), simple(15, 20, index=1)
+    planner.add(old)
+    planner.add(new)
+    while planner.preemptions == 0:
+        advance(planner)
+    assert planner.parked
+    assert (planner.running, planner.waiting) == (1, 1)
+    assert new.computed == 0
+    third = simple(1, 1, index=2)
+    planner.add(third)
+    while old.finish is FinishReason.RUNNING:
+        assert {s.sequence for s in advance(planner).segments} == {old}, "nobody overtakes what was parked"
+    planner.finish(old)
+    assert advance(planner).segments[0].sequence is new
+
+
+def test_a_failed_segment_is_not_counted_as_computed() -> None:
+    planner = small(blocks=4)
+    planner.add(sequence := simple(8, 4))
+    batch = planner.plan()
+    assert batch is not None
+    assert planner.complete(batch, StepResult([[1]], [[]], 0.0, {0: "no"})) == []
+    assert sequence.computed == 0
+    planner.finish(sequence)
+    assert not planner
+
+
+def test_what_left_during_a_step_is_ignored_when_it_completes() -> None:
+    planner = small(blocks=4)
+    planner.add(sequence := simple(8, 4))
+    batch = planner.plan()
+    assert batch is not None
+    planner.finish(sequence)
+    assert planner.complete(batch, StepResult([[1]], [[]], 0.0)) == []
+    assert planner.cache.pool.counts.free == 4
+
+
+def test_misuse_is_an_invariant_broken() -> None:
+    planner = small(blocks=4)
+    planner.add(sequence := simple(8, 4))
+    with pytest.raises(InvariantBroken, match="already here"):
+        planner.add(sequence)
+    with pytest.raises(InvariantBroken, match="no blocks"):
+        planner.table(sequence)
+    table = planner.cache.open(Holder("seq:x"), [1, 2], "")
+    with pytest.raises(InvariantBroken, match="adopted"):
+        planner.adopt(simple(4, 4, index=3), table)
+    with pytest.raises(InvariantBroken, match="choices"):
+        planner.start(sequence, [1, 2])
+    with pytest.raises(ValueError, match="budget"):
+        small(blocks=4, max_tokens=2, max_sequences=3)
