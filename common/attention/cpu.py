@@ -1,0 +1,259 @@
+"""Attention over block tables in plain torch, shaped for CPUs.
+
+Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers, and scores and outputs
+are batched matrix products in the model's own dtype with the query heads of a group folded into rows; softmax is float32.
+On AVX-512 cores this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for
+windows, softcaps, sinks and unequal head sizes.
+
+- Prefill spans are walked in tiles of rows, so that a tile's scores stay in cache and columns no row can see are not computed.
+- Decode rows are grouped by length: a group is padded to its longest member, and a new group begins when that would waste
+  more than about a thousand positions, so one long sequence does not make short ones slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from common.attention.interface import Params, Span
+from common.kv.store import KvStore
+
+TILE_SCORES = 3 << 18
+"""Scores of one prefill tile, all heads: 3 MiB in float32 measured best."""
+TILE_ROWS = (16, 96)
+GROUP_WASTE = 1024
+"""Padded positions that cost about as much as the operators of one more group."""
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Decode rows that share one padded gather.
+
+    ``rows`` int64 [n]; ``blocks`` int64 [n * blocks each], padded by repeating; ``span`` positions per row after the
+    gather; ``mask`` float32 [n, 1, 1, span], 0 or -inf; ``dead`` int64: flat positions no row may see (they can hold
+    anything, even NaN, and are zeroed).
+    """
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    span: int
+    mask: torch.Tensor
+    dead: torch.Tensor
+
+
+@dataclass(slots=True)
+class Tile:
+    """Rows ``[row, row + rows)`` of the step against gathered positions ``[low, high)`` of their span.
+
+    ``mask`` float32 [rows, 1, high - masked] is added to the columns from ``masked`` on; None if all is visible.
+    """
+
+    row: int
+    rows: int
+    low: int
+    high: int
+    masked: int
+    mask: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class PrefillSpan:
+    """One prefill span: ``blocks`` int64 to gather, and its tiles over positions counted from the first of them."""
+
+    blocks: torch.Tensor
+    tiles: list[Tile]
+
+
+@dataclass(slots=True)
+class WindowPlan:
+    """What all layers with the same window share."""
+
+    decode: list[DecodeGroup]
+    prefill: list[PrefillSpan]
+
+
+@dataclass(slots=True)
+class CpuPlan:
+    """One step: its spans, and a plan per window made when the first layer with that window asks."""
+
+    decode: list[Span]
+    prefill: list[Span]
+    by_window: dict[tuple[int | None, int], WindowPlan] = field(default_factory=dict)
+
+
+class CpuAttention:
+    """The portable backend."""
+
+    name = "cpu"
+
+    def __init__(self, store: KvStore) -> None:
+        self.store = store
+
+    def plan(self, spans: Sequence[Span]) -> CpuPlan:
+        return CpuPlan([s for s in spans if s.length == 1], [s for s in spans if s.length > 1])
+
+    def attend(self, plan: CpuPlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        heads, v_dim = query.shape[1], self.store.layout.layers[layer].v_dim
+        window = self._plan_window(plan, params.window, heads)
+        if len(window.decode) == 1 and not window.prefill and window.decode[0].rows.shape[0] == query.shape[0]:
+            return self._decode(window.decode[0], layer, query, params)
+        out = query.new_empty(query.shape[0], heads, v_dim)
+        for group in window.decode:
+            out[group.rows] = self._decode(group, layer, query[group.rows], params)
+        for span in window.prefill:
+            self._prefill(span, layer, query, params, out)
+        return out
+
+    def _plan_window(self, plan: CpuPlan, window: int | None, heads: int) -> WindowPlan:
+        if (found := plan.by_window.get((window, heads))) is None:
+            size = self.store.layout.block_size
+            found = WindowPlan(
+                [_group(spans, window, size) for spans in _by_length(plan.decode, window, size)],
+                [_tiles(span, window, size, heads) for span in plan.prefill],
+            )
+            plan.by_window[window, heads] = found
+        return found
+
+    def _decode(self, group: DecodeGroup, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        """One query row per sequence: [n, heads, k_dim] to [n, heads, v_dim]."""
+        n, heads, _ = query.shape
+        key, value = self.store.gather(layer, group.blocks)
+        if group.dead.shape[0]:
+            key.index_fill_(0, group.dead, 0)
+            value.index_fill_(0, group.dead, 0)
+        kv_heads = key.shape[1]
+        k = key.view(n, group.span, kv_heads, -1).transpose(1, 2).contiguous()
+        v = value.view(n, group.span, kv_heads, -1).transpose(1, 2).contiguous()
+        q = query.reshape(n, kv_heads, heads // kv_heads, -1)
+        weights = _weights(torch.matmul(q, k.transpose(2, 3)), group.mask, params, (1, kv_heads, -1, 1))
+        return torch.matmul(weights.to(v.dtype), v).reshape(n, heads, -1)
+
+    def _prefill(
+        self, span: PrefillSpan, layer: int, query: torch.Tensor, params: Params, out: torch.Tensor
+    ) -> None:
+        """Fills the rows of one span in ``out``."""
+        key, value = self.store.gather(layer, span.blocks)
+        kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        k, v = key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()  # [kv_heads, S, dim]
+        for tile in span.tiles:
+            rows = slice(tile.row, tile.row + tile.rows)
+            q = query[rows].reshape(tile.rows, kv_heads, group, -1).transpose(0, 1).reshape(kv_heads, tile.rows * group, -1)
+            scores = torch.bmm(q, k[:, tile.low : tile.high].transpose(1, 2)).view(kv_heads, tile.rows, group, -1)
+            weights = _tile_weights(scores, tile, params).view(kv_heads, tile.rows * group, -1).to(v.dtype)
+            result = torch.bmm(weights, v[:, tile.low : tile.high]).view(kv_heads, tile.rows, group, -1)
+            out[rows] = result.transpose(0, 1).reshape(tile.rows, kv_heads * group, -1)
+
+
+# -- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def _weights(
+    scores: torch.Tensor, mask: torch.Tensor, params: Params, sink_shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Softmax over the last dimension of scaled, capped and masked ``scores``, in float32; ``mask`` broadcasts."""
+    if params.softcap is None:
+        return _softmax(torch.add(mask, scores, alpha=params.scaling), params.sinks, sink_shape)
+    return _softmax(_capped(scores, params).add_(mask), params.sinks, sink_shape)
+
+
+def _tile_weights(scores: torch.Tensor, tile: Tile, params: Params) -> torch.Tensor:
+    """The same for a tile, [kv_heads, rows, group, columns]: only the columns from ``tile.masked`` on have a mask."""
+    scaled = _capped(scores, params) if params.softcap is not None else scores.float().mul_(params.scaling)
+    if tile.mask is not None:
+        scaled[..., tile.masked - tile.low :].add_(tile.mask)
+    return _softmax(scaled, params.sinks, (scores.shape[0], 1, -1, 1))
+
+
+def _capped(scores: torch.Tensor, params: Params) -> torch.Tensor:
+    assert params.softcap is not None
+    return scores.float().mul_(params.scaling / params.softcap).tanh_().mul_(params.softcap)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, sink_shape: tuple[int, ...]) -> torch.Tensor:
+    """Softmax, where given with a sink: ``softmax([scores, sink])`` without its last column."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.float().view(sink_shape)
+    highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
+    weights = scores.sub_(highest).exp_()
+    return weights.div_(weights.sum(dim=-1, keepdim=True) + (sink - highest).exp_())
+
+
+# -- planning ---------------------------------------------------------------------------------------------------------
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first position that the row at ``position`` sees."""
+    return max(0, position - window + 1) if window is not None else 0
+
+
+def _by_length(spans: list[Span], window: int | None, size: int) -> list[list[Span]]:
+    """Decode spans in groups of similar gathered length, the longest first."""
+    groups: list[list[Span]] = []
+    longest = waste = 0
+    for length, _, span in sorted(
+        ((span.end - _first_seen(span.start, window) // size * size, -span.row, span) for span in spans), reverse=True
+    ):
+        waste += longest - length
+        if not groups or waste > GROUP_WASTE:
+            groups.append([])
+            longest, waste = length, 0
+        groups[-1].append(span)
+    for group in groups:
+        group.sort(key=lambda span: span.row)
+    return groups
+
+
+def _group(spans: list[Span], window: int | None, size: int) -> DecodeGroup:
+    """The padded gather of one decode group."""
+    ranges = [(_first_seen(span.start, window) // size, -(-span.end // size)) for span in spans]
+    each = max(last - first for first, last in ranges)
+    blocks: list[int] = []
+    seen: list[tuple[int, int]] = []
+    for span, (first, last) in zip(spans, ranges, strict=True):
+        blocks += span.blocks[first:last]
+        blocks += [span.blocks[first]] * (each - (last - first))
+        seen.append((_first_seen(span.start, window) - first * size, span.end - first * size))
+    bounds = torch.tensor(seen)
+    position = torch.arange(each * size)
+    dead = position >= bounds[:, 1:]
+    hidden = dead | (position < bounds[:, :1])
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return DecodeGroup(
+        torch.tensor([span.row for span in spans]),
+        torch.tensor(blocks),
+        each * size,
+        mask[:, None, None, :],
+        dead.flatten().nonzero().squeeze(1),
+    )
+
+
+def _tiles(span: Span, window: int | None, size: int, heads: int) -> PrefillSpan:
+    """The tiles of one prefill span; their columns count from the first block that any row sees."""
+    first = _first_seen(span.start, window) // size
+    origin = first * size
+    tiles: list[Tile] = []
+    done = 0
+    while done < span.length:
+        columns = span.start + done + 1 - _first_seen(span.start + done, window)
+        rows = min(span.length - done, max(TILE_ROWS[0], min(TILE_ROWS[1], TILE_SCORES // (heads * columns))))
+        tiles.append(_tile(span.row + done, rows, span.start + done, window, origin))
+        done += rows
+    return PrefillSpan(torch.tensor(span.blocks[first : -(-span.end // size)]), tiles)
+
+
+def _tile(row: int, rows: int, position: int, window: int | None, origin: int) -> Tile:
+    """The tile of the rows at ``position``...; without a window only its last ``rows`` columns need a mask."""
+    low, high = _first_seen(position, window), position + rows
+    masked = low if _first_seen(high - 1, window) > low else position
+    if rows == 1:
+        return Tile(row, rows, low - origin, high - origin, high - origin, None)
+    column = torch.arange(masked, high)[None, :]
+    own = torch.arange(position, high)[:, None]
+    hidden = column > own
+    if window is not None:
+        hidden |= column <= own - window
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return Tile(row, rows, low - origin, high - origin, masked - origin, mask[:, None, :])

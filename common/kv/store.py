@@ -1,0 +1,78 @@
+"""Torch tensors over the shared bytes of a KV pool.
+
+The views cover the block-major layout of :mod:`common.kv.layout` in place: nothing is copied or touched at start, so the
+pages of blocks that were never used cost no memory. Must not know which block belongs to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout
+from common.kv.memory import KvMemory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvStore:
+    """Keys and values of every layer as strided views, [blocks, block_size, kv_heads, dim] each."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self.memory = memory
+        self.layout: KvLayout = memory.layout
+        self.dtype = DTYPES[self.layout.dtype]
+        self._bytes = torch.from_numpy(memory.raw)
+        flat = self._bytes.view(-1).view(self.dtype)
+        self._k, self._v = _views(flat, self.layout, memory.blocks)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of ``layer``, [blocks, block_size, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    def write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Stores the rows of one step: ``key`` [T, kv_heads, k_dim], ``value`` [T, kv_heads, v_dim].
+
+        ``slots`` are the block id and the offset in the block of each row, both int64 [T].
+        """
+        self._k[layer].index_put_(slots, key)
+        self._v[layer].index_put_(slots, value)
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim] each."""
+        return (
+            self._k[layer].index_select(0, blocks).flatten(0, 1),
+            self._v[layer].index_select(0, blocks).flatten(0, 1),
+        )
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies whole blocks, all layers, in the order given."""
+        for source, target in copies:
+            self._bytes[target].copy_(self._bytes[source])
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zeroes whole blocks."""
+        for block in blocks:
+            self._bytes[block].zero_()
+
+
+def _views(flat: torch.Tensor, layout: KvLayout, blocks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value views of each layer over ``flat``, all elements of the pool."""
+    stride = layout.block_bytes // layout.element_bytes
+    keys, values = [], []
+    for layer, offset in zip(layout.layers, layout.layer_offsets, strict=True):
+        at = offset // layout.element_bytes
+        for dim, views in ((layer.k_dim, keys), (layer.v_dim, values)):
+            shape = (blocks, layout.block_size, layer.kv_heads, dim)
+            views.append(flat.as_strided(shape, (stride, layer.kv_heads * dim, dim, 1), at))
+            at += layout.block_size * layer.kv_heads * dim
+    return keys, values
+
