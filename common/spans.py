@@ -24,7 +24,7 @@ def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
 
 @dataclass(slots=True)
 class SpanWriter:
-    """Collects spans and empties itself into one message."""
+    """Collects the spans of one step."""
 
     requests: list[bytes] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
@@ -49,11 +49,11 @@ class SpanWriter:
         self.ids += tokens
         self.logprobs += logprobs if logprobs else [None] * len(tokens)
 
-    def flush(self) -> Tokens | None:
-        """One message with everything collected, or None if there is nothing."""
+    def message(self) -> Tokens | None:
+        """Everything collected, or None if there is nothing."""
         if not self.requests:
             return None
-        message = Tokens(
+        return Tokens(
             b"".join(self.requests),
             tuple(self.choices),
             tuple(self.attempts),
@@ -64,5 +64,3 @@ class SpanWriter:
             pack_tokens(self.ids),
             tuple(self.logprobs) if any(entry is not None for entry in self.logprobs) else (),
         )
-        self.__init__()  # type: ignore[misc]  # empty again
-        return message

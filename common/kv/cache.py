@@ -5,7 +5,7 @@ Pure: it moves no bytes. Copies that a change needs (a fork's partial block) are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
 from common.errors import InvariantBroken
@@ -29,11 +29,18 @@ class KvCache:
     """
 
     def __init__(
-        self, blocks: int, block_size: int, *, model_fingerprint: str, kv_dtype: str, prefix_caching: bool = True
+        self,
+        blocks: int,
+        block_size: int,
+        *,
+        model_fingerprint: str,
+        kv_dtype: str,
+        prefix_caching: bool = True,
+        generations: MutableSequence[int] | None = None,
     ) -> None:
         self.block_size = block_size
         self.prefix = PrefixIndex(block_size)
-        self.pool = BlockPool(blocks, self.prefix.forget)
+        self.pool = BlockPool(blocks, self.prefix.forget, generations)
         self.tables: dict[Holder, BlockTable] = {}
         self.prefix_caching = prefix_caching
         self.queried_tokens = self.hit_tokens = 0

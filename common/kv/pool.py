@@ -11,7 +11,7 @@ prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313)
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import NamedTuple
 
 from common.errors import InvariantBroken, OutOfBlocks
@@ -30,15 +30,21 @@ class PoolCounts(NamedTuple):
 class BlockPool:
     """Reference counts of ``total`` blocks by named holders.
 
-    ``on_evict`` is told about each block that leaves the cache to be reused, before it is given out.
+    ``on_evict`` is told about each block that leaves the cache to be reused, before it is given out. ``generations``
+    counts how often each block was taken: a reader who finds another count than it was told reads somebody else's KV.
     """
 
-    def __init__(self, total: int, on_evict: Callable[[BlockId], None] | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        on_evict: Callable[[BlockId], None] | None = None,
+        generations: MutableSequence[int] | None = None,
+    ) -> None:
         if total <= 0:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
         self.on_evict = on_evict or (lambda block: None)
-        self.generations = [0] * total  # counts how often a block was taken: a reader of an old generation reads garbage
+        self.generations = [0] * total if generations is None else generations
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(total))
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]

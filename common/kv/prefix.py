@@ -38,7 +38,7 @@ def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -
 class PrefixIndex:
     """Maps the chain key at the end of a full block to the block. Holds nothing itself: the pool's ``cache`` holder does.
 
-    ``added`` and ``removed`` collect the chain keys since they were last taken, for announcing to the coordinator.
+    Changes are collected for announcing to the coordinator (:meth:`take_changes`).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -46,8 +46,8 @@ class PrefixIndex:
         self._steps = block_size // CHAIN_STEP
         self._block_of: dict[ChainKey, BlockId] = {}
         self._key_of: dict[BlockId, ChainKey] = {}
-        self.added: list[ChainKey] = []
-        self.removed: list[ChainKey] = []
+        self._added: list[ChainKey] = []
+        self._removed: list[ChainKey] = []
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -69,7 +69,7 @@ class PrefixIndex:
             key, block = chain[(index + 1) * self._steps - 1], blocks[index]
             if key not in self._block_of and block not in self._key_of:
                 self._block_of[key], self._key_of[block] = block, key
-                self.added.append(key)
+                self._added.append(key)
                 fresh.append(block)
         return fresh
 
@@ -77,7 +77,18 @@ class PrefixIndex:
         """The pool reuses ``block``."""
         key = self._key_of.pop(block)
         del self._block_of[key]
-        self.removed.append(key)
+        self._removed.append(key)
 
     def blocks(self) -> Iterable[BlockId]:
         return self._key_of.keys()
+
+    def take_changes(self) -> tuple[list[ChainKey], list[ChainKey]]:
+        """Keys that came and went since the last call, each at most once and in its final state."""
+        added = [key for key in dict.fromkeys(self._added) if key in self._block_of]
+        removed = [key for key in dict.fromkeys(self._removed) if key not in self._block_of]
+        self._added, self._removed = [], []
+        return added, removed
+
+    def announce_all(self) -> None:
+        """The next :meth:`take_changes` gives every key: somebody listens who knows none."""
+        self._added, self._removed = list(self._block_of), []

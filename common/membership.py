@@ -1,0 +1,122 @@
+"""A worker's membership in a running system: it says Hello, keeps a heart beating, and exchanges control messages.
+
+The heartbeat has a thread and a socket of its own, so that neither a long engine step nor a queue of messages can delay
+it; it sends the last snapshot that the worker published, and how long the running step has taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from common.channel import connect_dealer, identity, receive, send
+from common.errors import WireError
+from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a worker tells about itself; immutable, swapped whole. ``live`` are request ids, joined."""
+
+    live: bytes = b""
+    acted_on: int = 0
+    free: int = 0
+    cached: int = 0
+    held: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    draining: bool = False
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class Membership:
+    """The control socket of one worker incarnation. Used from one thread; only the heart has its own."""
+
+    def __init__(
+        self, context: zmq.Context[Any], poller: zmq.Poller, address: str, hello: Hello, clock: Callable[[], float]
+    ) -> None:
+        self._context, self._poller, self._address, self._clock = context, poller, address, clock
+        self.hello = hello
+        self.snapshot = Snapshot()
+        self.step_started_at: float | None = None
+        self.acted_on = 0
+        self.bad_messages = 0
+        self._welcome: Welcome | None = None
+        self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._socket = connect_dealer(context, address, identity(hello.name, hello.incarnation))
+        poller.register(self._socket, zmq.POLLIN)
+        send(self._socket, hello)
+
+    @property
+    def joined(self) -> bool:
+        return self._welcome is not None
+
+    def send(self, message: Message) -> None:
+        """To the coordinator; when it is gone the message waits in the socket or is lost with it."""
+        send(self._socket, message)
+
+    def receive(self) -> Iterator[Any]:
+        """Every control message that has arrived. Welcome starts the heart, Rejoin says Hello again; both are passed on."""
+        while True:
+            try:
+                message = receive(self._socket, ToWorker)
+            except WireError:
+                self.bad_messages += 1
+                continue
+            if message is None:
+                return
+            self.acted_on += 1
+            if isinstance(message, Welcome):
+                self._welcome = message
+                self._start_heart(message.heartbeat_ms / 1000)
+            elif isinstance(message, Rejoin):
+                self.acted_on = 0
+                send(self._socket, self.hello)
+            yield message
+
+    def close(self, goodbye: Message | None = None) -> None:
+        self._stop.set()
+        if self._heart is not None:
+            self._heart.join()
+        if goodbye is not None:
+            send(self._socket, goodbye)
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=500)  # lets the goodbye leave
+
+    # -- the heart ----------------------------------------------------------------------------------------------------
+
+    def _start_heart(self, interval_s: float) -> None:
+        if self._heart is None:
+            self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="heartbeat", daemon=True)
+            self._heart.start()
+
+    def _beat(self, interval_s: float) -> None:
+        name = identity(self.hello.name, self.hello.incarnation, beats=True)
+        with connect_dealer(self._context, self._address, name) as socket:
+            while True:
+                send(socket, self._heartbeat())
+                if self._stop.wait(interval_s):
+                    return
+
+    def _heartbeat(self) -> Heartbeat:
+        now, started, shot = self._clock(), self.step_started_at, self.snapshot
+        return Heartbeat(
+            self.hello.incarnation,
+            shot.acted_on,
+            shot.live,
+            shot.free,
+            shot.cached,
+            shot.held,
+            shot.running,
+            shot.waiting,
+            shot.waiting_tokens,
+            -1 if started is None else int((now - started) * 1000),
+            shot.draining,
+            shot.counters,
+        )

@@ -1,0 +1,88 @@
+"""Blocks kept for KV that is on its way.
+
+Pure. A reservation takes all blocks of its prompt before a byte may leave prefill, and pins the prefix that decode has in
+its own cache, so only the rest travels. When blocks are short it waits here in order of arrival; sequences parked by
+preemption come before it.
+
+    asked ── blocks ──► granted ── claim ──► a running sequence         asked | granted ── drop ──► gone
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from common.ids import TransferId, transfer_holder
+from common.kv.cache import KvCache
+from common.kv.prefix import ChainKey
+from common.kv.table import BlockTable
+from common.request import Request
+from common.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Reservation:
+    """One hand-off that this worker expects; ``table`` is None while it waits for blocks."""
+
+    request: Request
+    sequence: Sequence
+    asked_at: float
+    table: BlockTable | None = None
+    chain: list[ChainKey] = field(default_factory=list)
+
+    @property
+    def transfer(self) -> TransferId:
+        return self.sequence.id.transfer
+
+
+class Reservations:
+    """All reservations of one decode worker."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._waiting: OrderedDict[TransferId, Reservation] = OrderedDict()
+        self._granted: dict[TransferId, Reservation] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._granted)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def transfers(self) -> set[TransferId]:
+        return {*self._waiting, *self._granted}
+
+    def ask(self, reservation: Reservation) -> None:
+        self._waiting[reservation.transfer] = reservation
+
+    def grant(self, spare_blocks: int) -> Reservation | None:
+        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running sequences to grow; None if it cannot."""
+        if not self._waiting:
+            return None
+        transfer, reservation = next(iter(self._waiting.items()))
+        tokens = reservation.sequence.tokens
+        holder, salt = transfer_holder(transfer), reservation.request.cache_salt
+        table = self._cache.open(holder, tokens, salt, reservation.chain)
+        if table.lacking(len(tokens)) + spare_blocks > self._cache.pool.available:
+            self._cache.close(table)
+            return None
+        self._cache.grow(table, len(tokens))
+        reservation.table = table
+        del self._waiting[transfer]
+        self._granted[transfer] = reservation
+        return reservation
+
+    def claim(self, transfer: TransferId) -> Reservation | None:
+        """The KV has landed and was verified: whoever asks now owns the table. None for an unknown one."""
+        return self._granted.pop(transfer, None)
+
+    def drop(self, transfer: TransferId) -> bool:
+        """Gives the blocks back; False for an unknown one."""
+        if self._waiting.pop(transfer, None) is not None:
+            return True
+        reservation = self._granted.pop(transfer, None)
+        if reservation is None or reservation.table is None:
+            return False
+        self._cache.close(reservation.table)
+        return True

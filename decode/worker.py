@@ -1,0 +1,241 @@
+"""The decode worker: takes reservations, admits verified KV, batches continuously, streams spans.
+
+The same worker serves whole requests (``Generate``): colocated serving, and local prefill where that is cheaper or no
+prefill worker is there. Three ways in, one way on:
+
+    Reserve ──► blocks ──► frames ──► commit verified ─┐
+                                                       ├──► running ──► one span per step ──► finished
+    Generate ──► waiting ──► computed in chunks ───────┘
+
+Decode steps and prompt chunks share a batch; the planner keeps chunks from stalling streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from common.engine.planner import Sampled
+from common.errors import InvariantBroken
+from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
+from common.messages import Abort, Commit, Generate, Hello, Logprobs, Reserve, Resend, Timing
+from common.request import FinishReason, Request
+from common.sequence import Batch, Sequence, StepResult
+from common.spans import SpanWriter, to_wire
+from common.worker import Worker
+from decode.reservations import Reservation, Reservations
+from kvtransfer.receiver import Failed, Landed, Receiver
+
+log = logging.getLogger("tandem.decode")
+
+BUSY_PUMP_S = 0.003
+"""Time for moving KV between two steps while streams are running (they feel it); when idle there is no hurry to stop."""
+IDLE_PUMP_S = 0.1
+KEPT_FOR_RESEND = 256
+
+
+@dataclass(slots=True)
+class _Life:
+    """When things happened to one (request, attempt), and which of its sequences are still running."""
+
+    arrived_at: float
+    local: bool
+    running: set[SequenceId]
+    started_at: float = 0.0
+    landed_at: float = 0.0
+
+
+class DecodeWorker(Worker):
+    """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
+
+    def open_links(self) -> None:
+        self._lives: dict[TransferId, _Life] = {}
+        self._done: OrderedDict[SequenceId, Sequence] = OrderedDict()
+        self.reservations = Reservations(self.cache)
+        self.receiver = Receiver(
+            self.context,
+            self.poller,
+            self.engine.memory,
+            self.settings.host_id,
+            self.settings.data_address,
+            transport=self.settings.kv_transport,
+        )
+
+    def introduce(self, hello: Hello) -> Hello:
+        return msgspec.structs.replace(hello, data_address=self.receiver.address)
+
+    def close_links(self) -> None:
+        self.receiver.close()
+
+    def holdings(self) -> set[TransferId]:
+        return set(self._lives)
+
+    def waiting(self) -> int:
+        return self.planner.waiting + len(self.reservations)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, now: float) -> None:
+        match message:
+            case Reserve():
+                self._reserve(message, now)
+            case Generate():
+                self._generate(message, now)
+            case Abort(request=request, attempt=attempt):
+                self.abort(TransferId(request, attempt))
+            case Resend(request=request, attempt=attempt, choice=choice, start=start):
+                self._resend(SequenceId(request, choice, attempt), start)
+            case _:
+                log.warning("a decode worker has no use for a %s message", type(message).__name__)
+
+    def _reserve(self, message: Reserve, now: float) -> None:
+        request = message.request
+        if self.accept(request, message.attempt, now, self._most_tokens(request)):
+            sequence = Sequence(request, message.attempt, self.engine.max_model_len)
+            self._lives[sequence.id.transfer] = _Life(now, local=False, running=set())
+            self.reservations.ask(Reservation(request, sequence, now))
+
+    def _generate(self, message: Generate, now: float) -> None:
+        request = message.request
+        if not self.accept(request, message.attempt, now, self._most_tokens(request)):
+            return
+        choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
+        sequences = [Sequence(request, message.attempt, self.engine.max_model_len, choice) for choice in choices]
+        life = _Life(now, local=True, running={sequence.id for sequence in sequences})
+        self._lives[TransferId(request.id, message.attempt)] = life
+        for sequence in sequences:
+            self.planner.add(sequence)
+
+    def _most_tokens(self, request: Request) -> int:
+        """What one choice can come to hold: its prompt and every token but the last."""
+        return min(request.prompt_length + request.sampling.max_tokens, self.engine.max_model_len)
+
+    def abort(self, transfer: TransferId) -> None:
+        if self._lives.pop(transfer, None) is None:
+            return
+        self.receiver.cancel(transfer, "aborted")
+        self.reservations.drop(transfer)
+        for sequence in self.sequences(transfer):
+            self.planner.finish(sequence)
+        self.over(transfer)
+
+    def _resend(self, sequence_id: SequenceId, start: int) -> None:
+        sequence = self._done.get(sequence_id) or next(
+            (each for each in self.sequences(sequence_id.transfer) if each.id == sequence_id), None
+        )
+        if sequence is not None and sequence.output_length > start:
+            writer = SpanWriter()
+            writer.add(sequence, start)
+            self._send(writer)
+
+    # -- KV that arrives ----------------------------------------------------------------------------------------------
+
+    def move_kv(self, now: float) -> None:
+        self._grant(now)
+        for end in self.receiver.pump(self.clock, BUSY_PUMP_S if self.planner.running else IDLE_PUMP_S):
+            match end:
+                case Landed():
+                    self._land(end.transfer, end.commit, now)
+                case Failed():
+                    log.warning("hand-off %s failed: %s", end.transfer, end.reason)
+                    self.count("kv_transfer_failures")
+                    self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+
+    def _grant(self, now: float) -> None:
+        """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them."""
+        while not self.planner.parked and (reservation := self.reservations.grant(self.planner.running)):
+            table = reservation.table
+            if table is None:
+                raise InvariantBroken(f"{reservation.transfer} was granted no table")
+            tokens = len(reservation.sequence.tokens)
+            self.receiver.expect(reservation.transfer, tokens, table.cached_tokens, table.blocks, now)
+
+    def _land(self, transfer: TransferId, commit: Commit, now: float) -> None:
+        """Verified KV becomes visible: to the prefix cache, and to the next batch."""
+        reservation = self.reservations.claim(transfer)
+        if reservation is None or reservation.table is None:
+            raise InvariantBroken(f"{transfer} has landed without a reservation")
+        sequence, table, tokens = reservation.sequence, reservation.table, unpack_tokens(commit.first)
+        if len(tokens) != len(sequence.choices) or any(token >= self.engine.vocab_size for token in tokens):
+            self.cache.close(table)
+            self.fail(transfer, "transfer_failed", "the commit's first tokens make no sense", retriable=True)
+            return
+        sequence.computed = len(sequence.tokens)
+        self.cache.publish(table, sequence.tokens, sequence.computed)
+        self.cache.rename(table, sequence_holder(sequence.id))
+        self.planner.adopt(sequence, table)
+        self._lives[transfer].landed_at = now
+        writer = SpanWriter()
+        self._start(sequence, tokens, list(commit.logprobs), writer)
+        self._send(writer)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> StepResult:
+        now = self.clock()
+        for segment in batch.segments:
+            life = self._lives[segment.sequence.id.transfer]
+            if not life.started_at:
+                life.started_at = now
+                if not life.local:
+                    self._time(segment.sequence, {"decode_wait_ms": (now - life.landed_at) * 1000})
+        return super()._run(batch)
+
+    def sampled(self, samples: list[Sampled], now: float) -> None:
+        writer = SpanWriter()
+        for sample in samples:
+            sequence, logprobs = sample.sequence, [to_wire(entry) for entry in sample.logprobs]
+            if self._lives[sequence.id.transfer].local and sequence.computed == sequence.prompt_length:
+                self._time_prompt(sequence, now)
+            if sequence.siblings:
+                self._start(sequence, sample.tokens, logprobs, writer)
+            else:
+                sequence.append(sample.tokens[0])
+                self._report(sequence, logprobs, writer)
+        self._send(writer)
+
+    def _start(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[Logprobs | None], writer: SpanWriter
+    ) -> None:
+        """First tokens of all choices; from here each choice is a sequence of its own."""
+        life = self._lives[sequence.id.transfer]
+        started = self.planner.start(sequence, tokens)
+        self.engine.copy_blocks(started.copies)
+        life.running = {each.id for each in started.sequences}
+        for index, each in enumerate(started.sequences):
+            self._report(each, logprobs[index : index + 1], writer)
+
+    def _report(self, sequence: Sequence, logprobs: list[Logprobs | None], writer: SpanWriter) -> None:
+        """The newest token of ``sequence``; a finished one gives its blocks back."""
+        writer.add(sequence, sequence.output_length - 1, logprobs)
+        if sequence.finish is FinishReason.RUNNING:
+            return
+        self.planner.finish(sequence)
+        self._done[sequence.id] = sequence
+        if len(self._done) > KEPT_FOR_RESEND:
+            self._done.popitem(last=False)
+        life = self._lives[sequence.id.transfer]
+        life.running.discard(sequence.id)
+        if not life.running:
+            del self._lives[sequence.id.transfer]
+            self.over(sequence.id.transfer)
+
+    def _time_prompt(self, sequence: Sequence, now: float) -> None:
+        life = self._lives[sequence.id.transfer]
+        values = {
+            "queue_ms": (life.started_at - life.arrived_at) * 1000,
+            "prefill_ms": (now - life.started_at) * 1000,
+            "cached_tokens": float(self.planner.table(sequence).cached_tokens),
+        }
+        self._time(sequence, values)
+
+    def _time(self, sequence: Sequence, values: dict[str, float]) -> None:
+        self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
+
+    def _send(self, writer: SpanWriter) -> None:
+        if message := writer.message():
+            self.membership.send(message)

@@ -1,0 +1,116 @@
+"""One worker process: loads an engine once and runs its role until it is drained or stopped.
+
+The composition root of a worker: the only place where an engine, a role and the network meet.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import platform
+import socket
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.config import WorkerConfig
+from common.ids import WorkerName, new_incarnation
+from common.kv.memory import host_id
+from common.messages import PROTOCOL, Hello
+from common.worker import Worker, WorkerSettings
+from deploy import status
+
+log = logging.getLogger("tandem.worker")
+
+CPU_BATCHED_TOKENS = 512
+"""A chunk of this size keeps a CPU's matrix units busy and a colocated stream's pause short."""
+GPU_BATCHED_TOKENS = 2048
+DECODE_ROWS_HINT = 16
+"""Rows that a decode step typically has: weights are packed for it."""
+
+
+def run(config: WorkerConfig) -> int:
+    """Serves one role; 0 after a drain. StartError says in words why it cannot start."""
+    config.check_binds()
+    checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    worker = build(config, checkpoint)
+    gc.freeze()  # the model and its modules live for ever: later collections need not walk them
+    worker.run()
+    return 0
+
+
+def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
+    """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
+    status.report("importing", text="torch and transformers")
+    from common.device import pin  # torch is imported only once nothing cheaper can fail any more
+    from common.engine.runner import load_engine
+
+    pin(config.cores, config.threads)
+    batched_tokens = max(config.max_num_batched_tokens or CPU_BATCHED_TOKENS, config.max_num_seqs)
+    engine = load_engine(
+        checkpoint,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory,
+        num_kv_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+        max_batched_tokens=batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        batch_hint=batched_tokens if config.role == "prefill" else DECODE_ROWS_HINT,
+        workers_on_host=config.workers_on_host,
+        progress=lambda done, total, text: status.report("loading", done, total, text),
+        trust_remote_code=config.trust_remote_code,
+    )
+    status.report("warming up")
+    engine.warm_up()
+    settings = WorkerSettings(
+        coordinator=f"tcp://{config.coordinator}",
+        host_id=host_id(),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        prefix_caching=config.enable_prefix_caching,
+        kv_transport=config.kv_transport,
+        data_address=f"tcp://{config.host}:*",
+        drain_timeout_s=config.drain_timeout,
+    )
+    hello = Hello(
+        protocol=PROTOCOL,
+        name=WorkerName(config.name or f"{config.role}-{platform.node()}-{os.getpid()}"),
+        incarnation=new_incarnation(),
+        role=config.role,
+        model=config.served_name,
+        fingerprint=engine.fingerprint,
+        layout=engine.layout.fingerprint,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        host_id=settings.host_id,
+        data_address="",
+        links=("shm", "zmq") if config.kv_transport == "auto" else (config.kv_transport,),
+        kv_blocks=engine.memory.blocks,
+        block_size=engine.layout.block_size,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        device=engine.device,
+        dtype=engine.layout.dtype,
+    )
+    worker = _role(config.role)(engine, settings, hello)
+    status.ready(
+        kv_tokens=engine.memory.blocks * engine.layout.block_size,
+        max_model_len=engine.max_model_len,
+        device=engine.device,
+        dtype=engine.layout.dtype,
+        notes=list(engine.notes),
+    )
+    return worker
+
+
+def _role(role: str) -> type[Worker]:
+    """The class that serves ``role``; only its own room is imported."""
+    if role == "prefill":
+        from prefill.worker import PrefillWorker
+
+        return PrefillWorker
+    from decode.worker import DecodeWorker
+
+    return DecodeWorker

@@ -1,0 +1,85 @@
+"""The header in front of KV bytes: which cells of which transfer a frame carries.
+
+Fixed size, little-endian, checked before anything else is believed. A frame covers a rectangle of (layers × tokens) in
+the canonical layout of :mod:`common.kv.layout`; its checksum is XXH3-64 over the canonical bytes of that rectangle, no
+matter how they travel. MessagePack never touches KV bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from common.errors import WireError
+from common.ids import REQUEST_ID_BYTES, RequestId, TransferId
+from common.kv.memory import Bytes
+
+_HEADER = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
+_MAGIC = b"TKV1"
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Layers ``[first_layer, last_layer)`` of token positions ``[first_token, last_token)``."""
+
+    first_layer: int
+    last_layer: int
+    first_token: int
+    last_token: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.last_layer)
+
+    @property
+    def tokens(self) -> range:
+        return range(self.first_token, self.last_token)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Frame ``number`` of ``transfer``: its cells, their canonical size in bytes, and their checksum."""
+
+    transfer: TransferId
+    number: int
+    cells: Rectangle
+    bytes: int
+    checksum: int
+
+    def pack(self) -> bytes:
+        cells = self.cells
+        return _HEADER.pack(
+            _MAGIC,
+            self.transfer.request,
+            self.transfer.attempt,
+            self.number,
+            cells.first_layer,
+            cells.last_layer,
+            cells.first_token,
+            cells.last_token,
+            self.bytes,
+            self.checksum,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> FrameHeader:
+        """WireError unless ``data`` is a well-formed header of non-empty cells."""
+        if len(data) != HEADER_BYTES:
+            raise WireError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
+        magic, request, attempt, number, l0, l1, t0, t1, size, checksum = _HEADER.unpack(data)
+        if magic != _MAGIC or l0 >= l1 or t0 >= t1:
+            raise WireError("not a frame header")
+        return cls(TransferId(RequestId(request), attempt), number, Rectangle(l0, l1, t0, t1), size, checksum)
+
+
+def checksum_of(data: Bytes) -> int:
+    """XXH3-64 of canonical bytes (https://xxhash.com); the hash releases the interpreter lock."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def fold(total: int, checksum: int) -> int:
+    """The checksum of a whole transfer: its frames' checksums, in order."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", total, checksum))

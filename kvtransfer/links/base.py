@@ -1,0 +1,49 @@
+"""What a link promises: KV cells of a sender's pool arrive in a receiver's pool, or an error says so.
+
+A link decides how the bytes of one frame travel beside its header: in the message itself, or as directions to where the
+receiver can pull them. The receiver writes its own memory (never the sender), and only after :meth:`Link.place` has seen
+the right checksum over the bytes it holds itself do they count as arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from common.errors import WireError
+from common.ids import BlockId
+from common.kv.memory import Bytes, KvMemory
+from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
+
+Payload = zmq.Frame | bytes | Bytes
+
+
+class SendLink(Protocol):
+    """The prefill side of a link."""
+
+    name: str
+
+    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        """What travels behind the header, the canonical size of the cells in bytes, and their checksum."""
+        ...
+
+
+class ReceiveLink(Protocol):
+    """The decode side of a link, for one sender."""
+
+    name: str
+
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
+        """Puts the cells into the blocks of ``table``; WireError, with nothing written, if they are not what was said."""
+        ...
+
+
+def placed(header: FrameHeader, data: Bytes, memory: KvMemory, table: Sequence[BlockId]) -> None:
+    """Checks the receiver's own copy of the cells and writes it into its blocks."""
+    if data.nbytes != header.bytes:
+        raise WireError(f"a frame of {data.nbytes} bytes, {header.bytes} announced")
+    if checksum_of(data) != header.checksum:
+        raise WireError(f"frame {header.number} of {header.transfer} fails its checksum")
+    memory.write(table, header.cells.tokens, header.cells.layers, data)

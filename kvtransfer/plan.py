@@ -1,0 +1,73 @@
+"""Which cells to send next, while later ones are still being computed.
+
+Pure. A transfer covers (layers × tokens ``[have, total)``). Prefill computes chunk after chunk of tokens, and within a
+chunk layer after layer; the outbox turns that progress into rectangles of about ``target_bytes``, oldest chunk first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.kv.layout import KvLayout
+from kvtransfer.frames import Rectangle
+
+TARGET_BYTES = 1 << 20
+"""Large enough that a frame's fixed cost vanishes, small enough to overlap with computing and to pace the receiver."""
+
+
+@dataclass(slots=True)
+class _Span:
+    """A chunk of tokens of which ``ready`` layers are computed and ``sent`` layers are on their way."""
+
+    first_token: int
+    last_token: int
+    ready: int
+    sent: int = 0
+
+
+class Outbox:
+    """Progress in, rectangles out; every cell exactly once, per layer in token order."""
+
+    def __init__(self, layout: KvLayout, have: int, total: int, target_bytes: int = TARGET_BYTES) -> None:
+        if not 0 <= have < total:
+            raise ValueError(f"{have} of {total} tokens are already there")
+        self.layout, self.total, self.target_bytes = layout, total, target_bytes
+        self._layers = len(layout.layers)
+        self._spans: list[_Span] = []
+        self._covered = have  # tokens that belong to a span, or that the receiver has
+        most = max(layer.elements for layer in layout.layers) * layout.element_bytes
+        self._span_tokens = max(layout.block_size, target_bytes // most // layout.block_size * layout.block_size)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell has been handed out."""
+        return self._covered == self.total and not self._spans
+
+    def computed(self, tokens: int, layers: int) -> None:
+        """Layers ``[0, layers)`` of all tokens before ``tokens`` are computed (and all layers of earlier chunks)."""
+        if tokens > self._covered:
+            for span in self._spans:
+                span.ready = self._layers
+            for first in range(self._covered, tokens, self._span_tokens):
+                self._spans.append(_Span(first, min(first + self._span_tokens, tokens), layers))
+            self._covered = tokens
+        for span in self._spans:
+            span.ready = max(span.ready, layers)
+
+    def next(self) -> Rectangle | None:
+        """The next rectangle worth sending, or None until more is computed."""
+        for span in self._spans:
+            last, size = span.sent, 0
+            while last < span.ready and size < self.target_bytes:
+                size += self.layout.range_bytes(last, last + 1, span.last_token - span.first_token)
+                last += 1
+            if size >= self.target_bytes or (last == self._layers and last > span.sent):
+                return self._take(span, last)
+        return None
+
+    def _take(self, span: _Span, last_layer: int) -> Rectangle:
+        cells = Rectangle(span.sent, last_layer, span.first_token, span.last_token)
+        span.sent = last_layer
+        if span.sent == self._layers:
+            self._spans.remove(span)
+        return cells

@@ -1,0 +1,288 @@
+"""All incoming hand-offs of one decode worker: sessions, the socket and links put together.
+
+The worker says what it expects (blocks are reserved by then); a hand-off is granted when both that and the sender's
+announcement are there, in either order. A frame is checked against the reservation before a byte is copied: one of an
+unknown, expired or older transfer touches nothing. What is over comes back as :class:`Landed` or :class:`Failed`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+
+from common.channel import bind_router, send
+from common.errors import WireError
+from common.ids import BlockId, Incarnation, TransferId
+from common.kv.memory import KvMemory
+from common.messages import Accept, Ack, Cancel, Commit, Grant, Message, Open, Released, ToDecode
+from common.wire import decode
+from kvtransfer.frames import HEADER_BYTES, FrameHeader
+from kvtransfer.links import shm, zeromq
+from kvtransfer.links.base import ReceiveLink
+from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
+
+CREDIT_BYTES = 16 << 20
+MAX_EARLY = 4096
+"""Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
+MAX_POOLS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Everything has arrived and is right; the blocks may become visible."""
+
+    transfer: TransferId
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The hand-off is over without success; the reservation's blocks must be dropped."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(slots=True)
+class _Incoming:
+    session: ReceiverSession
+    table: Sequence[BlockId]
+    peer: bytes = b""
+    link: ReceiveLink | None = None
+
+
+class Receiver:
+    """``transport`` is auto, shm or zmq: shared memory when the sender's pool can be mapped, else ZeroMQ."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        memory: KvMemory,
+        host_id: str,
+        address: str,
+        *,
+        transport: str = "auto",
+        limits: Limits | None = None,
+        credit_bytes: int = CREDIT_BYTES,
+    ) -> None:
+        self._memory, self._host_id, self._transport = memory, host_id, transport
+        self._limits = limits or Limits()
+        self._credit_bytes = credit_bytes
+        self._poller = poller
+        self._socket = bind_router(context, address)
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        poller.register(self._socket, zmq.POLLIN)
+        self._incoming: dict[TransferId, _Incoming] = {}
+        self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
+        self._pools: OrderedDict[Incarnation, KvMemory | None] = OrderedDict()
+        self._ended: list[Landed | Failed] = []
+        self.bad_messages = 0
+        self.stale_frames = 0
+
+    def __len__(self) -> int:
+        return sum(not self._settled(incoming) for incoming in self._incoming.values())
+
+    # -- from the worker ----------------------------------------------------------------------------------------------
+
+    def expect(self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], now: float) -> None:
+        """Blocks for ``tokens`` tokens are reserved in ``table``; the first ``have`` tokens are there already."""
+        session = ReceiverSession(transfer, self._memory.layout, tokens, have, now, self._limits)
+        self._incoming[transfer] = _Incoming(session, table)
+        if early := self._early.pop(transfer, None):
+            self._grant(*early)
+
+    def cancel(self, transfer: TransferId, reason: str) -> None:
+        """Gives a hand-off up; nothing comes back for it. Unknown ones are fine."""
+        self._early.pop(transfer, None)
+        incoming = self._incoming.pop(transfer, None)
+        if incoming is not None and incoming.session.end(TransferState.CANCELLED, reason) and incoming.peer:
+            self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
+
+    def pump(self, clock: Callable[[], float], budget_s: float) -> list[Landed | Failed]:
+        """Takes what arrived, for about ``budget_s`` seconds at most, runs the timers; returns what is over."""
+        until = clock() + budget_s
+        while (now := clock()) < until:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                self._take(parts, now)
+            except WireError:
+                self.bad_messages += 1
+        self._tick(clock())
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        for transfer in list(self._incoming):
+            self.cancel(transfer, "the decode worker stops")
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=200)  # lets the cancellations leave
+        for pool in self._pools.values():
+            if pool is not None:
+                pool.close()
+        self._pools.clear()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _take(self, parts: list[zmq.Frame], now: float) -> None:
+        if len(parts) == 3 and len(parts[1]) == HEADER_BYTES:
+            self._frame(parts[0].bytes, FrameHeader.unpack(parts[1].bytes), parts[2].buffer, now)
+        elif len(parts) == 2:
+            self._message(parts[0].bytes, decode(parts[1].buffer, ToDecode), now)
+        else:
+            raise WireError(f"{len(parts)} parts are neither a message nor a frame")
+
+    def _message(self, peer: bytes, message: Open | Commit | Cancel | Released, now: float) -> None:
+        transfer = TransferId(message.request, message.attempt)
+        incoming = self._incoming.get(transfer)
+        match message:
+            case Open():
+                self._opened(peer, message, incoming, now)
+            case Commit():
+                self._commit(peer, message, incoming, now)
+            case Cancel():
+                self._early.pop(transfer, None)
+                if incoming is not None and incoming.peer == peer:
+                    self._fail(incoming, TransferState.CANCELLED, message.reason, tell=False)
+            case Released():
+                if incoming is not None and incoming.session.state is TransferState.ACCEPTED and incoming.peer == peer:
+                    incoming.session.move(TransferState.RELEASED)
+                    del self._incoming[transfer]
+
+    def _opened(self, peer: bytes, message: Open, incoming: _Incoming | None, now: float) -> None:
+        transfer = TransferId(message.request, message.attempt)
+        if incoming is None:
+            self._early[transfer] = (peer, message)
+            self._early.move_to_end(transfer)
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
+        elif not incoming.peer:
+            self._grant(peer, message)
+        elif incoming.peer == peer and not self._settled(incoming):
+            incoming.session.renewed(now)
+            if not incoming.session.frames:  # the grant may have been lost
+                self._send_grant(incoming)
+
+    def _grant(self, peer: bytes, message: Open) -> None:
+        incoming = self._incoming[TransferId(message.request, message.attempt)]
+        incoming.peer = peer
+        session = incoming.session
+        if message.layout != self._memory.layout.fingerprint or message.tokens != session.tokens:
+            why = f"{message.tokens} tokens in layout {message.layout}, expected {session.tokens} in "
+            self._fail(incoming, TransferState.FAILED, why + self._memory.layout.fingerprint)
+            return
+        incoming.link = self._choose_link(message)
+        if incoming.link is None:
+            self._fail(incoming, TransferState.FAILED, "the sender's pool cannot be mapped and --kv-transport is shm")
+            return
+        self._send_grant(incoming)
+
+    def _send_grant(self, incoming: _Incoming) -> None:
+        session, link = incoming.session, incoming.link
+        assert link is not None
+        name, credit = link.name, self._credit_bytes
+        self._reply(incoming.peer, Grant(session.transfer.request, session.transfer.attempt, session.have, name, credit))
+
+    def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
+        incoming = self._incoming.get(header.transfer)
+        if incoming is None or incoming.peer != peer or incoming.link is None:
+            self.stale_frames += 1
+            return
+        session = incoming.session
+        verdict = session.judge(header, now)
+        if verdict is Verdict.TAKE:
+            incoming.link.place(header, payload, incoming.table)  # WireError: counted, and the sender repeats the frame
+            session.took(header, now)
+        elif verdict is Verdict.STRANGE:
+            raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
+        if session.frames:
+            self._reply(peer, Ack(header.transfer.request, header.transfer.attempt, session.frames - 1, session.bytes))
+
+    def _commit(self, peer: bytes, commit: Commit, incoming: _Incoming | None, now: float) -> None:
+        transfer = TransferId(commit.request, commit.attempt)
+        if incoming is None or incoming.peer != peer:
+            self._reply(peer, Cancel(transfer.request, transfer.attempt, "no such reservation"))
+            return
+        session = incoming.session
+        if session.state is TransferState.ACCEPTED:  # our answer was lost
+            self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
+            return
+        if session.over or session.behind(commit):
+            return
+        if why := session.objection(commit):
+            self._fail(incoming, TransferState.FAILED, why)
+            return
+        session.accept(now)
+        self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
+        self._ended.append(Landed(transfer, commit))
+
+    def _reply(self, peer: bytes, message: Message) -> None:
+        send(self._socket, message, peer)  # a peer that is gone needs no answer
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def _choose_link(self, message: Open) -> ReceiveLink | None:
+        if self._transport != zeromq.NAME and message.pool and message.host_id == self._host_id:
+            pool = self._pool(message)
+            if pool is not None:
+                return shm.ShmReceiveLink(self._memory, pool)
+        return None if self._transport == shm.NAME else zeromq.ZmqReceiveLink(self._memory)
+
+    def _pool(self, message: Open) -> KvMemory | None:
+        """The mapped pool of this sender's incarnation; None (remembered) if it cannot be mapped."""
+        if message.sender not in self._pools:
+            try:
+                layout = replace(self._memory.layout, block_size=message.pool_block_size)
+                self._pools[message.sender] = shm.knock(message.pool, layout, message.pool_blocks)
+            except (OSError, ValueError):
+                self._pools[message.sender] = None
+        self._pools.move_to_end(message.sender)
+        if len(self._pools) > MAX_POOLS:
+            self._forget_a_pool()
+        return self._pools[message.sender]
+
+    def _forget_a_pool(self) -> None:
+        used = {id(x.link.source) for x in self._incoming.values() if isinstance(x.link, shm.ShmReceiveLink)}
+        for sender, pool in list(self._pools.items())[:-1]:
+            if id(pool) not in used:
+                del self._pools[sender]
+                if pool is not None:
+                    pool.close()
+                return
+
+    # -- endings and timers -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _settled(incoming: _Incoming) -> bool:
+        return incoming.session.over or incoming.session.state is TransferState.ACCEPTED
+
+    def _tick(self, now: float) -> None:
+        for transfer, incoming in list(self._incoming.items()):
+            session = incoming.session
+            if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated commit
+                if now - session.progress_at > self._limits.lease_s:
+                    del self._incoming[transfer]
+                continue
+            session.tick(now)
+            if session.state is TransferState.EXPIRED:
+                self._forget(incoming, session.why_ended, tell=True)
+
+    def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, tell: bool = True) -> None:
+        if self._settled(incoming):
+            return
+        incoming.session.end(to, reason)
+        self._forget(incoming, reason, tell=tell)
+
+    def _forget(self, incoming: _Incoming, reason: str, *, tell: bool) -> None:
+        transfer = incoming.session.transfer
+        del self._incoming[transfer]
+        if tell and incoming.peer:
+            self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
+        self._ended.append(Failed(transfer, reason))

@@ -1,0 +1,292 @@
+"""All outgoing hand-offs of one prefill worker: sessions, sockets and links put together.
+
+The worker opens a transfer when a prompt arrives, reports progress after each layer, and finishes it with the first
+tokens; :meth:`Sender.pump` never waits. What ends comes back as :class:`Shipped` or :class:`Lost`, and the worker then
+drops the blocks: a source block is held until it is accepted, cancelled or expired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from common.channel import connect_dealer, receive, send
+from common.errors import WireError
+from common.ids import BlockId, Incarnation, TransferId
+from common.kv.memory import KvMemory
+from common.messages import Accept, Ack, Cancel, Commit, Grant, Logprobs, Open, Peer, Released, ToPrefill
+from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.links import shm, zeromq
+from kvtransfer.links.base import SendLink
+from kvtransfer.session import Limits, SenderSession, TransferState
+
+IDLE_SOCKET_S = 60.0
+COPY_BELOW_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """What the commit carries beside the counts: one entry per choice."""
+
+    ids: bytes
+    finish: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """Decode has accepted everything. Times in seconds; ``exposed`` is what computing did not hide."""
+
+    transfer: TransferId
+    link: str
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The transfer ended without being accepted; ``told`` if the other side said so (and reports it itself)."""
+
+    transfer: TransferId
+    reason: str
+    told: bool
+
+
+@dataclass(slots=True)
+class _Line:
+    """The socket to one decode incarnation."""
+
+    socket: zmq.Socket[Any]
+    used_at: float
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    session: SenderSession
+    line: _Line
+    table: Sequence[BlockId]
+    first: FirstTokens | None = None
+
+
+class Sender:
+    """``transport`` is auto, shm or zmq; the receiver chooses among what both sides allow."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        memory: KvMemory,
+        incarnation: Incarnation,
+        host_id: str,
+        *,
+        transport: str = "auto",
+        limits: Limits | None = None,
+    ) -> None:
+        self._context, self._poller, self._memory = context, poller, memory
+        self._incarnation, self._host_id = incarnation, host_id
+        self._limits = limits or Limits()
+        self._transport = transport
+        self._door = shm.PoolDoor(memory, incarnation) if transport != zeromq.NAME else None
+        self._links: dict[str, SendLink] = {zeromq.NAME: zeromq.ZmqSendLink(memory), shm.NAME: shm.ShmSendLink(memory)}
+        self._lines: dict[Incarnation, _Line] = {}
+        self._outgoing: dict[TransferId, _Outgoing] = {}
+        self._ended: list[Shipped | Lost] = []
+        self.bad_messages = 0
+
+    def __len__(self) -> int:
+        return len(self._outgoing)
+
+    def __contains__(self, transfer: TransferId) -> bool:
+        return transfer in self._outgoing
+
+    # -- from the worker ----------------------------------------------------------------------------------------------
+
+    def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
+        """Announces ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must stay until the end."""
+        session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
+        self._outgoing[transfer] = _Outgoing(session, self._line(peer, now), table)
+        self._announce(transfer, now)
+
+    def computed(self, transfer: TransferId, table: Sequence[BlockId], tokens: int, layers: int, now: float) -> None:
+        """Layers ``[0, layers)`` of tokens ``[0, tokens)`` are in the pool: what is worth a frame leaves."""
+        if outgoing := self._outgoing.get(transfer):
+            outgoing.table = table
+            outgoing.session.computed(tokens, layers, now)
+            self._push(outgoing, now)
+
+    def finish(self, transfer: TransferId, first: FirstTokens, now: float) -> None:
+        """The first tokens are sampled; the commit leaves as soon as every frame has."""
+        if outgoing := self._outgoing.get(transfer):
+            outgoing.first = first
+            self._push(outgoing, now)
+
+    def cancel(self, transfer: TransferId, reason: str) -> None:
+        """Gives a transfer up; nothing comes back for it. Unknown ones are fine."""
+        if outgoing := self._outgoing.pop(transfer, None):
+            outgoing.session.end(TransferState.CANCELLED, reason)
+            send(outgoing.line.socket, Cancel(transfer.request, transfer.attempt, reason))
+
+    def pump(self, now: float) -> list[Shipped | Lost]:
+        """Takes what decode workers sent, sends what may leave, runs the timers; returns what ended."""
+        for line in list(self._lines.values()):
+            self._drain(line, now)
+        for outgoing in list(self._outgoing.values()):
+            self._tick(outgoing, now)
+        self._close_idle(now)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        for transfer in list(self._outgoing):
+            self.cancel(transfer, "the prefill worker stops")
+        for line in self._lines.values():
+            self._poller.unregister(line.socket)
+            line.socket.close(linger=200)  # lets the cancellations leave
+        self._lines.clear()
+        if self._door is not None:
+            self._door.close()
+
+    # -- sockets ------------------------------------------------------------------------------------------------------
+
+    def _line(self, peer: Peer, now: float) -> _Line:
+        line = self._lines.get(peer.incarnation)
+        if line is None:
+            socket = connect_dealer(self._context, peer.address, f"{self._incarnation}|kv".encode())
+            self._poller.register(socket, zmq.POLLIN)
+            line = self._lines[peer.incarnation] = _Line(socket, now)
+        line.used_at = now
+        return line
+
+    def _close_idle(self, now: float) -> None:
+        busy = {id(outgoing.line) for outgoing in self._outgoing.values()}
+        for incarnation, line in list(self._lines.items()):
+            if id(line) not in busy and now - line.used_at > IDLE_SOCKET_S:
+                self._poller.unregister(line.socket)
+                line.socket.close()
+                del self._lines[incarnation]
+
+    def _drain(self, line: _Line, now: float) -> None:
+        while True:
+            try:
+                message = receive(line.socket, ToPrefill)
+            except WireError:
+                self.bad_messages += 1
+                continue
+            if message is None:
+                return
+            line.used_at = now
+            outgoing = self._outgoing.get(TransferId(message.request, message.attempt))
+            if outgoing is not None and outgoing.line is line:
+                self._handle(outgoing, message, now)
+
+    def _handle(self, outgoing: _Outgoing, message: Grant | Ack | Accept | Cancel, now: float) -> None:
+        session = outgoing.session
+        match message:
+            case Grant():
+                if message.link not in self._links or self._transport not in ("auto", message.link):
+                    self._lose(outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False)
+                    return
+                if message.have < session.tokens:
+                    session.granted(message.have, message.link, message.credit_bytes, now)
+            case Ack():
+                session.acked(message.frame, now)
+            case Accept():
+                if session.accepted(message.bytes, now):
+                    self._shipped(outgoing)
+                return
+            case Cancel():
+                self._lose(outgoing, message.reason, told=True)
+                return
+        self._push(outgoing, now)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _announce(self, transfer: TransferId, now: float) -> None:
+        outgoing = self._outgoing[transfer]
+        if not outgoing.session.renewal_due(now):
+            return
+        layout = self._memory.layout
+        message = Open(
+            transfer.request,
+            transfer.attempt,
+            self._incarnation,
+            outgoing.session.tokens,
+            layout.fingerprint,
+            self._host_id,
+            self._door.address if self._door else "",
+            layout.block_size,
+            self._memory.blocks,
+        )
+        send(outgoing.line.socket, message)
+
+    def _push(self, outgoing: _Outgoing, now: float) -> None:
+        session = outgoing.session
+        while (what := session.next_cells()) is not None:
+            self._send_cells(outgoing, what)
+        if outgoing.first is not None and session.may_commit():
+            session.committed(now)
+            self._send_commit(outgoing)
+
+    def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
+        cells = what.cells if isinstance(what, FrameHeader) else what
+        payload, size, checksum = self._links[outgoing.session.link].payload(outgoing.table, cells)
+        header = what if isinstance(what, FrameHeader) else outgoing.session.sent(what, size, checksum)
+        # libzmq copies small parts faster than it tracks them, and large ones must not be copied again; when its queue
+        # is full the frame stays unacknowledged and the resend timer brings it back
+        with contextlib.suppress(zmq.Again):
+            outgoing.line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
+
+    def _send_commit(self, outgoing: _Outgoing) -> None:
+        session, first = outgoing.session, outgoing.first
+        assert first is not None
+        commit = Commit(
+            session.transfer.request,
+            session.transfer.attempt,
+            session.tokens,
+            session.have,
+            session.frames,
+            session.bytes,
+            session.checksum,
+            self._memory.layout.fingerprint,
+            first.ids,
+            first.finish,
+            first.stop_ids,
+            first.logprobs,
+        )
+        send(outgoing.line.socket, commit)
+
+    # -- endings and timers -------------------------------------------------------------------------------------------
+
+    def _tick(self, outgoing: _Outgoing, now: float) -> None:
+        session = outgoing.session
+        commit_again = session.tick(now)
+        if session.state is TransferState.EXPIRED:
+            self._lose(outgoing, session.why_ended, told=False)
+            return
+        self._announce(session.transfer, now)
+        self._push(outgoing, now)
+        if commit_again:
+            self._send_commit(outgoing)
+
+    def _shipped(self, outgoing: _Outgoing) -> None:
+        session = outgoing.session
+        del self._outgoing[session.transfer]
+        seconds = session.accepted_at - session.granted_at
+        exposed = max(0.0, session.accepted_at - max(session.computed_at, session.granted_at))
+        self._ended.append(Shipped(session.transfer, session.link, session.bytes, seconds, exposed))
+        session.move(TransferState.RELEASED)
+        send(outgoing.line.socket, Released(session.transfer.request, session.transfer.attempt))
+
+    def _lose(self, outgoing: _Outgoing, reason: str, *, told: bool) -> None:
+        session = outgoing.session
+        del self._outgoing[session.transfer]
+        session.end(TransferState.CANCELLED if told else TransferState.FAILED, reason)
+        if not told:
+            send(outgoing.line.socket, Cancel(session.transfer.request, session.transfer.attempt, reason))
+        self._ended.append(Lost(session.transfer, reason, told))

@@ -1,0 +1,274 @@
+"""The two state machines of one hand-off.
+
+Pure: events in, effects out, time as an argument. What they decide is in ``handoff.md``'s terms:
+
+    sender    RESERVED ─ granted ► SENDING ─ all sent, first tokens known ► COMMITTING ─ accept ► ACCEPTED ► RELEASED
+    receiver  RESERVED ─ first frame ► SENDING ─ commit, everything right ► ACCEPTED ─ released ► RELEASED
+    either    any ─► EXPIRED (lease or no progress) | FAILED (what arrived is wrong) | CANCELLED (somebody gave up)
+
+Frames are numbered and taken strictly in order: a duplicate is dropped, a gap is answered with the last good number and
+the sender goes back to it. Nothing the receiver got is visible to anybody before ACCEPTED.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from common.errors import InvariantBroken
+from common.ids import TransferId
+from common.kv.layout import KvLayout
+from common.messages import Commit
+from kvtransfer.frames import FrameHeader, Rectangle, fold
+from kvtransfer.plan import TARGET_BYTES, Outbox
+
+
+class TransferState(Enum):
+    RESERVED = "reserved"
+    SENDING = "sending"
+    COMMITTING = "committing"
+    ACCEPTED = "accepted"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_S = TransferState
+ENDINGS = frozenset({_S.EXPIRED, _S.FAILED, _S.CANCELLED})
+MOVES: dict[TransferState, frozenset[TransferState]] = {
+    _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
+    _S.SENDING: frozenset({_S.COMMITTING, _S.ACCEPTED, *ENDINGS}),
+    _S.COMMITTING: frozenset({_S.ACCEPTED, *ENDINGS}),
+    _S.ACCEPTED: frozenset({_S.RELEASED, *ENDINGS}),
+    _S.RELEASED: frozenset(),
+    _S.EXPIRED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times of a hand-off, in seconds."""
+
+    no_progress_s: float = 10.0
+    resend_s: float = 0.2
+    renew_s: float = 2.0
+    lease_s: float = 8.0
+
+
+class Session:
+    """What both sides share: the one door between states, and the clock of the last progress."""
+
+    def __init__(self, transfer: TransferId, tokens: int, now: float, limits: Limits) -> None:
+        self.transfer, self.tokens, self.limits = transfer, tokens, limits
+        self.state = TransferState.RESERVED
+        self.have = 0
+        self.frames = self.bytes = self.checksum = 0
+        self.opened_at = self.progress_at = now
+        self.why_ended = ""
+
+    def move(self, to: TransferState, why: str = "") -> None:
+        if to not in MOVES[self.state]:
+            raise InvariantBroken(f"transfer {self.transfer}: {self.state.name} cannot become {to.name}")
+        self.state, self.why_ended = to, why
+
+    @property
+    def over(self) -> bool:
+        return self.state in ENDINGS or self.state is TransferState.RELEASED
+
+    def end(self, to: TransferState, why: str) -> bool:
+        """Gives up; False if it was over already (endings are idempotent)."""
+        if self.over:
+            return False
+        self.move(to, why)
+        return True
+
+
+class SenderSession(Session):
+    """The prefill side. ``link`` is the transport that decode chose; ``computed`` may come before the grant."""
+
+    def __init__(self, transfer: TransferId, layout: KvLayout, tokens: int, now: float, limits: Limits) -> None:
+        super().__init__(transfer, tokens, now, limits)
+        self.layout = layout
+        self.link = ""
+        self.credit_bytes = 0
+        self.granted_at = self.computed_at = self.accepted_at = 0.0
+        self._outbox: Outbox | None = None
+        self._progress = (0, 0)  # tokens, layers computed
+        self._unacked: deque[FrameHeader] = deque()
+        self._unacked_bytes = 0
+        self._again: deque[FrameHeader] = deque()
+        self._resent_at = now
+        self._renew_at = now
+
+    def granted(self, have: int, link: str, credit_bytes: int, now: float) -> None:
+        """Decode reserved blocks and holds the first ``have`` tokens itself."""
+        if self.state is not TransferState.RESERVED:
+            return  # a repeated grant
+        self.move(TransferState.SENDING)
+        self.have, self.link, self.credit_bytes = have, link, credit_bytes
+        self.granted_at = self.progress_at = now
+        self._outbox = Outbox(self.layout, have, self.tokens, min(TARGET_BYTES, max(1, credit_bytes // 2)))
+        self._outbox.computed(*self._progress)
+
+    def computed(self, tokens: int, layers: int, now: float) -> None:
+        """Layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
+        self._progress = (tokens, layers)
+        self.progress_at = now
+        if tokens == self.tokens and layers == len(self.layout.layers) and not self.computed_at:
+            self.computed_at = now
+        if self._outbox is not None:
+            self._outbox.computed(tokens, layers)
+
+    def next_cells(self) -> Rectangle | FrameHeader | None:
+        """What to send now: fresh cells (then call :meth:`sent`), a frame to repeat, or None."""
+        if self._again and self.state in (TransferState.SENDING, TransferState.COMMITTING):
+            return self._again.popleft()
+        if self.state is not TransferState.SENDING or self._outbox is None:
+            return None
+        if self._unacked_bytes >= self.credit_bytes:
+            return None
+        return self._outbox.next()
+
+    def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
+        """Books a fresh frame and returns its header."""
+        header = FrameHeader(self.transfer, self.frames, cells, size, checksum)
+        self.frames += 1
+        self.bytes += size
+        self.checksum = fold(self.checksum, checksum)
+        self._unacked.append(header)
+        self._unacked_bytes += size
+        return header
+
+    def acked(self, frame: int, now: float) -> None:
+        """Frames up to ``frame`` inclusive are placed."""
+        while self._unacked and self._unacked[0].number <= frame:
+            self._unacked_bytes -= self._unacked.popleft().bytes
+            self.progress_at = self._resent_at = now
+        while self._again and self._again[0].number <= frame:
+            self._again.popleft()
+
+    def may_commit(self) -> bool:
+        """Whether every cell has been sent; the commit also needs the first tokens, which the worker has."""
+        return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
+
+    def committed(self, now: float) -> None:
+        self.move(TransferState.COMMITTING)
+        self._resent_at = now
+
+    def accepted(self, received_bytes: int, now: float) -> bool:
+        """Decode took everything; False if this transfer is not waiting for that."""
+        if self.state is not TransferState.COMMITTING:
+            return False
+        if received_bytes != self.bytes:
+            raise InvariantBroken(f"transfer {self.transfer}: {self.bytes} bytes sent, {received_bytes} landed")
+        self.accepted_at = now
+        self.move(TransferState.ACCEPTED)
+        return True
+
+    def tick(self, now: float) -> bool:
+        """Timers. True when the commit should be sent again; frames to repeat come out of :meth:`next_cells`.
+
+        Waiting for a grant or for our own prompt's turn is not a lack of progress: the request's deadline bounds both.
+        """
+        if self.over or not (self.state is TransferState.COMMITTING or self._unacked):
+            return False
+        if now - self.progress_at > self.limits.no_progress_s:
+            self.end(TransferState.EXPIRED, f"no progress for {self.limits.no_progress_s:g} s")
+            return False
+        if now - self._resent_at <= self.limits.resend_s:
+            return False
+        self._resent_at = now
+        self._again = deque(self._unacked)
+        return self.state is TransferState.COMMITTING
+
+    def renewal_due(self, now: float) -> bool:
+        """Whether to announce the transfer again: renews the receiver's lease, and asks again for a lost grant."""
+        if self.over or self.state is TransferState.ACCEPTED or now < self._renew_at:
+            return False
+        self._renew_at = now + self.limits.renew_s
+        return True
+
+
+class Verdict(Enum):
+    """What to do with an arriving frame."""
+
+    TAKE = "take"
+    REPEATED = "repeated"
+    GAP = "gap"
+    STRANGE = "strange"
+
+
+class ReceiverSession(Session):
+    """The decode side. Cells are checked against the reservation before a byte is copied (:meth:`judge`), and counted
+    only after their checksum was right (:meth:`took`)."""
+
+    def __init__(
+        self, transfer: TransferId, layout: KvLayout, tokens: int, have: int, now: float, limits: Limits
+    ) -> None:
+        super().__init__(transfer, tokens, now, limits)
+        self.layout, self.have = layout, have
+        self.first_frame_at = 0.0
+        self._upto = [have] * len(layout.layers)
+
+    def judge(self, header: FrameHeader, now: float) -> Verdict:
+        """Whether this frame is the one to take next; the state changes only in :meth:`took`."""
+        if self.state not in (TransferState.RESERVED, TransferState.SENDING):
+            return Verdict.REPEATED if self.state is TransferState.ACCEPTED else Verdict.STRANGE
+        self.progress_at = now
+        if header.number != self.frames:
+            return Verdict.REPEATED if header.number < self.frames else Verdict.GAP
+        cells = header.cells
+        inside = cells.last_layer <= len(self._upto) and cells.last_token <= self.tokens
+        if not inside or any(self._upto[layer] != cells.first_token for layer in cells.layers):
+            return Verdict.STRANGE
+        if header.bytes != self.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens)):
+            return Verdict.STRANGE
+        return Verdict.TAKE
+
+    def took(self, header: FrameHeader, now: float) -> None:
+        """The frame's bytes are in place and their checksum was right."""
+        if self.state is TransferState.RESERVED:
+            self.move(TransferState.SENDING)
+            self.first_frame_at = now
+        for layer in header.cells.layers:
+            self._upto[layer] = header.cells.last_token
+        self.frames += 1
+        self.bytes += header.bytes
+        self.checksum = fold(self.checksum, header.checksum)
+        self.progress_at = now
+
+    def objection(self, commit: Commit) -> str:
+        """Why this commit cannot be accepted, or "" when everything is right."""
+        if commit.layout != self.layout.fingerprint:
+            return f"layout {commit.layout}, not {self.layout.fingerprint}"
+        mine = (self.tokens, self.have, self.frames, self.bytes, self.checksum)
+        theirs = (commit.tokens, commit.have, commit.frames, commit.bytes, commit.checksum)
+        for name, want, got in zip(("tokens", "have", "frames", "bytes", "checksum"), mine, theirs, strict=True):
+            if want != got:
+                return f"{name}: {got} committed, {want} received"
+        if any(upto != self.tokens for upto in self._upto):
+            return "some layers are incomplete"
+        return ""
+
+    def behind(self, commit: Commit) -> bool:
+        """Whether frames of this commit are still missing (they were lost on the way and will be repeated)."""
+        return self.state in (TransferState.RESERVED, TransferState.SENDING) and commit.frames > self.frames
+
+    def renewed(self, now: float) -> None:
+        """The sender lives and still means to send."""
+        self.progress_at = now
+
+    def accept(self, now: float) -> None:
+        if self.state is TransferState.RESERVED:  # cannot be: at least the last token is always sent
+            raise InvariantBroken(f"transfer {self.transfer} is accepted without a frame")
+        self.move(TransferState.ACCEPTED)
+        self.progress_at = now
+
+    def tick(self, now: float) -> None:
+        """Timers: a reservation that its sender no longer renews is given up after the lease."""
+        if not self.over and self.state is not TransferState.ACCEPTED and now - self.progress_at > self.limits.lease_s:
+            self.end(TransferState.EXPIRED, f"nothing arrived for {self.limits.lease_s:g} s")

@@ -1,0 +1,222 @@
+"""The prefill worker: prompts in, KV blocks and first tokens out.
+
+The life of a prompt here:
+
+    Prefill ──► waiting ──► computing (frames leave behind each layer) ──► first token to the coordinator, at once
+            ──► blocks renamed from the sequence to ``xfer:`` until decode has accepted ──► evictable cache
+
+Every way out (shipped, aborted, failed, ended by its first token) goes through :meth:`PrefillWorker.abort`, which drops
+whatever is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from common.ids import TransferId, pack_tokens, transfer_holder
+from common.kv.table import BlockTable
+from common.messages import Abort, Peer, Prefill, Resend, Timing
+from common.engine.planner import Sampled
+from common.request import FinishReason
+from common.sequence import Batch, Sequence, StepResult
+from common.spans import SpanWriter, stop_id, to_wire
+from common.worker import Worker
+from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+
+log = logging.getLogger("tandem.prefill")
+
+PUMP_S = 0.005
+"""How often hand-offs are looked after during a step."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that this worker has in hand; ``table`` is set once its sequence is over and its blocks wait for decode."""
+
+    sequence: Sequence
+    peer: Peer
+    arrived_at: float
+    started_at: float = 0.0
+    table: BlockTable | None = None
+
+
+class PrefillWorker(Worker):
+    """Serves ``Prefill``; see the module's docstring."""
+
+    def open_links(self) -> None:
+        self._prompts: dict[TransferId, _Prompt] = {}
+        self._batch: Batch | None = None
+        self._ended: list[Shipped | Lost] = []
+        self._pumped_at = 0.0
+        self.sender = Sender(
+            self.context,
+            self.poller,
+            self.engine.memory,
+            self.incarnation,
+            self.settings.host_id,
+            transport=self.settings.kv_transport,
+        )
+        self.engine.on_layer = self._on_layer
+
+    def close_links(self) -> None:
+        self.sender.close()
+
+    def holdings(self) -> set[TransferId]:
+        return set(self._prompts)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, now: float) -> None:
+        match message:
+            case Prefill():
+                self._prefill(message, now)
+            case Abort(request=request, attempt=attempt):
+                self.abort(TransferId(request, attempt))
+            case Resend(request=request, attempt=attempt, start=start):
+                self._resend(TransferId(request, attempt), start)
+            case _:
+                log.warning("a prefill worker has no use for a %s message", type(message).__name__)
+
+    def _prefill(self, message: Prefill, now: float) -> None:
+        request, transfer = message.request, TransferId(message.request.id, message.attempt)
+        sequence = Sequence(request, message.attempt, self.engine.max_model_len)
+        if self.accept(request, message.attempt, now, len(sequence.tokens)):
+            self._prompts[transfer] = _Prompt(sequence, message.decode, now)
+            self.planner.add(sequence)
+            self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
+
+    def abort(self, transfer: TransferId) -> None:
+        self.sender.cancel(transfer, "aborted")
+        self._drop(transfer)
+
+    def _drop(self, transfer: TransferId) -> None:
+        prompt = self._prompts.pop(transfer, None)
+        if prompt is None:
+            return
+        if prompt.table is not None:
+            self.cache.close(prompt.table)
+        else:
+            self.planner.finish(prompt.sequence)
+        self.over(transfer)
+
+    def _resend(self, transfer: TransferId, start: int) -> None:
+        """The first token again; decode's first span repeats it anyway, so what is gone here needs no answer."""
+        prompt = self._prompts.get(transfer)
+        if prompt is not None and prompt.sequence.output_length > start:
+            writer = SpanWriter()
+            writer.add(prompt.sequence, start)
+            self._send(writer)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> StepResult:
+        now = self.clock()
+        for segment in batch.segments:
+            prompt = self._prompts[segment.sequence.id.transfer]
+            prompt.started_at = prompt.started_at or now
+        self._batch = batch
+        try:
+            return super()._run(batch)
+        finally:
+            self._batch = None
+
+    def _on_layer(self, layer: int) -> None:
+        """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed."""
+        if self._batch is None:  # warming up
+            return
+        now = self.clock()
+        for segment, table in zip(self._batch.segments, self._batch.tables, strict=True):
+            self.sender.computed(segment.sequence.id.transfer, table, segment.end, layer + 1, now)
+        if now - self._pumped_at > PUMP_S:
+            self._pump(now)
+
+    def sampled(self, samples: list[Sampled], now: float) -> None:
+        """Prompts are complete: their first tokens go to the coordinator before anything else."""
+        writer = SpanWriter()
+        ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
+        for sample in samples:
+            choices = self._choices(sample)
+            logprobs = [to_wire(entry) for entry in sample.logprobs] or [None] * len(choices)
+            first = FirstTokens(
+                pack_tokens(sample.tokens),
+                tuple(choice.finish for choice in choices),
+                tuple(stop_id(choice) for choice in choices),
+                tuple(logprobs),
+            )
+            self._time(sample.sequence, now)
+            for choice, entry in zip(choices, logprobs, strict=True):
+                writer.add(choice, choice.output_length - 1, [entry])
+            ready.append((sample.sequence.id.transfer, choices, first))
+        self._send(writer)
+        for transfer, choices, first in ready:
+            self._hand_over(transfer, choices, first, now)
+
+    @staticmethod
+    def _choices(sample: Sampled) -> list[Sequence]:
+        """One sequence per choice, each with its first token; blocks are forked by decode, not here."""
+        sequence = sample.sequence
+        sequence.siblings = 0
+        choices = [sequence, *(sequence.fork(choice) for choice in range(1, len(sample.tokens)))]
+        for choice, token in zip(choices, sample.tokens, strict=True):
+            choice.append(token)
+        return choices
+
+    def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:
+        if all(choice.finish is not FinishReason.RUNNING for choice in choices):
+            self.sender.cancel(transfer, "ended by its first token")
+            self._drop(transfer)
+            return
+        prompt = self._prompts[transfer]
+        prompt.table = self.planner.detach(prompt.sequence, transfer_holder(transfer))
+        self.sender.finish(transfer, first, now)
+
+    def _time(self, sequence: Sequence, now: float) -> None:
+        prompt = self._prompts[sequence.id.transfer]
+        values = {
+            "queue_ms": (prompt.started_at - prompt.arrived_at) * 1000,
+            "prefill_ms": (now - prompt.started_at) * 1000,
+            "cached_tokens": float(self.planner.table(sequence).cached_tokens),
+        }
+        self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
+
+    def _send(self, writer: SpanWriter) -> None:
+        if message := writer.message():
+            self.membership.send(message)
+
+    # -- shipping -----------------------------------------------------------------------------------------------------
+
+    def _pump(self, now: float) -> None:
+        self._pumped_at = now
+        self._ended += self.sender.pump(now)
+
+    def move_kv(self, now: float) -> None:
+        self._pump(now)
+        ended, self._ended = self._ended, []
+        for end in ended:
+            if end.transfer not in self._prompts:
+                continue
+            self._drop(end.transfer)
+            match end:
+                case Shipped():
+                    self._shipped(end)
+                case Lost():
+                    self._lost(end)
+
+    def _shipped(self, end: Shipped) -> None:
+        self.count(f"kv_bytes_{end.link}", end.bytes)
+        self.count(f"kv_seconds_{end.link}", end.seconds)
+        self.count("kv_transfers")
+        values = {
+            "transfer_ms": end.seconds * 1000,
+            "transfer_exposed_ms": end.exposed_seconds * 1000,
+            "kv_bytes": float(end.bytes),
+        }
+        self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
+
+    def _lost(self, end: Lost) -> None:
+        self.count("kv_transfer_failures")
+        log.warning("hand-off %s failed: %s", end.transfer, end.reason)
+        if not end.told:  # otherwise decode knows more, and reports it
+            self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)

@@ -1,0 +1,127 @@
+"""An engine without a model whose next token proves that every KV byte is right.
+
+The KV of position p is a keyed rolling hash of tokens 0..p, different in every layer and in keys and values. The next
+token is a function of *all* KV bytes of the sequence as read back from the pool, the seed, the choice and the output
+position. A stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right stream
+is computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import xxhash
+
+from common.ids import SequenceId
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import Bytes, KvMemory
+from common.sequence import Batch, Segment, StepResult, TokenLogprobs
+
+LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
+VOCABULARY = 1000
+
+
+def oracle_layout(block_size: int = 16) -> KvLayout:
+    return KvLayout(LAYERS, "float32", block_size)
+
+
+def _roll(before: int, token: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QI", before, token), 7)
+
+
+def _row(rolled: int, layer: int, part: int, width: int) -> bytes:
+    """``width`` bytes of keys (part 0) or values (part 1) of one position."""
+    text = b"".join(xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 16)))
+    return text[:width]
+
+
+def canonical(layout: KvLayout, rolled: list[int], layers: range) -> Bytes:
+    """The right canonical bytes of the positions whose rolling hashes are given."""
+    parts = [
+        _row(value, index, part, layout.layers[index].kv_heads * width * layout.element_bytes)
+        for index in layers
+        for part, width in enumerate((layout.layers[index].k_dim, layout.layers[index].v_dim))
+        for value in rolled
+    ]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _choose(everything: Bytes, seed: int, choice: int, position: int) -> int:
+    digest = xxhash.xxh3_64_intdigest(everything)
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<QQII", digest, seed & (2**64 - 1), choice, position))
+    return mixed % VOCABULARY
+
+
+def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
+    """The ``count`` output tokens that a request must get."""
+    layout, tokens, rolled, output = oracle_layout(), list(prompt), [], []
+    for token in tokens:
+        rolled.append(_roll(rolled[-1] if rolled else 0, token))
+    for position in range(count):
+        everything = canonical(layout, rolled, range(len(LAYERS)))
+        output.append(_choose(everything, seed, choice, position))
+        rolled.append(_roll(rolled[-1], output[-1]))
+    return output
+
+
+class OracleEngine:
+    """Implements :class:`common.worker.Engine`. ``token_s`` and ``step_s`` make it as slow as a model."""
+
+    def __init__(
+        self, blocks: int, block_size: int = 16, *, max_model_len: int = 4096, step_s: float = 0.0, token_s: float = 0.0
+    ) -> None:
+        self.layout = oracle_layout(block_size)
+        self.memory = KvMemory(self.layout, blocks)
+        self.fingerprint, self.vocab_size, self.max_model_len = "oracle", VOCABULARY, max_model_len
+        self.on_layer: Callable[[int], None] | None = None
+        self.step_s, self.token_s = step_s, token_s
+        self._rolled: dict[SequenceId, list[int]] = {}
+        self.steps = 0
+
+    def step(self, batch: Batch) -> StepResult:
+        started = time.perf_counter()
+        self.steps += 1
+        rolled = [self._roll_to(segment) for segment in batch.segments]
+        for layer in range(len(LAYERS)):
+            for segment, table, values in zip(batch.segments, batch.tables, rolled, strict=True):
+                where, layers = range(segment.start, segment.end), range(layer, layer + 1)
+                data = canonical(self.layout, values[segment.start : segment.end], layers)
+                self.memory.write(table, where, layers, data)
+            if self.on_layer is not None:
+                self.on_layer(layer)
+        if pause := self.step_s + self.token_s * batch.length:
+            time.sleep(pause)
+        tokens = [self._sample(segment, table) for segment, table in zip(batch.segments, batch.tables, strict=True)]
+        self._rolled = {segment.sequence.id: values for segment, values in zip(batch.segments, rolled, strict=True)}
+        logprobs = [self._logprobs(segment, ids) for segment, ids in zip(batch.segments, tokens, strict=True)]
+        return StepResult(tokens, logprobs, time.perf_counter() - started)
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        for source, target in copies:
+            self.memory.raw[target] = self.memory.raw[source]
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def _roll_to(self, segment: Segment) -> list[int]:
+        values = self._rolled.get(segment.sequence.id, [])[: segment.end]
+        for token in segment.sequence.tokens[len(values) : segment.end]:
+            values.append(_roll(values[-1] if values else 0, token))
+        return values
+
+    def _sample(self, segment: Segment, table: Iterable[int]) -> list[int]:
+        if not segment.wants_token:
+            return []
+        sequence = segment.sequence
+        everything = self.memory.read(list(table), range(segment.end), range(len(LAYERS)))
+        seed, position = sequence.request.sampling.seed, sequence.output_length
+        return [_choose(everything, seed, choice, position) for choice in sequence.choices]
+
+    @staticmethod
+    def _logprobs(segment: Segment, ids: list[int]) -> list[TokenLogprobs]:
+        wanted = segment.sequence.request.sampling.logprobs
+        return [] if wanted is None else [TokenLogprobs(-float(token) / VOCABULARY) for token in ids]

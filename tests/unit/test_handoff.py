@@ -1,0 +1,333 @@
+"""Prefill and decode workers on the oracle engine, with the test as their coordinator: every byte of KV arrives."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from common.channel import bind_router, send
+from common.errors import WireError
+from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, pack_tokens, unpack_tokens
+from common.messages import (
+    PROTOCOL,
+    Abort,
+    Failed,
+    FromWorker,
+    Generate,
+    Hello,
+    Message,
+    Peer,
+    Prefill,
+    Reserve,
+    Timing,
+    Tokens,
+    Welcome,
+)
+from common.request import FinishReason, Request, SamplingParams
+from common.wire import decode
+from common.worker import Worker, WorkerSettings
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.fakes.oracle import OracleEngine, oracle_stream
+
+DEADLINE_S = 20.0
+
+
+class Bench:
+    """One coordinator socket and some workers, all turned by one thread: nothing happens unless :meth:`turn` runs."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = bind_router(self.context, "tcp://127.0.0.1:*")
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.workers: dict[str, Worker] = {}
+        self.hellos: dict[str, Hello] = {}
+        self.streams: dict[tuple[bytes, int, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
+        self.failed: dict[tuple[bytes, int], Failed] = {}
+        self.timings: list[Timing] = []
+
+    def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
+        name = WorkerName(f"{role}-{len(self.workers)}")
+        chosen = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
+        kind = PrefillWorker if role == "prefill" else DecodeWorker
+        worker = kind(
+            engine,
+            WorkerSettings(self.address, f"{host}", **chosen),
+            _hello(name, role, engine),
+        )
+        self.workers[name] = worker
+        self.until(lambda: name in self.hellos)
+        return worker
+
+    def turn(self) -> None:
+        for worker in self.workers.values():
+            worker.turn()
+        while self.socket.poll(0):
+            identity, body = self.socket.recv_multipart()
+            self._take(identity, decode(body, FromWorker))
+
+    def until(self, done: Any, deadline_s: float = DEADLINE_S) -> None:
+        give_up = time.monotonic() + deadline_s
+        while not done():
+            assert time.monotonic() < give_up, "the system does not get there"
+            self.turn()
+
+    def _take(self, identity: bytes, message: Any) -> None:
+        match message:
+            case Hello():
+                self.hellos[message.name] = message
+                send(self.socket, Welcome(Incarnation("test"), 500, 8000), identity)
+            case Tokens():
+                self._spans(message)
+            case Failed():
+                self.failed[message.request, message.attempt] = message
+            case Timing():
+                self.timings.append(message)
+
+    def _spans(self, message: Tokens) -> None:
+        ids, at = unpack_tokens(message.ids), 0
+        for index, count in enumerate(message.counts):
+            key = (message.requests[16 * index : 16 * index + 16], message.attempts[index], message.choices[index])
+            span, start = ids[at : at + count], message.starts[index]
+            at += count
+            stream = self.streams[key]
+            assert start <= len(stream), "a gap"
+            assert stream[start : start + count] == span[: len(stream) - start], "a repeated token differs"
+            stream.extend(span[len(stream) - start :])
+            if message.finish[index]:
+                self.finished[key] = FinishReason(message.finish[index])
+
+    def tell(self, worker: str, message: Message) -> None:
+        hello = self.hellos[worker]
+        assert send(self.socket, message, f"{hello.name}|{hello.incarnation}".encode())
+
+    def peer(self, worker: str) -> Peer:
+        hello = self.hellos[worker]
+        return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id)
+
+    def place(self, request: Request, prefill: str, decode: str, attempt: int = 1) -> None:
+        self.tell(decode, Reserve(request, attempt, self.peer(prefill)))
+        self.tell(prefill, Prefill(request, attempt, self.peer(decode)))
+
+    def check(self, request: Request, attempt: int = 1) -> None:
+        """Every choice has ended and is exactly the oracle's."""
+        for choice in range(request.n):
+            key = (request.id, attempt, choice)
+            length = len(self.streams[key])
+            emitted = request.emitted_tokens(choice)
+            stream = oracle_stream(request.prompt_tokens(), request.sampling.seed, choice, request.sampling.max_tokens)
+            assert emitted + self.streams[key][len(emitted) :] == stream[:length]
+            assert length == request.sampling.max_tokens
+            assert self.finished[key] is FinishReason.LENGTH
+
+    def done(self, *requests: Request) -> bool:
+        return all((r.id, 1, choice) in self.finished for r in requests for choice in range(r.n))
+
+    def quiet(self) -> bool:
+        return not any(worker.holdings() for worker in self.workers.values())
+
+    def close(self) -> None:
+        self.until(self.quiet)
+        while self.workers:
+            _, worker = self.workers.popitem()
+            assert worker.cache.leaks() == {} and worker.cache.pool.counts.held == 0
+            worker.close()
+            worker.engine.close()  # type: ignore[attr-defined]
+        self.socket.close()
+        self.context.term()
+
+
+def _hello(name: WorkerName, role: str, engine: OracleEngine) -> Hello:
+    return Hello(
+        PROTOCOL,
+        name,
+        new_incarnation(),
+        role,  # type: ignore[arg-type]
+        "oracle",
+        engine.fingerprint,
+        engine.layout.fingerprint,
+        1,
+        "localhost",
+        "host",
+        "",
+        ("shm", "zmq"),
+        engine.memory.blocks,
+        engine.layout.block_size,
+        engine.max_model_len,
+        engine.vocab_size,
+        16,
+        64,
+        "cpu",
+        "float32",
+    )
+
+
+_numbers = itertools.count(1)
+
+
+def make_request(prompt: int, output: int, seed: int = 0, **fields: Any) -> Request:
+    number = next(_numbers)
+    tokens = random.Random(seed or number).choices(range(1000), k=prompt)
+    sampling = SamplingParams(max_tokens=output, seed=seed or number, logprobs=fields.pop("logprobs", None))
+    return Request(RequestId(number.to_bytes(16, "big")), pack_tokens(tokens), sampling, **fields)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(params=["shm", "zmq"])
+def pair(request: pytest.FixtureRequest, bench: Bench) -> Bench:
+    """A prefill worker with blocks of 16 tokens and a decode worker with blocks of 32."""
+    bench.add("prefill", OracleEngine(256, 16), kv_transport=request.param)
+    bench.add("decode", OracleEngine(128, 32), kv_transport=request.param)
+    return bench
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 500])
+def test_every_length_arrives(pair: Bench, length: int) -> None:
+    request = make_request(length, 6)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
+
+
+def test_many_at_once_and_prefix_hits_on_both_sides(pair: Bench) -> None:
+    shared = make_request(100, 1).prompt
+    requests = [make_request(length, 5) for length in (1, 40, 200, 77, 128, 16)]
+    requests += [Request(r.id, shared + r.prompt, r.sampling) for r in (make_request(30, 5) for _ in range(4))]
+    for request in requests:
+        pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(*requests))
+    again = make_request(30, 5)
+    again = Request(again.id, shared + again.prompt, again.sampling)
+    pair.place(again, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(again))
+    for request in (*requests, again):
+        pair.check(request)
+    shipped = [each for each in pair.timings if each.request == again.id and "kv_bytes" in each.values]
+    token_bytes = pair.workers["prefill-0"].engine.layout.token_bytes
+    assert shipped[0].values["kv_bytes"] == (130 - 96) * token_bytes  # decode had three blocks of 32 tokens itself
+
+
+def test_several_choices_travel_once_and_fork(pair: Bench) -> None:
+    request = make_request(37, 9, n=4, logprobs=0)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
+    shipped = [each for each in pair.timings if "kv_bytes" in each.values]
+    assert [each.values["kv_bytes"] for each in shipped] == [37 * pair.workers["prefill-0"].engine.layout.token_bytes]
+
+
+def test_a_first_token_that_ends_the_request_ships_nothing(pair: Bench) -> None:
+    request = make_request(50, 1)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.tell("decode-1", Abort(request.id, 1))  # what the coordinator does
+    pair.until(pair.quiet)
+    pair.check(request)
+
+
+def test_a_retry_continues_after_what_was_emitted(pair: Bench) -> None:
+    request = make_request(50, 12)
+    emitted = oracle_stream(request.prompt_tokens(), request.sampling.seed, 0, 7)
+    retry = Request(request.id, request.prompt, request.sampling, emitted=(pack_tokens(emitted),))
+    pair.streams[request.id, 1, 0] = list(emitted)
+    pair.place(retry, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(retry))
+    pair.check(retry)
+
+
+@pytest.mark.parametrize("turns", range(0, 14, 2))
+def test_an_abort_at_any_moment_frees_everything(pair: Bench, turns: int) -> None:
+    request, other = make_request(300, 40), make_request(120, 10)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.place(other, "prefill-0", "decode-1")
+    for _ in range(turns):
+        pair.turn()
+    pair.tell("prefill-0", Abort(request.id, 1))
+    pair.tell("decode-1", Abort(request.id, 1))
+    pair.until(lambda: pair.done(other))
+    pair.check(other)
+
+
+def test_a_small_decode_pool_parks_and_resumes(bench: Bench) -> None:
+    bench.add("prefill", OracleEngine(64))
+    decode = bench.add("decode", OracleEngine(24))
+    requests = [make_request(60, 90) for _ in range(6)]
+    for request in requests:
+        bench.place(request, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(*requests), 60)
+    for request in requests:
+        bench.check(request)
+    assert decode.planner.preemptions > 0
+
+
+def test_whole_requests_on_one_worker(bench: Bench) -> None:
+    bench.add("colocated", OracleEngine(64))
+    requests = [make_request(length, 20, n=n) for length, n in ((1, 1), (200, 1), (33, 3), (90, 2))]
+    for request in requests:
+        bench.tell("colocated-0", Generate(request, 1))
+    bench.until(lambda: bench.done(*requests))
+    for request in requests:
+        bench.check(request)
+
+
+def test_choices_that_move_go_on_where_each_was(bench: Bench) -> None:
+    bench.add("colocated", OracleEngine(64))
+    request = make_request(40, 10, n=3)
+    streams = [oracle_stream(request.prompt_tokens(), request.sampling.seed, c, 10) for c in range(3)]
+    emitted = tuple(pack_tokens(stream[:length]) for stream, length in zip(streams, (4, 10, 1), strict=True))
+    moved = Request(request.id, request.prompt, request.sampling, n=3, emitted=emitted, ended=(1,))
+    for choice in (0, 2):
+        bench.streams[request.id, 1, choice] = moved.emitted_tokens(choice)
+    bench.tell("colocated-0", Generate(moved, 1))
+    bench.until(lambda: {(request.id, 1, 0), (request.id, 1, 2)} <= bench.finished.keys())
+    assert bench.streams[request.id, 1, 0] == streams[0]
+    assert bench.streams[request.id, 1, 2] == streams[2]
+    assert (request.id, 1, 1) not in bench.streams
+
+
+def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
+    bench.add("prefill", OracleEngine(64), host="one")
+    bench.add("decode", OracleEngine(64), host="two")
+    request = make_request(100, 4)
+    bench.place(request, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
+    assert [each.link for each in bench.timings if each.link] == ["zmq"]
+
+
+def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
+    bench.add("colocated", OracleEngine(8))
+    request = make_request(100, 100)
+    bench.tell("colocated-0", Generate(request, 1))
+    bench.until(lambda: (request.id, 1) in bench.failed)
+    failed = bench.failed[request.id, 1]
+    assert failed.code == "too_long" and "200 tokens" in failed.detail and not failed.retriable
+
+
+def test_nonsense_on_the_wire_harms_nobody(pair: Bench) -> None:
+    request = make_request(80, 5)
+    stranger = pair.context.socket(zmq.DEALER)
+    stranger.connect(pair.peer("decode-1").address)
+    for parts in ([b""], [b"x" * 68, b"y"], [b"TKV1" + b"\0" * 60, b""], [b"\xc1"], [b"a"] * 6):
+        stranger.send_multipart(parts)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.until(lambda: pair.workers["decode-1"].receiver.bad_messages >= 4)  # type: ignore[attr-defined]
+    stranger.close(0)
+    pair.check(request)
+    with pytest.raises(WireError):
+        decode(b"\xc1", FromWorker)
