@@ -71,6 +71,7 @@ class ModelOptions:
         "model",
         shown_default="the model's, cut to what the KV pool holds",
     )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model", SWITCH, "model")
 
     @property
     def served_name(self) -> str:
@@ -82,15 +83,21 @@ class ModelOptions:
 class ProcessOptions:
     """What every long-lived process takes."""
 
-    insecure_cluster: bool = option(
-        False, "let the parts talk in plain text over other addresses than loopback", SWITCH, "network and keys"
-    )
     drain_timeout: float = option(30.0, "how long running requests may take to finish at a stop", SECONDS, "queue")
     log_level: LogLevel = option(
         "info", "least severity that is logged", one_of("debug", "info", "warning", "error"), "logs"
     )
     log_format: LogFormat = option("text", "log lines for people or for programs", one_of("text", "json"), "logs")
     debug: bool = option(False, "show tracebacks of failed starts", SWITCH, "logs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What processes take that may talk to other machines."""
+
+    insecure_cluster: bool = option(
+        False, "let the parts talk in plain text over other addresses than loopback", SWITCH, "network and keys"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +116,6 @@ class EngineOptions:
         one_of("auto", "safetensors", "dummy"),
         "model",
     )
-    trust_remote_code: bool = option(False, "run Python code that comes with the model", SWITCH, "model")
     kv_cache_memory: int | None = option(
         None,
         "bytes of KV pool per worker",
@@ -220,7 +226,7 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(ModelOptions, EngineOptions, ProcessOptions):
+class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
     """A prefill, decode or colocated worker."""
 
     role: Role
@@ -243,7 +249,7 @@ class WorkerConfig(ModelOptions, EngineOptions, ProcessOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig(ModelOptions, ServingOptions, ProcessOptions):
+class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOptions):
     """The coordinator."""
 
     control_host: str = option("127.0.0.1", "address that workers dial", TEXT, "network and keys")

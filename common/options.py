@@ -21,6 +21,10 @@ from common.errors import StartError
 T = TypeVar("T")
 ENV_PREFIX = "TANDEM_"
 _CONFIG_ENV = "TANDEM_CONFIG"
+GROUPS = (
+    "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "chat", "logs",
+)  # fmt: skip
+"""In the order in which they are shown."""
 
 # -- kinds: how text becomes a value ----------------------------------------------------------------------------------
 
@@ -169,6 +173,8 @@ class Option:
     @property
     def default_text(self) -> str:
         """The default as people read it; an automatic one says how it is chosen."""
+        if self.positional:
+            return "the built-in one"
         return self.shown_default if self.shown_default is not None else show(self.default)
 
     def parse(self, text: str, origin: str) -> Any:
@@ -205,12 +211,13 @@ def positional(help: str, group: str) -> Any:
 
 
 def options(config: type[Any]) -> list[Option]:
-    """The options of one dataclass, in the order of its fields."""
-    return [
+    """The options of one dataclass, by group, and in the order of its fields."""
+    found = [
         Option(field.name, default=None if field.default is dataclasses.MISSING else field.default, **meta)
         for field in dataclasses.fields(config)
         if (meta := field.metadata.get("option"))
     ]
+    return sorted(found, key=lambda item: GROUPS.index(item.group))
 
 
 def show(value: object) -> str:
@@ -241,12 +248,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
-def unknown(what: str, word: str, known: Iterable[str], otherwise: str) -> StartError:
+def unknown(kind: str, word: str, known: Iterable[str], where: str, listed_by: str) -> StartError:
     """The error for a word nobody knows, with the nearest one that exists."""
     guess = nearest(word, known)
-    return StartError(
-        f"{what} {word} is unknown", "it is not in the list", f"did you mean {guess}?" if guess else otherwise
-    )
+    todo = f"did you mean {guess}? " if guess else ""
+    return StartError(f"unknown {kind} {word}", f"{where} has no such {kind}", f"{todo}{listed_by} lists them all")
 
 
 class Parser(argparse.ArgumentParser):
@@ -363,7 +369,7 @@ def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     for key, value in values.items():
         if key not in everything:
-            raise unknown(f"{path}: key", key, everything, "`tandem config` lists every key")
+            raise unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
         if isinstance(value, (dict, list)):
             raise StartError(f"{path}: {key} is no single value", "each key takes one", "correct the file")
     return values

@@ -1,0 +1,202 @@
+"""The ``tandem`` command.
+
+Owns the sub-commands and how a failure looks: at most five lines that say what, why and what to do, and an exit code
+that is not 0. Imports of the roles are inside the functions, so that ``tandem --help`` is instant and never sees torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, TypeVar
+
+from common.config import C, ChatConfig, CoordinatorConfig, UpConfig, WorkerConfig, load_config
+from common.errors import StartError
+from common.log import setup_logging
+from common.options import Loaded, Parser, add_options, known_flags, options, show, unknown
+
+MAX_LINE = 300
+Command = Callable[[dict[str, Any]], int]
+R = TypeVar("R", CoordinatorConfig, WorkerConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code. 1 for a failed start, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except StartError as error:
+        if "--debug" in words or os.environ.get("TANDEM_DEBUG", "0").lower() in ("1", "true", "yes", "on"):
+            traceback.print_exc()
+        print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def print_error(error: StartError) -> None:
+    """What, why and what to do, one line each."""
+    for label, text in (("error", error.what), ("  why", error.why), ("   do", error.todo)):
+        line = " ".join(text.split())
+        print(f"{label}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' ...'}", file=sys.stderr)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and that of each command by name."""
+    parser = Parser(
+        prog="tandem",
+        description="LLM serving with separate prefill and decode worker pools.",
+        epilog="`tandem config [COMMAND] [FLAGS]` prints each value and where it came from. "
+        "Every flag is also a variable (--port: TANDEM_PORT) and a key of the YAML file that --config names.",
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    made: dict[str, Parser] = {}
+    for name, (help, config, command) in COMMANDS.items():
+        made[name] = commands.add_parser(name, help=help, description=help, usage=_usage(name, config))
+        made[name].set_defaults(command=command)
+        if name == "chat":
+            made[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this, print the answer and leave")
+        add_options(made[name], config)
+    return parser, made
+
+
+def _usage(name: str, config: type[Any]) -> str:
+    model = " [MODEL]" if any(item.positional for item in options(config)) else ""
+    return f"tandem {name}{model}{' [PROMPT]' if name == 'chat' else ''} [FLAGS]"
+
+
+def _dispatch(words: list[str]) -> int:
+    parser, commands = build_parser()
+    if not words:
+        parser.print_help()
+        return 0
+    explain = words[0] == "config"
+    if explain:  # `tandem config COMMAND FLAGS` takes what that command takes
+        words = words[1:] if words[1:2] and words[1] in commands else ["up", *words[1:]]
+    elif not words[0].startswith("-") and words[0] not in commands:
+        raise unknown("command", words[0], [*commands, "config"], "tandem", "tandem --help")
+    given, strange = parser.parse_known_args(words)
+    if strange:
+        raise _strange_word(strange, commands.get(words[0], parser))
+    arguments = vars(given)
+    command: Command = arguments.pop("command")
+    return _config(words[0], arguments) if explain else command(arguments)
+
+
+def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
+    """The error for words that no option takes: the first flag among them, else the first word."""
+    for word in strange:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            return unknown("flag", flag, known_flags(parser), parser.prog, f"{parser.prog} --help")
+    return StartError(
+        f"{parser.prog} does not know what {strange[0]} is for", "it takes fewer arguments", f"see {parser.prog} --help"
+    )
+
+
+def _load(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
+    """The configuration of a command; warnings are printed."""
+    loaded: Loaded[C] = load_config(config, given, os.environ, **fixed)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return loaded.config
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def version() -> str:
+    """Tandem's version."""
+    return metadata.version("tandem")
+
+
+def _up(given: dict[str, Any]) -> int:
+    config = _load(UpConfig, given)
+    config.check_binds()
+    from deploy.up import run
+
+    return run(config)
+
+
+def _coordinator(given: dict[str, Any]) -> int:
+    config = _openable(_load(CoordinatorConfig, given))
+    setup_logging(config.log_level, config.log_format, "coordinator")
+    from coordinator.app import run
+
+    return run(config)
+
+
+def _prefill(given: dict[str, Any]) -> int:
+    return _worker(_load(WorkerConfig, given, role="prefill"))
+
+
+def _decode(given: dict[str, Any]) -> int:
+    return _worker(_load(WorkerConfig, given, role="decode"))
+
+
+def _worker(config: WorkerConfig) -> int:
+    config = _openable(config)
+    setup_logging(config.log_level, config.log_format, config.name or config.role)
+    from deploy.worker import run
+
+    return run(config)
+
+
+def _openable(config: R) -> R:
+    """The same with the built-in model where none is named; a missing or unsupported model is refused here already."""
+    from common.checkpoint import open_checkpoint
+    from deploy import builtin
+
+    config.check_binds()
+    named, notice = builtin.with_model(config, os.environ)
+    if notice:
+        print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
+    open_checkpoint(named.model, named.revision, named.trust_remote_code)
+    return named
+
+
+def _chat(given: dict[str, Any]) -> int:
+    prompt = given.pop("prompt", None)
+    config = _load(ChatConfig, given)
+    from deploy.chat import run
+
+    return run(config, prompt)
+
+
+def _config(name: str, given: dict[str, Any]) -> int:
+    """Prints each value of a command's configuration and where it came from."""
+    config = COMMANDS[name][1]
+    fixed = {"role": name} if config is WorkerConfig else {}
+    loaded: Loaded[Any] = load_config(config, given, os.environ, **fixed)
+    rows = []
+    for item in options(config):
+        value, origin = getattr(loaded.config, item.name), loaded.origins[item.name]
+        text = "(hidden)" if item.secret and value else item.default_text if origin == "default" else show(value)
+        rows.append((item.name, text, origin))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for option, text, origin in rows:
+        print(f"{option:<{widths[0]}}  {text:<{widths[1]}}  {origin}")
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
+
+
+COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
+    "up": ("serve on this machine: a coordinator and its workers", UpConfig, _up),
+    "coordinator": ("the door: HTTP, routing, text", CoordinatorConfig, _coordinator),
+    "prefill": ("a prefill worker that joins a coordinator", WorkerConfig, _prefill),
+    "decode": ("a decode worker that joins a coordinator", WorkerConfig, _decode),
+    "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
+}
+"""Name, help, configuration and function of every command; ``config`` explains any of them."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""A small client of a running server, for ``tandem chat`` and the launcher; on the standard library: it starts fast.
+
+Owns connection errors in words. Knows the server only through its public interface.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.errors import StartError, TandemError
+
+
+class Refused(TandemError):
+    """The server answered with an error; the text is its message."""
+
+
+class Server:
+    """The server at ``url``. ``key`` is sent with every request; ``timeout_s`` bounds each wait for bytes."""
+
+    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise StartError(f"{url} is no address of a server", "http://HOST:PORT is", "correct --url")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._host, self._port = parts.hostname, parts.port
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON body (None if it is no JSON) of a GET."""
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request("GET", path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, _parse(response.read())
+        finally:
+            connection.close()
+
+    def model(self) -> str:
+        """The first model that is served; StartError when nobody answers there."""
+        try:
+            status, body = self.get("/v1/models")
+        except OSError as error:
+            why = error.strerror or str(error) or type(error).__name__
+            raise StartError(f"cannot reach {self.url}", why, "start it with `tandem up`, or give --url") from error
+        if status != 200 or not isinstance(body, dict) or not body.get("data"):
+            todo = "give --api-key" if status in (401, 403) else "check --url"
+            raise StartError(f"{self.url} names no model", _message(body) or f"HTTP status {status}", todo)
+        return str(body["data"][0]["id"])
+
+    def chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of one streamed chat completion. Closing the iterator hangs up, which stops the work."""
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            headers = {"Content-Type": "application/json", **self._headers}
+            connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise Refused(_message(_parse(response.read())) or f"HTTP status {response.status}")
+            yield from _events(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise Refused(f"the connection broke: {str(error) or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events up to ``[DONE]``; anything else means that the answer is cut."""
+    while line := response.readline():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        chunk = _parse(data)
+        if not isinstance(chunk, dict):
+            raise Refused("the server sent something that is no JSON object")
+        if "error" in chunk:
+            raise Refused(_message(chunk) or "the server gave up")
+        yield chunk
+    raise Refused("the answer was cut: the server went away")
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _message(body: Any) -> str:
+    """The message of an error in OpenAI's shape."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""

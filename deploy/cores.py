@@ -1,0 +1,59 @@
+"""Which cores each worker of this machine gets, and how many threads.
+
+Pure, but for the two functions that ask the system. A worker whose threads share a core with another's waits for it at
+the end of every layer, so cores are dealt out whole wherever there are enough.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """What one worker gets; ``cores`` None when it is not pinned."""
+
+    cores: tuple[int, ...] | None
+    threads: int
+
+    @property
+    def cpus(self) -> str | None:
+        """The cores the way ``--cpus`` takes them."""
+        return None if self.cores is None else ",".join(map(str, self.cores))
+
+
+def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: int | None = None) -> list[Share]:
+    """Shares for ``workers`` workers, prefill workers first: they gain most from a core that is left over.
+
+    Enough cores: contiguous equal shares; with more than two for each, one stays free for the coordinator. Too few:
+    one core each, in turn. ``quota`` is a container's limit in cores: where it is the smaller number, the container's
+    time is not tied to certain cores, so nobody is pinned. ``threads`` is what the user asked for.
+    """
+    if quota is not None and quota < len(cores):
+        return [Share(None, threads or max(1, quota // workers))] * workers
+    if len(cores) < workers:
+        return [Share((cores[index % len(cores)],), threads or 1) for index in range(workers)]
+    given = len(cores) - (1 if len(cores) > 2 * workers else 0)
+    each, extra = divmod(given, workers)
+    shares, at = [], 0
+    for index in range(workers):
+        width = each + (1 if index < extra else 0)
+        shares.append(Share(tuple(cores[at : at + width]), threads or width))
+        at += width
+    return shares
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """How many cores' worth of time a container's limit gives, rounded up; None without a limit."""
+    try:
+        limit, _, period = (root / "cpu.max").read_text().partition(" ")
+        return None if limit == "max" else max(1, -(-int(limit) // int(period)))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,119 @@
+"""What a child process of the launcher does before anything else, and how the launcher starts one.
+
+A child gets its configuration through its standard input (not the command line: keys must not show in ``ps``), its
+status pipe by number, ignores Ctrl-C (the launcher decides who stops when) and dies with the launcher, however that
+dies: the kernel kills it, and a launcher that was gone before the kernel was told is noticed by its process id.
+
+    python -m deploy.process LABEL PARENT_PID STATUS_FD  < {"kind": "worker", "config": {...}}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.config import CoordinatorConfig, WorkerConfig
+from common.errors import StartError
+from common.log import setup_logging
+from deploy import status
+
+_PR_SET_PDEATHSIG = 1
+_MEBIBYTE = 1 << 20
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a child reads from its standard input."""
+
+    kind: str
+    config: dict[str, Any]
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when ``parent`` ends, or ends it now if that already happened.
+
+    The kernel watches the *thread* that started us, so the launcher starts children from its main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+async def start(
+    label: str, config: WorkerConfig | CoordinatorConfig, environment: Mapping[str, str]
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout."""
+    reading, writing = os.pipe()
+    kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "deploy.process", label, str(os.getpid()), str(writing)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_MEBIBYTE,
+            pass_fds=(writing,),
+            env={**os.environ, **environment},
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    assert child.stdin is not None
+    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config))))
+    child.stdin.close()
+    stream = asyncio.StreamReader(limit=_MEBIBYTE)
+    pipe = os.fdopen(reading, "rb", 0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    return child, stream
+
+
+def run(launch: Launch, label: str) -> int:
+    """Runs the process that ``launch`` describes; its exit code. Only that role's rooms are imported."""
+    try:
+        if launch.kind == "coordinator":
+            served = CoordinatorConfig(**launch.config)
+            setup_logging(served.log_level, served.log_format, label)
+            from coordinator.app import run as run_coordinator
+
+            return run_coordinator(served)
+        config = WorkerConfig(**launch.config)
+        setup_logging(config.log_level, config.log_format, label)
+        from deploy.worker import run as run_worker
+
+        return run_worker(config)
+    except StartError as error:
+        if launch.config.get("debug"):
+            traceback.print_exc()
+        status.failed(error)
+        return 1
+    except Exception:
+        logging.getLogger(__name__).exception("%s crashed", label)
+        return 70  # EX_SOFTWARE: not a failed start but a bug
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    label, parent, status_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with(parent)
+    status.attach(status_fd)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    code = run(launch, label)
+    logging.shutdown()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""One child of the launcher: a process, and every process that replaces it after a crash.
+
+Owns the restarts and what is read from the child's pipes. Does not know what the others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+
+from common.config import CoordinatorConfig, WorkerConfig
+from common.errors import StartError
+from deploy import cores, process, status
+from deploy.screen import Screen
+
+BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
+"""Before the first restart, before any, and how long a process must live for the count to begin anew."""
+
+
+class Unit:
+    """One child process, and every process that replaces it.
+
+    ``facts`` is what it said when it first became ready; before that, dying is a failed start.
+    """
+
+    def __init__(
+        self, label: str, config: WorkerConfig | CoordinatorConfig, share: cores.Share, screen: Screen
+    ) -> None:
+        self.label, self.config, self.share = label, config, share
+        self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
+        self._leaving = asyncio.Event()
+        self._screen = screen
+        self._process: asyncio.subprocess.Process | None = None
+        self._error: StartError | None = None
+        self._last_lines: deque[str] = deque(maxlen=3)
+
+    async def keep(self) -> None:
+        """Keeps one process running until :meth:`leave`; StartError when the first one cannot start."""
+        backoff_s = BACKOFF_S
+        while True:
+            started = time.monotonic()
+            code = await self._run_once()
+            if self._leaving.is_set():
+                return
+            if not self.facts.done():
+                raise self._error or self._crash(code)
+            why = str(self._error) if self._error else how_it_ended(code)
+            if time.monotonic() - started > HEALTHY_S:
+                backoff_s = BACKOFF_S
+            self._screen.fact(f"{self.label} ended ({why}); starting it again in {backoff_s:g} s")
+            if await self._left_within(backoff_s):
+                return
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def leave(self) -> None:
+        """From now on a process that ends is not replaced."""
+        self._leaving.set()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process, if it runs; there will be no other after it."""
+        self.leave()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def _left_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._leaving.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _run_once(self) -> int:
+        threads = str(self.share.threads)
+        # read by OpenMP when torch is imported, which is before anybody can tell torch
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
+        self._error = None
+        self._process, reports = await process.start(self.label, self.config, environment)
+        if self._leaving.is_set():  # told to stop while it was being started
+            self._process.kill()
+        assert self._process.stdout is not None
+        readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
+        try:
+            code = await self._process.wait()
+            await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open
+        finally:
+            for reader in readers:
+                reader.cancel()
+        return code
+
+    async def _forward(self, output: asyncio.StreamReader) -> None:
+        async for raw in output:
+            line = raw.decode(errors="replace").rstrip()
+            self._last_lines.append(line)
+            self._screen.log(line)
+
+    async def _follow(self, reports: asyncio.StreamReader) -> None:
+        async for line in reports:
+            if (report := status.read(line)) is None:
+                continue
+            if report.error is not None:
+                self._error = report.error.error()
+            if report.ready is not None and self.facts.done():
+                self._screen.fact(f"{self.label} is back")
+            elif report.ready is not None:
+                self.facts.set_result(report.ready)
+            if not self.facts.done() or report.ready is not None:
+                self._screen.progress(self.label, report)
+
+    def _crash(self, code: int) -> StartError:
+        last = next((line for line in reversed(self._last_lines) if line.strip()), "it said nothing")
+        return StartError(
+            f"{self.label} died while starting ({how_it_ended(code)})",
+            last[:300],
+            "see its lines above, or add --debug",
+        )
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

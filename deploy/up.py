@@ -1,0 +1,241 @@
+"""``tandem up``: a coordinator and its workers on this machine, under one plain supervisor.
+
+    STARTING ── everybody ready ──► SERVING ── first signal ──► DRAINING ── all gone ──► exit 0
+       │ a worker cannot start          │ a child dies: started again, with backoff
+       └──► exit 1, in at most five lines
+
+What can be found wrong without starting anything is found before (:func:`preflight`). Draining stops the coordinator
+first: it refuses new requests and finishes the running ones, which needs the workers; then they go. A second signal
+kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from common.checkpoint import open_checkpoint
+from common.config import UpConfig, WorkerConfig
+from common.errors import StartError
+from common.ids import WorkerName
+from common.log import setup_logging
+from common.messages import Role
+from deploy import builtin, cores
+from deploy.client import Server
+from deploy.screen import Lines, Screen, Serving, Terminal, WorkerFacts
+from deploy.unit import Unit
+
+POLL_S = 0.1
+JOIN_TIMEOUT_S = 30.0
+"""From the last worker's "ready" to the coordinator's."""
+LEAVE_GRACE_S = 5.0
+"""What a process may take to end beyond the drain timeout, before it is killed."""
+
+
+def run(config: UpConfig) -> int:
+    """Serves until told to stop; the exit code. StartError when it cannot start."""
+    console = Console()
+    if not console.is_terminal:
+        setup_logging(config.log_level, config.log_format, "up", sys.stdout)
+    screen: Screen = Terminal(console) if console.is_terminal else Lines()
+    config, notice = builtin.with_model(config, os.environ)
+    config = preflight(config)
+    screen.begin(f"tandem: {config.served_name} ({config.model})", notice)
+    try:
+        return asyncio.run(Supervisor(config, screen).run())
+    finally:
+        screen.close()
+
+
+def preflight(config: UpConfig) -> UpConfig:
+    """Refuses what can be seen to fail before anything is started; fills in free ports for port 0."""
+    config.check_binds()
+    open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    http_port = claim_port(config.host, config.port, "--port")
+    control_port = claim_port("127.0.0.1", config.control_port, "--control-port")
+    if http_port == control_port:
+        raise StartError(
+            f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
+        )
+    return replace(config, port=http_port, control_port=control_port)
+
+
+def claim_port(host: str, port: int, flag: str) -> int:
+    """``port`` if it can be listened on, or a free one for 0."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port}",
+            error.strerror or str(error),
+            f"stop what uses that port, or choose another with {flag}",
+        ) from error
+
+
+class Supervisor:
+    """All units of one ``tandem up``, from the first process to the last."""
+
+    def __init__(self, config: UpConfig, screen: Screen) -> None:
+        self._config, self._screen = config, screen
+        self._units: list[Unit] = []
+        self._stop, self._kill = asyncio.Event(), asyncio.Event()
+        self._chatting = False
+        shown = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host  # noqa: S104 - compared, not bound
+        shown = f"[{shown}]" if ":" in shown and not shown.startswith("[") else shown
+        self._url = f"http://{shown}:{config.port}"
+        self._keyed = bool(config.api_keys())
+
+    async def run(self) -> int:
+        self._listen_to_signals()
+        self._units = self._plan()
+        keepers = [asyncio.create_task(unit.keep()) for unit in self._units]
+        serving = asyncio.create_task(self._come_up())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            while not self._stop.is_set():
+                done, _ = await asyncio.wait({*keepers, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # a failed start ends everything
+                if serving in done:
+                    serving = asyncio.create_task(self._stay())
+            await self._drain(keepers, at_once=not all(unit.facts.done() for unit in self._units))
+            return 0
+        finally:
+            for unit in self._units:
+                unit.send(signal.SIGKILL)
+            for task in (serving, stopped):
+                task.cancel()
+            await asyncio.gather(*keepers, serving, stopped, return_exceptions=True)
+
+    def _plan(self) -> list[Unit]:
+        """The coordinator and the workers, each with its share of the cores."""
+        config = self._config
+        allowed = cores.usable_cores()
+        mine = [core for core in config.cores or allowed if core in allowed]
+        if not mine:
+            raise StartError(
+                f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus"
+            )
+        quota = cores.core_quota()
+        prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
+        counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
+        roles = [role for role, count in counts for _ in range(count)]
+        shares = cores.deal(mine, len(roles), quota, config.threads)
+        expected = {"expect_prefill": prefill, "expect_decode": decode, "expect_colocated": colocated}
+        units = [Unit("coordinator", config.for_coordinator(**expected), cores.Share(None, 0), self._screen)]
+        for index, (role, share) in enumerate(zip(roles, shares, strict=True)):
+            label = f"{role}-{index - roles.index(role)}"
+            worker = config.for_worker(
+                role,
+                WorkerName(label),
+                coordinator=f"127.0.0.1:{config.control_port}",
+                workers_on_host=len(roles),
+                threads=share.threads,
+                cpus=share.cpus or config.cpus,
+            )
+            units.append(Unit(label, worker, share, self._screen))
+        return units
+
+    # -- coming up ----------------------------------------------------------------------------------------------------
+
+    async def _come_up(self) -> None:
+        """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
+        await asyncio.gather(*(asyncio.shield(unit.facts) for unit in self._units))
+        await self._until_ready()
+        workers = tuple(
+            WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
+            for unit in self._units
+            if isinstance(unit.config, WorkerConfig)
+        )
+        links = tuple(await asyncio.to_thread(self._links))
+        self._screen.serving(Serving(self._config.served_name, self._url, workers, links, self._keyed))
+
+    async def _until_ready(self) -> None:
+        server, reason = Server(self._url, timeout_s=2.0), ""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                code, body = await asyncio.to_thread(server.get, "/ready")
+                if code == 200:
+                    return
+                reason = str(body)
+            except OSError as error:
+                reason = str(error)
+            await asyncio.sleep(POLL_S)
+        raise StartError(
+            "the workers did not join the coordinator", reason[:300], "look at the log with --log-level debug"
+        )
+
+    def _links(self) -> Iterable[object]:
+        """How KV travels, as the coordinator knows it; nothing when there is nobody to send to."""
+        config = self._config
+        key = config.admin_api_key or next(iter(config.api_keys()), None)
+        try:
+            code, body = Server(self._url, key, timeout_s=2.0).get("/admin/workers")
+        except OSError:
+            return ()
+        workers: list[dict[str, Any]] = body["workers"] if code == 200 else []
+        sends = [worker for worker in workers if worker.get("role") == "prefill"]
+        return [link for worker in sends for link in (worker.get("links") or [])[:1]]
+
+    async def _stay(self) -> None:
+        """Until told to stop; with ``--chat``, until the conversation in this terminal ends."""
+        if not self._config.chat:
+            await self._stop.wait()
+            return
+        self._chatting = True
+        key = next(iter(self._config.api_keys()), None)
+        environment = {**os.environ, **({"TANDEM_API_KEY": key} if key else {})}
+        command = (sys.executable, "-m", "deploy.cli", "chat", "--url", self._url)
+        child = await asyncio.create_subprocess_exec(*command, env=environment)
+        try:
+            await child.wait()
+        finally:
+            if child.returncode is None:
+                child.terminate()
+            self._chatting = False
+            self._stop.set()
+
+    # -- going down ---------------------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._chatting:
+            return  # it stops an answer, which is the conversation's business
+        (self._kill if self._stop.is_set() else self._stop).set()
+
+    async def _drain(self, keepers: list[asyncio.Task[None]], at_once: bool) -> None:
+        """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
+        if at_once:
+            return
+        self._screen.fact("stopping: running requests finish first; once more to stop at once")
+        for unit in self._units:
+            unit.leave()
+        killed = asyncio.create_task(self._kill.wait())
+        limits_s = (self._config.drain_timeout + LEAVE_GRACE_S, LEAVE_GRACE_S)
+        for group, limit_s in zip((slice(0, 1), slice(1, None)), limits_s, strict=True):
+            for unit in self._units[group]:
+                unit.send(signal.SIGTERM)
+            gone = asyncio.create_task(asyncio.wait(keepers[group]))
+            await asyncio.wait((gone, killed), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if self._kill.is_set():
+                break
+        killed.cancel()
