@@ -34,7 +34,6 @@ from common.options import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 KvTransport = Literal["auto", "shm", "zmq"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
@@ -110,12 +109,6 @@ class EngineOptions:
         one_of("auto", "float32", "bfloat16", "float16"),
         "model",
     )
-    load_format: LoadFormat = option(
-        "auto",
-        "where weights come from (dummy: random ones, for tests)",
-        one_of("auto", "safetensors", "dummy"),
-        "model",
-    )
     kv_cache_memory: int | None = option(
         None,
         "bytes of KV pool per worker",
@@ -139,7 +132,7 @@ class EngineOptions:
         "tokens computed in one step",
         count(1),
         "batch",
-        shown_default="512 for a prefill worker on CPU, else 2048",
+        shown_default="512 on a CPU, 2048 on a GPU",
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prompt prefixes", SWITCH, "batch")
     kv_transport: KvTransport = option(

@@ -1,0 +1,167 @@
+"""The ``tandem`` command: what a failed start looks like, that help is light, and that mistyping is understood."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import StartError
+from deploy import cli
+
+LIMIT_S = 5.0
+HEAVY = ("torch", "transformers", "aiohttp", "zmq", "triton", "flash_attn", "huggingface_hub")
+
+
+def tandem(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a user would, without the caller's own settings."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *words],
+        env={**clean, "HF_HUB_OFFLINE": "1", **environ},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *said: str) -> None:
+    """At most five lines that say what, why and what to do; no traceback; exit code not 0."""
+    assert result.returncode != 0
+    lines = result.stderr.strip().splitlines()
+    assert 3 <= len(lines) <= 5, result.stderr
+    assert "Traceback" not in result.stderr
+    assert [line.split(":")[0].strip() for line in lines[-3:]] == ["error", "why", "do"]
+    for text in said:
+        assert text in result.stderr
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def encoder_decoder(tmp_path: Path) -> Path:
+    """The directory of a model that Tandem cannot serve."""
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_help_is_light_and_quick() -> None:
+    program = (
+        "import sys; from deploy import cli\n"
+        "try: cli.main(['up', '--help'])\n"
+        "except SystemExit: pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stderr.strip() == "[]"
+    assert "--max-model-len" in result.stdout
+
+
+def test_no_arguments_and_version() -> None:
+    assert "up" in tandem().stdout
+    assert tandem("--version").stdout.strip() == f"tandem {cli.version()}"
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode"])
+def test_a_missing_directory(command: str) -> None:
+    started = time.monotonic()
+    assert_refused(tandem(command, "/no/such/directory"), "/no/such/directory")
+    assert time.monotonic() - started < LIMIT_S
+
+
+def test_a_hub_id_that_cannot_be_had() -> None:
+    started = time.monotonic()
+    assert_refused(tandem("up", "nobody/nothing"), "nobody/nothing")
+    assert time.monotonic() - started < LIMIT_S
+
+
+@pytest.mark.parametrize("command", ["up", "decode"])
+def test_an_unsupported_architecture(command: str, encoder_decoder: Path) -> None:
+    started = time.monotonic()
+    assert_refused(tandem(command, str(encoder_decoder)), "encoder-decoder")
+    assert time.monotonic() - started < LIMIT_S
+
+
+@pytest.mark.parametrize("flag", ["--port", "--control-port"])
+def test_a_busy_port(flag: str, busy_port: int, built_in: dict[str, str]) -> None:
+    other = {"--port": "--control-port", "--control-port": "--port"}[flag]
+    started = time.monotonic()
+    assert_refused(tandem("up", flag, str(busy_port), other, "0", **built_in), str(busy_port), flag)
+    assert time.monotonic() - started < LIMIT_S
+
+
+def test_two_ports_that_are_one(built_in: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    assert_refused(tandem("up", "--port", port, "--control-port", port, **built_in), "needs its own")
+
+
+def test_mistyped_words() -> None:
+    assert_refused(tandem("up", "--prot", "80"), "--prot", "did you mean --port?")
+    assert_refused(tandem("decode", "--max_model_length", "80"), "did you mean --max-model-len?")
+    assert_refused(tandem("upp"), "did you mean up?")
+    assert_refused(tandem("up", "--port", "eight"), "whole number")
+    assert_refused(tandem("up", "--port"), "--port", "tandem up --help")
+    assert_refused(tandem("up", "model", "another"), "another")
+    assert_refused(tandem("up", "--colocated", "1", "--prefill", "1"), "--colocated")
+
+
+def test_addresses_that_others_could_reach() -> None:
+    assert_refused(tandem("up", "--host", "0.0.0.0"), "--insecure-http")
+    assert_refused(tandem("decode", "--coordinator", "10.0.0.1:8001"), "--insecure-cluster")
+
+
+def test_debug_adds_the_traceback() -> None:
+    assert "Traceback" in tandem("up", "/no/such/directory", "--debug").stderr
+
+
+def test_a_chat_without_a_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert_refused(tandem("chat", "hello", "--url", f"http://127.0.0.1:{port}"), "tandem up")
+    assert_refused(tandem("chat", "hello", "--url", "ftp://x"), "--url")
+
+
+def test_config_says_where_each_value_comes_from() -> None:
+    result = tandem("config", "up", "--port", "7", TANDEM_MAX_NUM_SEQS="3", TANDEM_API_KEY="sesame", TANDEM_POTR="1")
+    assert result.returncode == 0
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    assert rows["port"] == ["7", "--port"]
+    assert rows["max_num_seqs"] == ["3", "TANDEM_MAX_NUM_SEQS"]
+    assert rows["block_size"] == ["16", "default"]
+    assert rows["api_key"] == ["(hidden)", "TANDEM_API_KEY"]
+    assert "sesame" not in result.stdout
+    assert "did you mean TANDEM_PORT?" in result.stderr
+    assert "coordinator " in tandem("config", "decode").stdout
+    assert "port " in tandem("config").stdout
+
+
+def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.print_error(StartError("what", "why\n" * 500, "todo"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 400
+
+
+@pytest.fixture(scope="module")
+def built_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a home in which the built-in model is made already."""
+    environ = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    from deploy.builtin import ensure_model
+
+    ensure_model(environ)
+    return environ

@@ -1,0 +1,222 @@
+"""Options: precedence, origins, spelling mistakes, sizes, and what may not be combined."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import (
+    CONFIGS,
+    ChatConfig,
+    CoordinatorConfig,
+    UpConfig,
+    WorkerConfig,
+    load_config,
+)
+from common.errors import StartError
+from common.ids import WorkerName
+from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number
+
+
+def up(*words: str, **environ: str) -> Loaded[UpConfig]:
+    parser = Parser(prog="tandem up")
+    add_options(parser, UpConfig)
+    return load_config(UpConfig, vars(parser.parse_args(list(words))), environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64", 64),
+        ("4_000", 4000),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("4GB", 4 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("2G", 2 << 30),
+        ("512 MB", 512 * 10**6),
+        ("7B", 7),
+    ],
+)
+def test_numbers_and_sizes(text: str, value: int) -> None:
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "4 XB", "0.5", "1.0001k", "٣k5", "1" * 400 + ".5G"])
+def test_what_is_no_number(text: str) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        parse_number(text)
+
+
+def test_cores_and_addresses() -> None:
+    assert parse_cpus("0-3,5,2") == (0, 1, 2, 3, 5)
+    assert parse_address("[::1]:8001") == ("[::1]", 8001)
+    for text in ("", "3-1", "a", "1,,2", "0-99999999"):
+        with pytest.raises(ValueError):
+            parse_cpus(text)
+    for text in ("host", ":1", "host:", "host:0", "host:65536"):
+        with pytest.raises(ValueError):
+            parse_address(text)
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nblock_size: 32\nenable_prefix_caching: false\nexpect_decode: 4\n")
+    loaded = up("--port", "3", "--config", str(file), TANDEM_PORT="2", TANDEM_MAX_NUM_SEQS="5")
+    config, origins = loaded.config, loaded.origins
+    assert (config.port, origins["port"]) == (3, "--port")
+    assert (config.max_num_seqs, origins["max_num_seqs"]) == (5, "TANDEM_MAX_NUM_SEQS")
+    assert (config.block_size, origins["block_size"]) == (32, str(file))
+    assert (config.enable_prefix_caching, origins["enable_prefix_caching"]) == (False, str(file))
+    assert (config.max_queued_requests, origins["max_queued_requests"]) == (2048, "default")
+    assert up("--port", "3", TANDEM_CONFIG=str(file)).config.block_size == 32
+
+
+def test_vllm_spellings() -> None:
+    config = up("m", "--max_model_len=32K", "--kv-cache-memory-bytes", "1GiB", "--no-enable-prefix-caching").config
+    assert (config.model, config.max_model_len, config.kv_cache_memory) == ("m", 32_768, 1 << 30)
+    assert not config.enable_prefix_caching
+
+
+def test_values_may_hold_underscores_and_dashes() -> None:
+    assert up("--served-model-name", "my_model-1").config.served_model_name == "my_model-1"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--port", "eight"), "--port"),
+        (("--port", "70000"), "65535"),
+        (("--block-size", "24"), "multiple of 16"),
+        (("--dtype", "int3"), "bfloat16"),
+        (("--colocated", "2", "--decode", "1"), "--colocated"),
+        (("--decode", "0"), "--decode"),
+        (("--request-timeout", "nan"), "number"),
+    ],
+)
+def test_bad_values_are_refused_in_words(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(StartError) as refused:
+        up(*words)
+    assert said in " ".join((refused.value.what, refused.value.why, refused.value.todo))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("prot: 1", "did you mean port?"),
+        ("port: [1]", "no single value"),
+        ("- port", "no mapping"),
+        ("port: {", "is not YAML"),
+        ("port: x", "port in "),
+    ],
+)
+def test_bad_files_are_refused_in_words(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text(content)
+    with pytest.raises(StartError) as refused:
+        up("--config", str(file))
+    assert said in " ".join((refused.value.what, refused.value.why, refused.value.todo))
+
+
+def test_a_missing_or_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="cannot read"):
+        up("--config", str(tmp_path / "none.yaml"))
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert up("--config", str(tmp_path / "empty.yaml")).config.port == 8000
+
+
+def test_unknown_variables_are_warned_about() -> None:
+    warnings = up(TANDEM_POTR="1", TANDEM_EXPECT_DECODE="1", OTHER="1").warnings
+    assert len(warnings) == 1
+    assert "did you mean TANDEM_PORT?" in warnings[0]
+
+
+def test_a_secret_never_shows() -> None:
+    loaded = up("--api-key", "sesame", "--admin-api-key", "simsim")
+    assert "sesame" not in repr(loaded) and "simsim" not in repr(loaded)
+
+
+def test_keys_come_from_the_flag_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    assert up("--api-key", "zero", "--api-key-file", str(file)).config.api_keys() == ("zero", "one", "two")
+    file.write_text("\n")
+    with pytest.raises(StartError, match="holds no key"):
+        up("--api-key-file", str(file)).config.api_keys()
+
+
+def test_other_addresses_than_loopback_need_a_word() -> None:
+    up("--host", "0.0.0.0", "--insecure-http").config.check_binds()
+    up("--host", "0.0.0.0", "--api-key", "k").config.check_binds()
+    with pytest.raises(StartError, match="without a key"):
+        up("--host", "0.0.0.0").config.check_binds()
+    with pytest.raises(StartError, match="plain text"):
+        CoordinatorConfig(model="m", control_host="10.0.0.1").check_binds()
+    with pytest.raises(StartError, match="plain text"):
+        WorkerConfig(role="decode", model="m", coordinator="10.0.0.1:8001").check_binds()
+    with pytest.raises(StartError, match="plain text"):
+        WorkerConfig(role="decode", model="m", host="10.0.0.1").check_binds()
+    WorkerConfig(role="decode", model="m", host="10.0.0.1", insecure_cluster=True).check_binds()
+
+
+def test_up_makes_the_configuration_of_its_parts() -> None:
+    config = up("m", "--host", "0.0.0.0", "--api-key", "k", "--max-num-seqs", "3", "--served-model-name", "n").config
+    worker = config.for_worker("prefill", WorkerName("prefill-0"), threads=2)
+    assert (worker.role, worker.name, worker.host) == ("prefill", "prefill-0", "127.0.0.1")
+    assert (worker.model, worker.max_num_seqs, worker.threads, worker.served_name) == ("m", 3, 2, "n")
+    door = config.for_coordinator(expect_decode=2)
+    assert (door.host, door.api_key, door.expect_decode, door.control_host) == ("0.0.0.0", "k", 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "cores", "pools"),
+    [
+        ((), 2, (1, 1, 0)),
+        ((), 1, (0, 0, 1)),
+        (("--decode", "2"), 8, (1, 2, 0)),
+        (("--decode", "2"), 1, (1, 2, 0)),
+        (("--prefill", "3"), 8, (3, 1, 0)),
+        (("--prefill", "0"), 8, (0, 1, 0)),
+        (("--colocated", "2"), 8, (0, 0, 2)),
+    ],
+)
+def test_pools(words: tuple[str, ...], cores: int, pools: tuple[int, int, int]) -> None:
+    assert up(*words).config.pools(cores) == pools
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_every_option_can_be_set_everywhere(config: type[Any], tmp_path: Path) -> None:
+    """Each default, written out, is taken back unchanged as a flag, a variable and a YAML key."""
+    fixed: dict[str, Any] = {"role": "prefill"} if config is WorkerConfig else {}
+    parser = Parser(prog="tandem")
+    add_options(parser, config)
+    for item in options(config):
+        if item.default is None:
+            continue
+        text = str(item.default).lower() if isinstance(item.default, bool) else str(item.default)
+        assert getattr(load_config(config, {}, {item.env: text}, **fixed).config, item.name) == item.default
+        file = tmp_path / "one.yaml"
+        file.write_text(f"{item.name}: {text}\n")
+        loaded = load_config(config, {"config": str(file)}, {}, **fixed)
+        assert getattr(loaded.config, item.name) == item.default
+        if not isinstance(item.default, bool):
+            given = vars(parser.parse_args([item.flag, text]))
+            assert getattr(load_config(config, given, {}, **fixed).config, item.name) == item.default
+
+
+def test_the_same_name_means_the_same_kind_everywhere() -> None:
+    """One environment and one file serve every role, so a name cannot take different values in different roles."""
+    kinds: dict[str, str] = {}
+    for config in CONFIGS:
+        for item in options(config):
+            assert kinds.setdefault(item.name, item.kind.expects) == item.kind.expects, item.name
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ChatConfig().url = "x"  # type: ignore[misc]

@@ -1,0 +1,182 @@
+"""The launcher's parts: sharing cores, the status pipe, the built-in model, what the first screen says."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.errors import StartError
+from common.log import JsonFormatter, TextFormatter
+from deploy import builtin, cores, status
+from deploy.screen import Lines, Serving, Terminal, WorkerFacts
+from deploy.unit import how_it_ended
+from deploy.up import claim_port
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "expected"),
+    [
+        (2, 2, [((0,), 1), ((1,), 1)]),
+        (1, 1, [((0,), 1)]),
+        (1, 3, [((0,), 1)] * 3),
+        (2, 3, [((0,), 1), ((1,), 1), ((0,), 1)]),
+        (4, 2, [((0, 1), 2), ((2, 3), 2)]),
+        (5, 2, [((0, 1), 2), ((2, 3), 2)]),
+        (8, 2, [((0, 1, 2, 3), 4), ((4, 5, 6), 3)]),
+        (3, 1, [((0, 1), 2)]),
+    ],
+)
+def test_cores_are_dealt_out(count: int, workers: int, expected: list[tuple[tuple[int, ...], int]]) -> None:
+    assert [tuple(share) for share in cores.deal(range(count), workers)] == expected
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_no_core_is_dealt_twice_while_there_are_enough(workers: int) -> None:
+    for count in range(workers, 40):
+        dealt = [core for share in cores.deal(range(count), workers) for core in share.cores or ()]
+        assert len(dealt) == len(set(dealt)) <= count
+        assert all(share.threads == len(share.cores or ()) for share in cores.deal(range(count), workers))
+
+
+def test_a_quota_or_a_wish_changes_the_threads() -> None:
+    assert cores.deal(range(64), 2, quota=8) == [cores.Share(None, 4)] * 2
+    assert [share.threads for share in cores.deal(range(8), 2, threads=2)] == [2, 2]
+    assert cores.Share((1, 2), 2).cpus == "1,2"
+
+
+def test_the_quota_is_read(tmp_path: Path) -> None:
+    assert cores.core_quota(tmp_path) is None
+    for text, quota in (("max 100000\n", None), ("150000 100000\n", 2), ("50000 100000\n", 1), ("rubbish", None)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert cores.core_quota(tmp_path) == quota
+
+
+def test_the_status_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr(status._Sink, "fd", None)
+    status.attach(writing)
+    status.report("loading", 1, 3, "x" * 10_000)
+    status.ready(kv_tokens=64, notes=["because"])
+    status.failed(StartError("a", "b", "c"))
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        loading, ready, failed = (status.read(line) for line in pipe)
+    assert loading is not None and (loading.stage, loading.done, loading.total) == ("loading", 1, 3)
+    assert ready is not None and ready.ready == {"kv_tokens": 64, "notes": ["because"]}
+    assert failed is not None and failed.error is not None and failed.error.error().todo == "c"
+    status.report("nobody reads")  # a closed pipe is no error
+    assert status.read(b'{"stage": "hal') is None
+
+
+def test_without_a_supervisor_status_is_logged_once_per_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status._Sink, "fd", None)
+    monkeypatch.setattr(status._Sink, "stage", "")
+    with caplog.at_level(logging.INFO):
+        for done in range(101):
+            status.report("loading", done, 100)
+        status.ready(kv_tokens=64, notes=[])
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading 0/100",
+        "loading 100/100",
+        "ready: kv_tokens 64",
+    ]
+
+
+def test_the_built_in_model_is_made_once_and_whole(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    directory = builtin.ensure_model(environ)
+    stamp = (directory / "model.safetensors").stat().st_mtime_ns
+    assert builtin.ensure_model(environ) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+    from safetensors import safe_open
+
+    config = json.loads((directory / "config.json").read_text())
+    with safe_open(directory / "model.safetensors", "pt") as tensors:
+        assert set(tensors.keys()) == {name for name, _ in builtin._shapes()}
+        embedding = tensors.get_slice("model.embed_tokens.weight")
+        assert embedding.get_dtype() == "BF16"
+        assert embedding.get_shape() == [config["vocab_size"], config["hidden_size"]]
+
+
+def test_the_built_in_model_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match="cannot write"):
+        builtin.ensure_model({"XDG_CACHE_HOME": str(tmp_path / "file")})
+
+
+def test_a_free_port_is_found() -> None:
+    assert claim_port("127.0.0.1", 0, "--port") > 0
+    with pytest.raises(StartError, match="cannot listen"):
+        claim_port("no.such.host.invalid", 80, "--port")
+
+
+SERVING = Serving(
+    model="tiny",
+    url="http://127.0.0.1:8000",
+    workers=(
+        WorkerFacts(
+            "prefill-0", "cores 0", {"kv_tokens": 65_536, "max_model_len": 8192, "device": "cpu", "notes": ["why"]}
+        ),
+        WorkerFacts("decode-0", "cores 1", {"kv_tokens": 1_000_000, "max_model_len": 1000}),
+        WorkerFacts("decode-1", "", {}),
+    ),
+    links=("shm", {"transport": "shm", "gb_per_s": 5.04, "latency_us": 41.5}, {}, 3),
+    keyed=False,
+)
+
+
+def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptureFixture) -> None:
+    lines = Lines()
+    with caplog.at_level(logging.INFO):
+        lines.begin("tandem: tiny", "")
+        for done in range(3):
+            lines.progress("decode-0", status.Report("loading", done, 2))
+        lines.serving(SERVING)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == ["tandem: tiny", "decode-0: loading 0/2"]
+    assert "prefill-0: KV for 65,536 tokens = 8.0 requests of 8,192 (cpu, cores 0)" in said
+    assert "prefill-0: why" in said
+    assert "transfer: shared memory, 5.0 GB/s, 42 µs" in said
+    assert "try: tandem chat" in said
+    assert not any("\n" in line for line in said)
+
+
+def test_the_first_screen_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    screen = Terminal(console)
+    screen.begin("tandem: tiny", "its weights are random")
+    screen.progress("decode-0", status.Report("loading", 1, 2, "[shard]"))
+    screen.log("a [line] of a child")
+    screen.serving(SERVING)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[line]" in text and "http://127.0.0.1:8000" in text and "1000 requests of 1,000" in text
+    curl = next(line for line in text.splitlines() if "curl" in line)
+    assert json.loads(curl.split("-d ")[1].strip().strip("'"))["model"] == "tiny"
+
+
+def test_endings_in_words() -> None:
+    assert how_it_ended(3) == "exit code 3"
+    assert "memory" in how_it_ended(-9)
+    assert how_it_ended(-11) == "SIGSEGV"
+
+
+def test_log_formats() -> None:
+    record = logging.LogRecord("tandem", logging.WARNING, "file", 1, "said %s", ("so",), None)
+    record.request = "r1"
+    assert TextFormatter("decode-0").format(record).endswith("decode-0 warning: said so")
+    line = json.loads(JsonFormatter("decode-0").format(record))
+    assert (line["message"], line["level"], line["process"], line["request"]) == (
+        "said so",
+        "warning",
+        "decode-0",
+        "r1",
+    )
