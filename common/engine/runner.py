@@ -1,0 +1,264 @@
+"""The engine: a model, its paged KV, and one step at a time.
+
+A step is whatever mix of prefill chunks and decode tokens it is given; the engine knows no role, no schedule and no
+request life-cycle. What differs between workers comes in at construction (``batch_hint``) or as the ``on_layer`` hook.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from common import device
+from common.attention.interface import AttentionBackend, Params, bind
+from common.attention.select import select_backend
+from common.checkpoint import Checkpoint
+from common.engine.batch import FlatStep, flatten, rows_to_sample
+from common.engine.sampler import sample
+from common.ids import BlockId, new_request_id, pack_tokens
+from common.kv.budget import Budget, fit
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout
+from common.kv.memory import KvMemory
+from common.kv.store import KvStore
+from common.model.linears import pack_linears
+from common.model.load import Progress, dtype_of, load_model
+from common.model.probe import Probe, forward, probe, require_equal
+from common.model.rotary import freeze_rotary
+from common.request import Request, SamplingParams
+from common.sequence import Batch, Segment, Sequence as Tokens, StepResult, TokenLogprobs
+
+_REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
+"""What torch and modelling code raise when one request's numbers are impossible or too large."""
+_WARM_UP_ROWS = 512
+
+
+class PagedAttention:
+    """What the model's attention modules call: store this step's keys and values, announce the layer, attend."""
+
+    def __init__(self, store: KvStore, backend: AttentionBackend) -> None:
+        self.store, self.backend = store, backend
+        self.on_layer: Callable[[int], None] | None = None
+        self.stored = 0
+        """Layers of this step whose keys and values are in the pool."""
+
+    def begin(self, step: FlatStep) -> None:
+        self._slots, self._plan, self.stored = step.slots, self.backend.plan(step.spans), 0
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
+    ) -> torch.Tensor:
+        self.store.write(layer, key, value, self._slots)
+        self.stored = layer + 1
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        return self.backend.attend(self._plan, layer, query, params)
+
+
+class Engine:
+    """Runs steps. ``notes`` are the choices that were made automatically, each with its reason."""
+
+    def __init__(
+        self, model: nn.Module, store: KvStore, backend: AttentionBackend, fingerprint: str, vocab_size: int, max_model_len: int
+    ) -> None:
+        self.model, self.store = model, store
+        self.memory: KvMemory = store.memory
+        self.layout: KvLayout = store.layout
+        self.fingerprint, self.vocab_size, self.max_model_len = fingerprint, vocab_size, max_model_len
+        self.on_layer: Callable[[int], None] | None = None
+        self.notes: list[str] = []
+        self.warm_up_rows = _WARM_UP_ROWS
+        self.max_num_seqs = 1
+        self._attention = PagedAttention(store, backend)
+        bind(model, self._attention)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> StepResult:
+        """Computes and stores the KV of every row, and samples after the last row of segments that want a token.
+
+        When the step raises, or a segment's logits are not numbers, only the segments at fault fail: ``errors``.
+        """
+        started = perf_counter()
+        try:
+            result = self._run(batch, self.on_layer)
+        except _REQUEST_FAULTS as error:
+            stored = self._attention.stored
+            result = self._one_by_one(batch, error)
+            for layer in range(stored, len(self.layout.layers)):
+                if self.on_layer is not None:
+                    self.on_layer(layer)
+        result.seconds = perf_counter() - started
+        return result
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        result = StepResult([[] for _ in batch.segments], [[] for _ in batch.segments], 0.0)
+        if not batch.segments:
+            return result
+        step = flatten(batch, self.layout.block_size)
+        self._attention.on_layer = on_layer
+        logits = self._logits(step)
+        if step.sampled:
+            self._sample(batch, step.sampled, logits, result)
+        return result
+
+    def _logits(self, step: FlatStep) -> torch.Tensor:
+        """Logits of the sampled rows, [len(sampled), vocab]; of one row nobody asked for if there are none."""
+        self._attention.begin(step)
+        keep = step.sample_rows if step.sampled else torch.zeros(1, dtype=torch.int64)
+        return forward(self.model, step.input_ids, step.position_ids, keep)
+
+    def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
+        finite: list[bool] = torch.isfinite(logits.amax(dim=-1)).tolist()
+        if not all(finite):
+            for index, good in zip(sampled, finite, strict=True):
+                if not good:
+                    result.errors[index] = "the model's output is not a number"
+            logits = logits[torch.tensor(finite)]
+            sampled = [index for index, good in zip(sampled, finite, strict=True) if good]
+        rows = rows_to_sample(batch, sampled)
+        if not rows:
+            return
+        tokens, logprobs = sample(logits, rows)
+        at = 0
+        for index in sampled:
+            end = at + len(batch.segments[index].sequence.choices)
+            result.tokens[index] = tokens[at:end]
+            result.logprobs[index] = [entry for entry in logprobs[at:end] if isinstance(entry, TokenLogprobs)]
+            at = end
+
+    def _one_by_one(self, batch: Batch, error: Exception) -> StepResult:
+        """After a step raised: each segment by itself, so that only those that raise again fail."""
+        result = StepResult([[] for _ in batch.segments], [[] for _ in batch.segments], 0.0)
+        for index, (segment, table) in enumerate(zip(batch.segments, batch.tables, strict=True)):
+            if len(batch.segments) > 1:
+                try:
+                    alone = self._run(Batch((segment,), (table,)))
+                except _REQUEST_FAULTS as own:
+                    result.errors[index] = f"{type(own).__name__}: {own}"
+                    continue
+                result.tokens[index], result.logprobs[index] = alone.tokens[0], alone.logprobs[0]
+                result.errors |= {index: text for text in alone.errors.values()}
+            else:
+                result.errors[index] = f"{type(error).__name__}: {error}"
+        return result
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Runs a step and returns the logits of the segments that want a token, float [n, vocab], without sampling."""
+        step = flatten(batch, self.layout.block_size)
+        self._attention.on_layer = None
+        return self._logits(step)[: len(step.sampled)]
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies whole KV blocks; to be called before the step that reads the targets."""
+        self.store.copy_blocks(copies)
+
+    # -- before serving -----------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Touches the slow first-time paths. It scribbles over the pool's first blocks, so only before serving."""
+        rows = min(self.warm_up_rows, self.max_model_len, self.memory.blocks * self.layout.block_size)
+        blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
+        prompt = sequence_of([1] * rows)
+        self._run(Batch((Segment(prompt, 0, rows),), (blocks,)))
+        batch = 1
+        while batch <= self.max_num_seqs:
+            self._run(Batch((Segment(prompt, rows - 1, 1),) * batch, (blocks,) * batch))
+            batch *= 2
+        self.store.clear(blocks)
+
+    def verify(self, checkpoint: Checkpoint, expected: Probe) -> None:
+        """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ."""
+        size = self.layout.block_size
+        half = self.layout.blocks_for(len(expected.tokens))
+        if self.memory.blocks < 2 * half or self.max_model_len < len(expected.tokens):
+            return
+        tables = [BlockId(b) for b in range(half)], [BlockId(b) for b in range(2 * half - 1, half - 1, -1)]
+        rows: list[torch.Tensor] = []
+        ends = (size - 3, len(expected.tokens) - 1, len(expected.tokens))
+        for start, end in zip((0, *ends), ends, strict=False):
+            one, other = sequence_of(expected.tokens[:end]), sequence_of(expected.tokens[:end][::-1])
+            segments = Segment(other, start, end - start), Segment(one, start, end - start)
+            rows.append(self.logits(Batch(segments, (tables[1], tables[0])))[1])
+        require_equal(checkpoint, torch.stack(rows), expected.logits[[end - 1 for end in ends]], "through paged blocks")
+        self.store.clear([*tables[0], *tables[1]])
+
+
+def sequence_of(tokens: Sequence[int]) -> Tokens:
+    """A greedy sequence of ``tokens`` that belongs to nobody."""
+    request = Request(new_request_id(), pack_tokens(tokens), SamplingParams(1, 0, temperature=0.0))
+    return Tokens(request, 0, len(tokens) + 1)
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+def load_engine(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    kv_bytes: int | None = None,
+    num_kv_blocks: int | None = None,
+    block_size: int = 16,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    batch_hint: int,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+) -> Engine:
+    """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
+
+    ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): weights are packed for
+    it. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for, or for the model's own length
+    (not for what the pool holds), so that workers with pools of different size agree.
+    """
+    machine = device.probe()
+    chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
+    dtype_of(chosen)
+    budget_bytes = kv_bytes if kv_bytes is not None else device.kv_budget()
+
+    def budget(layers: tuple[object, ...] | None) -> Budget | None:
+        if layers is None:
+            return None
+        return fit(
+            KvLayout(layers, chosen, block_size),  # type: ignore[arg-type]
+            checkpoint.max_position,
+            max_model_len,
+            kv_bytes=budget_bytes,
+            num_kv_blocks=num_kv_blocks,
+            limit=checkpoint.position_limit,
+        )
+
+    budget(checkpoint.kv_layers())  # a hopeless start is refused before the weights are read
+    model = load_model(checkpoint, chosen, progress, trust_remote_code)
+    notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
+    seen = probe(model, checkpoint)
+    packed = pack_linears(model, batch_hint)
+    plan = budget(seen.layers)
+    assert plan is not None
+    store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
+    backend = select_backend("cpu", store, attention)
+    engine = Engine(
+        model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len
+    )
+    engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
+    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, f"attention {backend.name}", *notes]
+    if packed:
+        engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
+    engine.verify(checkpoint, seen)
+    return engine
+
+
+def _fingerprint(checkpoint: Checkpoint, rotary: str) -> str:
+    """The checkpoint's, and the frozen rotary frequencies' if there are any: keys of other frequencies mean another thing."""
+    if not rotary:
+        return checkpoint.fingerprint
+    return hashlib.blake2b(f"{checkpoint.fingerprint}|{rotary}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,214 @@
+"""The next token of every row, vectorised over the batch.
+
+Names, meanings and order are vLLM's: min_tokens mask, logit_bias, penalties (repetition over prompt and output, frequency
+and presence over output), temperature, min_p, top_k, top_p. Logprobs are the model's own distribution, before all of that.
+
+Noise is a pure function of (seed, choice, position): one uniform number per row, turned into a token by the inverse of the
+cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption or a
+retry continues with the same tokens; and because the order does not depend on the probabilities, logits that differ in
+the last bits pick another token only when the number falls within that difference of a boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.request import SamplingParams
+from common.sequence import TokenLogprobs
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to choose: from logits row ``row``, for ``choice``, given all ``tokens`` (the first are the prompt)."""
+
+    row: int
+    sampling: SamplingParams
+    choice: int
+    tokens: Sequence[int]
+    prompt_length: int
+
+    @property
+    def position(self) -> int:
+        """Index of the token in the output, from 0."""
+        return len(self.tokens) - self.prompt_length
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The number in [0, 1) that decides output token ``position`` of ``choice``; the definition, for tests too."""
+    return float(uniforms([seed], [choice], [position])[0])
+
+
+def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """:func:`uniform` of many rows: three rounds of SplitMix64 (Steele, Lea and Flood, 2014), the top 53 bits."""
+    word = _mix(np.array([seed & _WORD for seed in seeds], np.uint64))
+    word = _mix(word ^ np.array(choices, np.uint64))
+    word = _mix(word ^ np.array(positions, np.uint64))
+    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        word = word + np.uint64(_GOLDEN)
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return word ^ (word >> np.uint64(31))
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One token id per row of ``rows`` from ``logits`` [R, vocab], and logprobs where they were asked for."""
+    if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
+        logits = logits[torch.tensor([row.row for row in rows])]
+    processed = _process(logits, rows)
+    random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if not random:
+        tokens = processed.argmax(dim=-1)
+    elif len(random) == len(rows):
+        tokens = _draw(processed, rows)
+    else:
+        tokens = processed.argmax(dim=-1)
+        tokens[random] = _draw(processed[random], [rows[index] for index in random])
+    chosen: list[int] = tokens.tolist()
+    return chosen, _logprobs(logits, rows, chosen)
+
+
+def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[TokenLogprobs | None]:
+    """The chosen tokens' logprobs and the most likely ones', of the rows that asked."""
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    asked = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+    if not asked:
+        return result
+    logprobs = torch.log_softmax(logits[asked].float(), dim=-1)
+    own = logprobs.gather(1, torch.tensor([chosen[index] for index in asked])[:, None]).squeeze(1).tolist()
+    most = min(max(rows[index].sampling.logprobs or 0 for index in asked), logprobs.shape[1])
+    values, ids = (part.tolist() for part in torch.topk(logprobs, most, dim=-1))
+    for place, index in enumerate(asked):
+        k = rows[index].sampling.logprobs or 0
+        result[index] = TokenLogprobs(own[place], tuple(ids[place][:k]), tuple(values[place][:k]))
+    return result
+
+
+# -- processors -------------------------------------------------------------------------------------------------------
+
+
+def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Logits after masks, biases and penalties; a copy if anything changes them."""
+    steps: list[Callable[[torch.Tensor, Sequence[SampleRow]], None]] = []
+    if any(row.position < row.sampling.min_tokens for row in rows):
+        steps.append(_mask_endings)
+    if any(row.sampling.logit_bias for row in rows):
+        steps.append(_add_biases)
+    if any(_has_penalty(row.sampling) for row in rows):
+        steps.append(_penalise)
+    if not steps:
+        return logits
+    changed = logits.to(torch.float32, copy=True)
+    for step in steps:
+        step(changed, rows)
+    return changed
+
+
+def _mask_endings(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Before ``min_tokens`` outputs nothing that could end the sequence can be sampled."""
+    for index, row in enumerate(rows):
+        if row.position < row.sampling.min_tokens:
+            ends = {*row.sampling.eos_token_ids, *row.sampling.stop_token_ids}
+            logits[index, [token for token in ends if token < logits.shape[1]]] = -torch.inf
+
+
+def _add_biases(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    entries = [
+        (index, token, bias)
+        for index, row in enumerate(rows)
+        for token, bias in row.sampling.logit_bias.items()
+        if 0 <= token < logits.shape[1]
+    ]
+    if entries:
+        at, tokens, biases = zip(*entries, strict=True)
+        logits.index_put_((torch.tensor(at), torch.tensor(tokens)), torch.tensor(biases), accumulate=True)
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    return (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    for index, row in enumerate(rows):
+        if _has_penalty(row.sampling):
+            _penalise_row(logits[index], row)
+
+
+def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
+    """One row in place: repetition divides or multiplies what was seen, the other two subtract by output counts."""
+    sampling = row.sampling
+    tokens = torch.tensor(row.tokens, dtype=torch.int64)
+    if sampling.repetition_penalty != 1.0:
+        seen = tokens.unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    output, counts = tokens[row.prompt_length :].unique(return_counts=True)
+    if output.numel():
+        logits[output] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+# -- the draw ---------------------------------------------------------------------------------------------------------
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Tokens of rows with a temperature, int64 [n]."""
+    scaled = logits.float() / torch.tensor([row.sampling.temperature for row in rows])[:, None]
+    _cut_min_p(scaled, rows)
+    _cut_top(scaled, rows)
+    cumulative = torch.softmax(scaled, dim=-1).double().cumsum_(dim=-1)
+    total = cumulative[:, -1:]
+    noise = uniforms(
+        [row.sampling.seed for row in rows], [row.choice for row in rows], [row.position for row in rows]
+    )
+    # a product that rounds up to the total would point behind the last token that has any probability
+    wanted = torch.minimum(torch.from_numpy(noise)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
+
+
+def _cut_min_p(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Drops tokens less likely than ``min_p`` times the best: in logits, further than ``-log(min_p)`` below it."""
+    if any(row.sampling.min_p > 0 for row in rows):
+        floor = torch.tensor([row.sampling.min_p for row in rows]).log()[:, None]
+        scaled.masked_fill_(scaled < scaled.amax(dim=-1, keepdim=True) + floor, -torch.inf)
+
+
+def _cut_top(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Drops all but the ``top_k`` best (ties stay), then all behind the first whose sum reaches ``top_p``."""
+    vocabulary = scaled.shape[1]
+    by_k = [index for index, row in enumerate(rows) if 0 < row.sampling.top_k < vocabulary]
+    if by_k:
+        ks = torch.tensor([rows[index].sampling.top_k for index in by_k])
+        best = torch.topk(scaled[by_k], int(ks.max()), dim=-1).values
+        floor = best.gather(1, ks[:, None] - 1)
+        scaled[by_k] = scaled[by_k].masked_fill(scaled[by_k] < floor, -torch.inf)
+    by_p = [index for index, row in enumerate(rows) if row.sampling.top_p < 1]
+    if by_p:
+        limits = torch.tensor([rows[index].sampling.top_p for index in by_p])
+        scaled[by_p] = _cut_top_p(scaled[by_p], limits)
+
+
+def _cut_top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """A token stays while those before it, the most likely first, have not reached ``top_p``; the best always stays."""
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = probabilities.double().cumsum_(dim=-1).sub_(probabilities)
+    gone = before >= top_p[:, None].double()
+    gone[:, 0] = False
+    return scaled.scatter(1, order, ordered.masked_fill_(gone, -torch.inf))

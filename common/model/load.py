@@ -1,0 +1,134 @@
+"""A checkpoint as a transformers model that calls our attention, with its weights in memory.
+
+Weights go through ``from_pretrained``, because transformers converts some on the way (fused experts, renamed keys). The
+shards are read once in order before, so that there is honest progress and the mapping finds them in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.attention.interface import ATTENTION, from_transformers
+from common.checkpoint import Checkpoint
+from common.device import free_memory
+from common.errors import StartError
+from common.kv.budget import human_bytes
+from common.kv.store import DTYPES
+
+Progress = Callable[[int, int, str], None]
+"""Called with (shards read, shards in all, name of the shard)."""
+_CHUNK_BYTES = 16 << 20
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+log = logging.getLogger("tandem.load")
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: str, progress: Progress | None = None, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model in ``dtype``, in evaluation mode, its attention ours; StartError if it cannot be had."""
+    _check_memory(checkpoint, dtype)
+    _read_ahead(checkpoint.weight_files, progress or default_progress())
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.AttentionInterface.register(ATTENTION, from_transformers)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises whatever its configuration and modelling code raise
+        raise _unloadable(checkpoint, error) from error
+    _check_complete(checkpoint, info)
+    frozen: nn.Module = model.eval().requires_grad_(False)
+    return frozen
+
+
+def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
+    need = checkpoint.weight_bytes * _ELEMENT_BYTES[dtype] // _ELEMENT_BYTES[checkpoint.dtype]
+    if need > (free := free_memory()):
+        raise StartError(
+            f"too little memory for the weights of {checkpoint.name}",
+            f"they take {human_bytes(need)} in {dtype}, {human_bytes(free)} are free",
+            "choose a smaller model, free memory, or run fewer workers on this machine",
+        )
+
+
+def _unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
+    text = " ".join(str(error).split())
+    return StartError(
+        f"cannot load {checkpoint.name}",
+        f"transformers says {type(error).__name__}: {text[:300]}",
+        "check that the checkpoint is whole and that this transformers release knows it",
+    )
+
+
+def _check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    """Weights that are missing would have been made up at random; a random model answers, but only nonsense."""
+    missing = sorted(info.get("missing_keys") or ()) + sorted(str(key) for key in info.get("mismatched_keys") or ())
+    if missing:
+        raise StartError(
+            f"cannot load {checkpoint.name}",
+            f"{len(missing)} weights are missing or of the wrong shape, the first is {missing[0]}",
+            "download the model again, all of its shards",
+        )
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read_ahead(files: tuple[Path, ...], progress: Progress) -> None:
+    """Reads every shard through the page cache."""
+    buffer = bytearray(_CHUNK_BYTES)
+    for index, path in enumerate(files):
+        progress(index, len(files), path.name)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    progress(len(files), len(files), files[-1].name)
+
+
+def default_progress() -> Progress:
+    """A bar on a terminal, one log line per shard elsewhere."""
+    return _bar() if sys.stderr.isatty() else _lines
+
+
+def _lines(done: int, total: int, name: str) -> None:
+    if done < total:
+        log.info("reading weights %d/%d: %s", done + 1, total, name)
+
+
+def _bar() -> Progress:
+    from tqdm import tqdm
+
+    bar: Any = tqdm(desc="weights", unit="shard", leave=False)
+
+    def show(done: int, total: int, name: str) -> None:
+        bar.total = total
+        bar.set_postfix_str(name, refresh=False)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+        else:
+            bar.refresh()
+
+    return show
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch type of an element type's name; StartError for one that cannot be served."""
+    if name not in DTYPES:
+        raise StartError(f"cannot serve with dtype {name}", f"there are {', '.join(DTYPES)}", "use --dtype auto")
+    return DTYPES[name]

@@ -1,0 +1,116 @@
+"""What a loaded model really does, found out by running it on 32 tokens before it serves anybody.
+
+Flags of transformers do not say reliably whether an architecture works with our attention. So it is tried: attention must
+be called exactly once per layer, and the logits must equal those of transformers' own eager attention. The engine then
+repeats the comparison through its paged pool, in chunks and beside another sequence, which finds any other state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.attention.interface import ATTENTION, Params, bind
+from common.attention.torch_ref import attend_one
+from common.checkpoint import Checkpoint
+from common.errors import StartError
+from common.kv.layout import LayerLayout
+
+PROBE_TOKENS = 32
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest difference of logits, root mean square over the vocabulary by their standard deviation, median over rows."""
+
+
+@dataclass
+class Recorder:
+    """Dense attention that notes how it is called."""
+
+    calls: list[tuple[int, LayerLayout, Params]] = field(default_factory=list)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
+    ) -> torch.Tensor:
+        self.calls.append((layer, LayerLayout(key.shape[1], key.shape[2], value.shape[2]), params))
+        return attend_one(query, key, value, 0, params).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``layers``: KV shapes as the model has them; ``tokens`` and the eager ``logits`` [32, vocab] they must give."""
+
+    layers: tuple[LayerLayout, ...]
+    tokens: list[int]
+    logits: torch.Tensor
+
+
+def forward(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    """Logits of one flat row: ``input_ids`` and ``position_ids`` int64 [1, T], the rows ``keep`` or all; [rows, vocab]."""
+    extra: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
+    out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
+    logits: torch.Tensor = out.logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def probe(model: Any, checkpoint: Checkpoint) -> Probe:
+    """Runs the model densely with eager attention and with ours; StartError in words if they disagree."""
+    parameters = inspect.signature(model.forward).parameters
+    if not {"position_ids", "logits_to_keep"} <= parameters.keys():
+        raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
+    tokens = [(7 + 13 * i * i) % checkpoint.vocab_size for i in range(PROBE_TOKENS)]
+    ids, positions = torch.tensor([tokens]), torch.arange(PROBE_TOKENS)[None]
+    try:
+        eager = _eager(model, ids, positions)
+        recorder = Recorder()
+        bind(model, recorder)
+        ours = forward(model, ids, positions, None)
+    except Exception as error:  # whatever a model's own code raises when it is called in this way
+        raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
+    layers = _layers(checkpoint, recorder)
+    require_equal(checkpoint, ours, eager, "with our attention")
+    return Probe(layers, tokens, eager)
+
+
+def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits with transformers' own attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return forward(model, ids, positions, None)
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ...]:
+    """KV shapes by layer; StartError unless every layer called our attention once, with the window it should have."""
+    config = checkpoint.text_config
+    count = config.get("num_hidden_layers", config.get("n_layer", len(recorder.calls)))
+    if [layer for layer, _, _ in recorder.calls] != list(range(count)):
+        raise _unfit(checkpoint, f"attention was called {len(recorder.calls)} times for {count} layers")
+    if config.get("attention_chunk_size"):
+        raise _unfit(checkpoint, "it attends in chunks, which is not built")
+    kinds = config.get("layer_types") or ()
+    for (layer, _, params), kind in zip(recorder.calls, kinds, strict=False):
+        if kind == "sliding_attention" and params.window is None:
+            raise _unfit(checkpoint, f"layer {layer} has a sliding window that attention is not told")
+    return tuple(layout for _, layout, _ in recorder.calls)
+
+
+def require_equal(checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str) -> None:
+    """StartError unless the logits [rows, vocab] agree within what their dtype allows."""
+    expected = eager.float()
+    error = (ours.float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1).clamp(min=1e-6)
+    worst = float(error.median())
+    if not worst <= TOLERANCE[eager.dtype]:
+        raise _unfit(checkpoint, f"{how} its logits are off by {worst:.2g} standard deviations")
+
+
+def _unfit(checkpoint: Checkpoint, why: str) -> StartError:
+    return StartError(
+        f"cannot serve {checkpoint.name}",
+        f"{checkpoint.architecture} does not work with paged attention: {why}",
+        "choose another model (Llama, Qwen, Mistral, Gemma, Phi, GPT-OSS, DeepSeek and most decoder-only ones work)",
+    )

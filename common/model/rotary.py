@@ -1,0 +1,54 @@
+"""Rotary embeddings that choose their frequencies from the longest position of a batch, frozen.
+
+``longrope`` and ``dynamic`` look at the largest position in the row they are given. In a flat row that is some other
+request's, so a long neighbour would change a short request, and keys computed before and after would not match. They are
+frozen at load as if every sequence had the full context length: ``longrope`` takes its long factors exactly when that
+length exceeds the one it was first trained for (vLLM's rule too), ``dynamic`` the base of that length. For ``dynamic`` at
+the model's own length nothing changes; asking for more stretches all requests alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def freeze_rotary(model: nn.Module, length: int) -> tuple[list[str], str]:
+    """Freezes every such module for sequences of ``length`` tokens.
+
+    Returns notes in words, and a hash over the frozen frequencies ("" if there are none): workers whose frequencies
+    differ must not exchange KV.
+    """
+    notes: dict[str, None] = {}
+    digest = hashlib.blake2b(digest_size=8)
+    for module in model.modules():
+        for kind, layer_type in _looking_kinds(module):
+            frequencies = _freeze(module, layer_type, length)
+            digest.update(frequencies.detach().float().cpu().numpy().tobytes())
+            notes[f"rotary {kind}: frequencies frozen for {length:,} positions, the same for every request"] = None
+    return list(notes), digest.hexdigest() if notes else ""
+
+
+def _looking_kinds(module: Any) -> list[tuple[str, str | None]]:
+    """The (kind, layer type) pairs of a rotary module that look at the batch; layer type None where there is but one."""
+    kinds = getattr(module, "rope_type", None)
+    pairs = [(kinds, None)] if isinstance(kinds, str) else [(v, k) for k, v in kinds.items()] if isinstance(kinds, dict) else []
+    return [(kind, layer) for kind, layer in pairs if kind == "longrope" or "dynamic" in kind]
+
+
+@torch.no_grad()
+def _freeze(module: Any, layer_type: str | None, length: int) -> torch.Tensor:
+    """Shows the module the last position once, then stops it from looking; its frequencies."""
+    last = torch.tensor([[length - 1]])
+    if layer_type is None:
+        module(torch.zeros(1), last)
+        module.rope_type = "default"
+        frequencies: torch.Tensor = module.inv_freq
+        return frequencies
+    module(torch.zeros(1), last, layer_type)
+    module.rope_type = {**module.rope_type, layer_type: "default"}
+    frequencies = getattr(module, f"{layer_type}_inv_freq")
+    return frequencies
