@@ -217,7 +217,7 @@ def options(config: type[Any]) -> list[Option]:
         for field in dataclasses.fields(config)
         if (meta := field.metadata.get("option"))
     ]
-    return sorted(found, key=lambda item: GROUPS.index(item.group))
+    return sorted(found, key=lambda item: (GROUPS.index(item.group), not item.positional))
 
 
 def show(value: object) -> str:
