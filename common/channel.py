@@ -1,8 +1,8 @@
 """ZeroMQ sockets with the limits that libzmq leaves open, and one message per send.
 
-libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a second peer with an identity in use is
-ignored in silence, messages to unknown peers vanish. Identities are therefore minted per incarnation, a router's send to
-a peer that is gone says so, and the part count of every multipart message is checked.
+libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a second peer with an identity in use
+is ignored in silence, messages to unknown peers vanish. Identities are therefore minted per incarnation, a router's
+send to a peer that is gone says so, and the part count of every multipart message is checked.
 
 A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
 ``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
@@ -46,9 +46,11 @@ def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
 
 
-def bind_router(context: zmq.Context[Any], address: str, *, max_frame_bytes: int = MAX_MESSAGE_BYTES) -> zmq.Socket[Any]:
-    """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises EHOSTUNREACH."""
-    socket = context.socket(zmq.ROUTER)
+def bind_router(
+    context: zmq.Context[Any], address: str, *, max_frame_bytes: int = MAX_MESSAGE_BYTES
+) -> zmq.Socket[Any]:
+    """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises."""
+    socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -65,7 +67,7 @@ def connect_dealer(
     context: zmq.Context[Any], address: str, name: bytes, *, max_frame_bytes: int = MAX_MESSAGE_BYTES
 ) -> zmq.Socket[Any]:
     """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself."""
-    socket = context.socket(zmq.DEALER)
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.IDENTITY, name)
     socket.connect(address)

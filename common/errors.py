@@ -1,14 +1,16 @@
 """Every error that Tandem raises on purpose.
 
-    TandemError
-    ├── StartError        a process cannot start: what, why, what to do (at most five lines on the screen)
-    ├── RequestError      one request is refused or fails: HTTP status and OpenAI's error fields
-    ├── WireError         bytes from another process are not a valid message; the sender is at fault, nothing else is
-    ├── OutOfBlocks       the KV pool cannot give what was asked; who wanted what, who holds it
-    └── InvariantBroken   our own bookkeeping is wrong; ends the process, loudly
+TandemError
+├── StartError        a process cannot start: what, why, what to do (at most five lines on the screen)
+├── RequestError      one request is refused or fails: HTTP status and OpenAI's error fields
+├── WireError         bytes from another process are not a valid message; the sender is at fault, nothing else is
+├── OutOfBlocks       the KV pool cannot give what was asked; who wanted what, who holds it
+└── InvariantBroken   our own bookkeeping is wrong; ends the process, loudly
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class TandemError(Exception):
@@ -48,9 +50,11 @@ class WireError(TandemError):
 class OutOfBlocks(TandemError):
     """The pool cannot give ``wanted`` blocks: ``free`` are free and ``evictable`` could be evicted."""
 
-    def __init__(self, holder: str, wanted: int, free: int, evictable: int, held: dict[str, int]) -> None:
+    def __init__(self, holder: str, wanted: int, free: int, evictable: int, held: Mapping[str, int]) -> None:
         top = ", ".join(f"{name} {count}" for name, count in sorted(held.items(), key=lambda kv: -kv[1])[:4])
-        super().__init__(f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'nobody'}")
+        super().__init__(
+            f"{holder} wants {wanted} blocks, {free} free, {evictable} evictable; held by: {top or 'nobody'}"
+        )
         self.holder, self.wanted, self.free, self.evictable = holder, wanted, free, evictable
 
 

@@ -62,7 +62,7 @@ class Membership:
         send(self._socket, message)
 
     def receive(self) -> Iterator[Any]:
-        """Every control message that has arrived. Welcome starts the heart, Rejoin says Hello again; both are passed on."""
+        """Every control message that has arrived. Welcome starts the heart, Rejoin says Hello; both are passed on."""
         while True:
             try:
                 message = receive(self._socket, ToWorker)

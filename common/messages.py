@@ -61,8 +61,8 @@ class Hello(Message, tag="hello"):
 
 class Heartbeat(Message, tag="heartbeat"):
     """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
-    so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids, joined.
-    ``step_ms`` is how long the running engine step has taken so far, -1 when idle."""
+    so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids,
+    joined. ``step_ms`` is how long the running engine step has taken so far, -1 when idle."""
 
     incarnation: Incarnation
     acted_on: int
@@ -87,10 +87,10 @@ class Logprobs(Message):
 
 
 class Tokens(Message, tag="tokens"):
-    """One message per engine step, in columns: spans of output tokens. Column i: ``counts[i]`` tokens of output positions
-    ``starts[i]``... of (request, choice, attempt). ``finish`` is a FinishReason, not 0 on the last span of a choice;
-    ``stop_ids`` the token id that stopped it, else -1. ``logprobs`` matches ``ids``, or is empty when no span wants any
-    (an entry is None where its request wants none)."""
+    """One message per engine step, in columns: spans of output tokens. Column i: ``counts[i]`` tokens of output
+    positions ``starts[i]``... of (request, choice, attempt). ``finish`` is a FinishReason, not 0 on the last span of a
+    choice; ``stop_ids`` the token id that stopped it, else -1. ``logprobs`` matches ``ids``, or is empty when no span
+    wants any (an entry is None where its request wants none)."""
 
     requests: bytes
     choices: tuple[int, ...]
@@ -259,8 +259,8 @@ class Ack(Message, tag="ack"):
 
 
 class Commit(Message, tag="commit"):
-    """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded in
-    order give ``checksum``. ``first`` are the first tokens, one per choice, as uint32; ``finish`` their FinishReasons."""
+    """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded
+    in order give ``checksum``. ``first`` are the first tokens (uint32) and ``finish`` their reasons, one per choice."""
 
     request: Id
     attempt: Count

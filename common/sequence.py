@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from common.ids import SequenceId
+from common.ids import BlockId, SequenceId
 from common.request import FinishReason, Request
 
 
@@ -20,7 +20,17 @@ class Sequence:
     prompt row is sampled once per choice, and :meth:`fork` then makes the others.
     """
 
-    __slots__ = ("attempt", "choice", "computed", "finish", "max_length", "prompt_length", "request", "siblings", "tokens")
+    __slots__ = (
+        "attempt",
+        "choice",
+        "computed",
+        "finish",
+        "max_length",
+        "prompt_length",
+        "request",
+        "siblings",
+        "tokens",
+    )
 
     def __init__(self, request: Request, attempt: int, max_length: int, choice: int = 0) -> None:
         self.request, self.attempt, self.choice = request, attempt, choice
@@ -96,7 +106,7 @@ class Batch:
     """One step: segments, and for each the block ids that cover its sequence's tokens ``[0, end)``."""
 
     segments: tuple[Segment, ...]
-    tables: tuple[Seq[int], ...]
+    tables: tuple[Seq[BlockId], ...]
 
     @property
     def length(self) -> int:

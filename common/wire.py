@@ -2,7 +2,7 @@
 
 MessagePack on the wire, never pickle; no class names, no module paths. Bytes from a socket are unpacked with explicit
 limits on every length and on nesting, ExtType and timestamps are refused, and the result is converted strictly to one
-of the message types of :mod:`common.messages`. Whatever is wrong raises :class:`~common.errors.WireError`, nothing else.
+of the message types of :mod:`common.messages`. Whatever is wrong raises :class:`~common.errors.WireError`.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from typing import Any, Protocol
 
 import zmq
 
-from common.errors import InvariantBroken, StartError
+from common.engine.planner import Planner, Sampled
+from common.errors import StartError
 from common.ids import TransferId
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.membership import Membership, Snapshot
 from common.messages import Cached, Drain, Failed, Goodbye, Hello, Rejoin, Turned, Welcome
-from common.engine.planner import Planner, Sampled
 from common.request import Request
 from common.sequence import Batch, Sequence, StepResult
 
@@ -118,6 +118,10 @@ class Worker(abc.ABC):
         """Takes and sends what hand-offs have to exchange, without waiting."""
 
     @abc.abstractmethod
+    def before_step(self, batch: Batch, now: float) -> None:
+        """Notes what is about to be computed."""
+
+    @abc.abstractmethod
     def sampled(self, samples: list[Sampled], now: float) -> None:
         """Tokens were sampled: pass them on."""
 
@@ -141,7 +145,7 @@ class Worker(abc.ABC):
                 self.close()
 
     def turn(self) -> float:
-        """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep before the next."""
+        """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
         now = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)
@@ -154,7 +158,7 @@ class Worker(abc.ABC):
         return 0.0 if batch is not None else TIMER_S if self.holdings() else IDLE_S
 
     def _wait(self, seconds: float) -> None:
-        for ready, _ in self.poller.poll(seconds * 1000):
+        for ready, _ in self.poller.poll(int(seconds * 1000)):
             if ready == self._wake_reader.fileno():
                 self._wake_reader.recv(64)
 
@@ -233,11 +237,11 @@ class Worker(abc.ABC):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _step(self, batch: Batch) -> None:
-        self.membership.step_started_at = self.clock()
-        try:
-            result = self._run(batch)
-        finally:
-            self.membership.step_started_at = None
+        now = self.clock()
+        self.before_step(batch, now)
+        self.membership.step_started_at = now
+        result = self.engine.step(batch)
+        self.membership.step_started_at = None
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -248,24 +252,6 @@ class Worker(abc.ABC):
         self.count("steps")
         self.count("step_seconds", result.seconds)
         self.count("step_tokens", batch.length)
-
-    def _run(self, batch: Batch) -> StepResult:
-        """One step; if it raises, each segment alone, so that only the request at fault fails."""
-        try:
-            return self.engine.step(batch)
-        except (InvariantBroken, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            log.exception("an engine step failed; its requests are tried one by one")
-            if len(batch.segments) == 1:
-                return StepResult([[]], [[]], 0.0, {0: str(error)})
-        results = [
-            self._run(Batch((segment,), (table,)))
-            for segment, table in zip(batch.segments, batch.tables, strict=True)
-        ]
-        errors = {index: result.errors[0] for index, result in enumerate(results) if result.errors}
-        tokens, logprobs = [each.tokens[0] for each in results], [each.logprobs[0] for each in results]
-        return StepResult(tokens, logprobs, sum(each.seconds for each in results), errors)
 
     # -- telling about itself -----------------------------------------------------------------------------------------
 
@@ -320,7 +306,9 @@ class Worker(abc.ABC):
     def close(self) -> None:
         """Drops everything, says Goodbye, and leaves no socket or thread behind."""
         self._drop_all()
-        self.membership.close(Goodbye(self.membership.hello.incarnation, "drained" if self.draining_until else "stopped"))
+        self.membership.close(
+            Goodbye(self.membership.hello.incarnation, "drained" if self.draining_until else "stopped")
+        )
         self.close_links()
         self._wake_reader.close()
         self._wake_writer.close()

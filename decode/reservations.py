@@ -1,7 +1,7 @@
 """Blocks kept for KV that is on its way.
 
-Pure. A reservation takes all blocks of its prompt before a byte may leave prefill, and pins the prefix that decode has in
-its own cache, so only the rest travels. When blocks are short it waits here in order of arrival; sequences parked by
+Pure. A reservation takes all blocks of its prompt before a byte may leave prefill, and pins the prefix that decode has
+in its own cache, so only the rest travels. When blocks are short it waits here in order of arrival; sequences parked by
 preemption come before it.
 
     asked ── blocks ──► granted ── claim ──► a running sequence         asked | granted ── drop ──► gone
@@ -57,7 +57,7 @@ class Reservations:
         self._waiting[reservation.transfer] = reservation
 
     def grant(self, spare_blocks: int) -> Reservation | None:
-        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running sequences to grow; None if it cannot."""
+        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running ones to grow; None if it cannot."""
         if not self._waiting:
             return None
         transfer, reservation = next(iter(self._waiting.items()))

@@ -22,9 +22,9 @@ import msgspec
 from common.engine.planner import Sampled
 from common.errors import InvariantBroken
 from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Logprobs, Reserve, Resend, Timing
+from common.messages import Abort, Commit, Generate, Hello, Logprobs, Resend, Reserve, Timing
 from common.request import FinishReason, Request
-from common.sequence import Batch, Sequence, StepResult
+from common.sequence import Batch, Sequence
 from common.spans import SpanWriter, to_wire
 from common.worker import Worker
 from decode.reservations import Reservation, Reservations
@@ -33,7 +33,7 @@ from kvtransfer.receiver import Failed, Landed, Receiver
 log = logging.getLogger("tandem.decode")
 
 BUSY_PUMP_S = 0.003
-"""Time for moving KV between two steps while streams are running (they feel it); when idle there is no hurry to stop."""
+"""Time for moving KV between two steps while streams are running (they feel it); when idle there is no hurry."""
 IDLE_PUMP_S = 0.1
 KEPT_FOR_RESEND = 256
 
@@ -175,15 +175,13 @@ class DecodeWorker(Worker):
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> StepResult:
-        now = self.clock()
+    def before_step(self, batch: Batch, now: float) -> None:
         for segment in batch.segments:
             life = self._lives[segment.sequence.id.transfer]
             if not life.started_at:
                 life.started_at = now
                 if not life.local:
                     self._time(segment.sequence, {"decode_wait_ms": (now - life.landed_at) * 1000})
-        return super()._run(batch)
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
         writer = SpanWriter()

@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 
+from common import device
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
@@ -41,22 +42,22 @@ def run(config: WorkerConfig) -> int:
 def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
-    from common.device import pin  # torch is imported only once nothing cheaper can fail any more
-    from common.engine.runner import load_engine
+    machine = device.probe()
+    device.pin(config.cores, config.threads)
+    from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
 
-    pin(config.cores, config.threads)
-    batched_tokens = max(config.max_num_batched_tokens or CPU_BATCHED_TOKENS, config.max_num_seqs)
+    default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS
+    batched_tokens = max(config.max_num_batched_tokens or default_tokens, config.max_num_seqs)
     engine = load_engine(
         checkpoint,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
-        kv_bytes=config.kv_cache_memory,
+        kv_bytes=config.kv_cache_memory or device.kv_budget(config.workers_on_host),
         num_kv_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_batched_tokens=batched_tokens,
         max_num_seqs=config.max_num_seqs,
         batch_hint=batched_tokens if config.role == "prefill" else DECODE_ROWS_HINT,
-        workers_on_host=config.workers_on_host,
         progress=lambda done, total, text: status.report("loading", done, total, text),
         trust_remote_code=config.trust_remote_code,
     )
@@ -91,14 +92,14 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         vocab_size=engine.vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens,
-        device=engine.device,
+        device=machine.kind,
         dtype=engine.layout.dtype,
     )
     worker = _role(config.role)(engine, settings, hello)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,
-        device=engine.device,
+        device=machine.kind,
         dtype=engine.layout.dtype,
         notes=list(engine.notes),
     )

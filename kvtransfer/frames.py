@@ -46,7 +46,7 @@ class FrameHeader:
     transfer: TransferId
     number: int
     cells: Rectangle
-    bytes: int
+    size_bytes: int
     checksum: int
 
     def pack(self) -> bytes:
@@ -60,7 +60,7 @@ class FrameHeader:
             cells.last_layer,
             cells.first_token,
             cells.last_token,
-            self.bytes,
+            self.size_bytes,
             self.checksum,
         )
 
@@ -77,7 +77,7 @@ class FrameHeader:
 
 def checksum_of(data: Bytes) -> int:
     """XXH3-64 of canonical bytes (https://xxhash.com); the hash releases the interpreter lock."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def fold(total: int, checksum: int) -> int:

@@ -55,14 +55,20 @@ class Outbox:
             span.ready = max(span.ready, layers)
 
     def next(self) -> Rectangle | None:
-        """The next rectangle worth sending, or None until more is computed."""
+        """The next rectangle worth sending, or None until more is computed.
+
+        A layer of a later span waits for the same layer of the span before it: the receiver takes a layer's tokens in
+        order.
+        """
+        before = self._layers
         for span in self._spans:
-            last, size = span.sent, 0
-            while last < span.ready and size < self.target_bytes:
+            last, size, ready = span.sent, 0, min(span.ready, before)
+            while last < ready and size < self.target_bytes:
                 size += self.layout.range_bytes(last, last + 1, span.last_token - span.first_token)
                 last += 1
             if size >= self.target_bytes or (last == self._layers and last > span.sent):
                 return self._take(span, last)
+            before = span.sent
         return None
 
     def _take(self, span: _Span, last_layer: int) -> Rectangle:

@@ -188,7 +188,9 @@ class Receiver:
         session, link = incoming.session, incoming.link
         assert link is not None
         name, credit = link.name, self._credit_bytes
-        self._reply(incoming.peer, Grant(session.transfer.request, session.transfer.attempt, session.have, name, credit))
+        self._reply(
+            incoming.peer, Grant(session.transfer.request, session.transfer.attempt, session.have, name, credit)
+        )
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)

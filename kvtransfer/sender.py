@@ -190,7 +190,9 @@ class Sender:
         match message:
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
-                    self._lose(outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False)
+                    self._lose(
+                        outgoing, f"decode wants link {message.link!r}, allowed is {self._transport}", told=False
+                    )
                     return
                 if message.have < session.tokens:
                     session.granted(message.have, message.link, message.credit_bytes, now)

@@ -146,7 +146,7 @@ class SenderSession(Session):
     def acked(self, frame: int, now: float) -> None:
         """Frames up to ``frame`` inclusive are placed."""
         while self._unacked and self._unacked[0].number <= frame:
-            self._unacked_bytes -= self._unacked.popleft().bytes
+            self._unacked_bytes -= self._unacked.popleft().size_bytes
             self.progress_at = self._resent_at = now
         while self._again and self._again[0].number <= frame:
             self._again.popleft()
@@ -225,7 +225,7 @@ class ReceiverSession(Session):
         inside = cells.last_layer <= len(self._upto) and cells.last_token <= self.tokens
         if not inside or any(self._upto[layer] != cells.first_token for layer in cells.layers):
             return Verdict.STRANGE
-        if header.bytes != self.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens)):
+        if header.size_bytes != self.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens)):
             return Verdict.STRANGE
         return Verdict.TAKE
 
@@ -237,7 +237,7 @@ class ReceiverSession(Session):
         for layer in header.cells.layers:
             self._upto[layer] = header.cells.last_token
         self.frames += 1
-        self.bytes += header.bytes
+        self.bytes += header.size_bytes
         self.checksum = fold(self.checksum, header.checksum)
         self.progress_at = now
 

@@ -15,12 +15,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from common.engine.planner import Sampled
 from common.ids import TransferId, pack_tokens, transfer_holder
 from common.kv.table import BlockTable
 from common.messages import Abort, Peer, Prefill, Resend, Timing
-from common.engine.planner import Sampled
 from common.request import FinishReason
-from common.sequence import Batch, Sequence, StepResult
+from common.sequence import Batch, Sequence
 from common.spans import SpanWriter, stop_id, to_wire
 from common.worker import Worker
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
@@ -33,7 +33,7 @@ PUMP_S = 0.005
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that this worker has in hand; ``table`` is set once its sequence is over and its blocks wait for decode."""
+    """A prompt that this worker has in hand; ``table`` is set once its blocks only wait for decode."""
 
     sequence: Sequence
     peer: Peer
@@ -47,7 +47,7 @@ class PrefillWorker(Worker):
 
     def open_links(self) -> None:
         self._prompts: dict[TransferId, _Prompt] = {}
-        self._batch: Batch | None = None
+        self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
         self._pumped_at = 0.0
         self.sender = Sender(
@@ -111,23 +111,16 @@ class PrefillWorker(Worker):
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> StepResult:
-        now = self.clock()
+    def before_step(self, batch: Batch, now: float) -> None:
         for segment in batch.segments:
             prompt = self._prompts[segment.sequence.id.transfer]
             prompt.started_at = prompt.started_at or now
         self._batch = batch
-        try:
-            return super()._run(batch)
-        finally:
-            self._batch = None
 
     def _on_layer(self, layer: int) -> None:
         """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed."""
-        if self._batch is None:  # warming up
-            return
-        now = self.clock()
-        for segment, table in zip(self._batch.segments, self._batch.tables, strict=True):
+        batch, now = self._batch, self.clock()
+        for segment, table in zip(batch.segments, batch.tables, strict=True):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, layer + 1, now)
         if now - self._pumped_at > PUMP_S:
             self._pump(now)

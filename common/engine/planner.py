@@ -193,7 +193,7 @@ class Planner:
         return budget
 
     def _plan_waiting(self, segments: list[Segment], budget: int) -> None:
-        """Admits in rank order and stops at the first that does not fit, so that a long prompt is not overtaken for ever."""
+        """Admits in rank order and stops at the first that does not fit: a long prompt is not overtaken for ever."""
         while self._waiting and budget > 0 and len(segments) < self.max_sequences:
             entry = self._waiting[0]
             if len(self._running) >= self.max_sequences or not self._admit(entry):
@@ -220,7 +220,7 @@ class Planner:
         return True
 
     def _room(self, entry: _Entry) -> bool:
-        """Room for one more token, parking lower ranks until it is found; False if the entry itself is or gets parked."""
+        """Room for one more token, parking lower ranks until it is found; False if the entry itself is parked."""
         while entry.table is not None:
             try:
                 self.cache.grow(entry.table, len(entry.sequence.tokens))

@@ -5,12 +5,12 @@ Pure: it moves no bytes. Copies that a change needs (a fork's partial block) are
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.errors import InvariantBroken
 from common.ids import CACHE, BlockId, Holder
-from common.kv.pool import BlockPool
+from common.kv.pool import BlockPool, Generations
 from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain
 from common.kv.table import BlockTable
 
@@ -36,7 +36,7 @@ class KvCache:
         model_fingerprint: str,
         kv_dtype: str,
         prefix_caching: bool = True,
-        generations: MutableSequence[int] | None = None,
+        generations: Generations | None = None,
     ) -> None:
         self.block_size = block_size
         self.prefix = PrefixIndex(block_size)

@@ -1,9 +1,9 @@
 """The bytes of a paged KV pool in host memory, as a file without a name that other processes may map read-only.
 
 The pool is a sealed memfd: it is gone with its owner even after SIGKILL, and nobody else can get a writable mapping.
-Behind the blocks lies one generation word per block, which a reader in another process checks before and after its copy.
-Reads and writes here are in the canonical form of :mod:`common.kv.layout` and use numpy only, so that a process without
-torch can hold a pool; :mod:`common.kv.store` lays torch tensors over the same bytes.
+Behind the blocks lies one generation word per block, which a reader in another process checks before and after its
+copy. Reads and writes here are in the canonical form of :mod:`common.kv.layout` and use numpy only, so that a process
+without torch can hold a pool; :mod:`common.kv.store` lays torch tensors over the same bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from common.ids import BlockId
 from common.kv.layout import KvLayout
 
 Bytes = npt.NDArray[np.uint8]
+Table = Sequence[BlockId] | npt.NDArray[np.int64]
+"""Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
 # fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
@@ -46,7 +48,7 @@ class KvMemory:
 
     @classmethod
     def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
-        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is not right."""
+        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong."""
         memory = cls.__new__(cls)
         memory.fd = fd
         if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
@@ -75,7 +77,7 @@ class KvMemory:
 
     # -- canonical reads and writes -----------------------------------------------------------------------------------
 
-    def read(self, table: Sequence[BlockId], tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
+    def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
 
         Per layer all keys, then all values. ``out`` is where to put them, if given (exactly that many bytes).
@@ -86,12 +88,12 @@ class KvMemory:
             flat.copy_out(self.raw, rows, buffer[at : at + rows.tokens * flat.row_bytes])
         return buffer
 
-    def write(self, table: Sequence[BlockId], tokens: range, layers: range, data: Bytes) -> None:
+    def write(self, table: Table, tokens: range, layers: range, data: Bytes) -> None:
         """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``."""
         for rows, at, flat in self._parts(table, tokens, layers):
             flat.copy_in(self.raw, rows, data[at : at + rows.tokens * flat.row_bytes])
 
-    def _parts(self, table: Sequence[BlockId], tokens: range, layers: range) -> Any:
+    def _parts(self, table: Table, tokens: range, layers: range) -> Any:
         rows = _Rows(table, tokens, self.layout.block_size)
         at = 0
         for index in layers:
@@ -106,7 +108,7 @@ class KvMemory:
 class _Rows:
     """A token range of a table: a partial head block, whole blocks, a partial tail block (each may be missing)."""
 
-    def __init__(self, table: Sequence[BlockId], tokens: range, block_size: int) -> None:
+    def __init__(self, table: Table, tokens: range, block_size: int) -> None:
         self.tokens = len(tokens)
         first, last = tokens.start, tokens.stop
         whole_first, whole_last = -(-first // block_size), last // block_size
@@ -123,9 +125,11 @@ class _Rows:
         self.whole_at = whole_first * block_size - first
         count = len(self.whole)
         start = int(self.whole[0]) if count else 0
-        self.run = slice(start, start + count) if count and int(self.whole[-1]) - start == count - 1 and bool(
-            (np.diff(self.whole) == 1).all()
-        ) else None
+        self.run = (
+            slice(start, start + count)
+            if count and int(self.whole[-1]) - start == count - 1 and bool((np.diff(self.whole) == 1).all())
+            else None
+        )
 
 
 class _Part:
@@ -164,5 +168,3 @@ def host_id() -> str:
         boot = file.read().strip()
     spaces = ":".join(os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
     return f"{boot}/{spaces}/{os.getuid()}"
-
-

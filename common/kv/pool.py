@@ -1,8 +1,8 @@
 """Which KV block is held by whom.
 
-Pure. A block has *holders*, not an owner: it is free when nobody holds it, evictable when only ``cache`` does, and never
-given out while anybody else holds it. Tying a block's life to a request's life instead is the most repeated bug family of
-prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313).
+Pure. A block has *holders*, not an owner: it is free when nobody holds it, evictable when only ``cache`` does, and
+never given out while anybody else holds it. Tying a block's life to a request's life instead is the most repeated bug
+family of prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313).
 
     free ── take ──► held ── last drop ──► free            (or ──► evictable, when ``cache`` still holds it)
     evictable ── share ──► held            evictable ── take, least recently used first ──► held by the taker
@@ -11,11 +11,19 @@ prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313)
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, MutableSequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 from common.errors import InvariantBroken, OutOfBlocks
 from common.ids import CACHE, BlockId, Holder
+
+
+class Generations(Protocol):
+    """A mutable array of one counter per block: a list, or words in shared memory."""
+
+    def __getitem__(self, block: int, /) -> Any: ...
+
+    def __setitem__(self, block: int, count: Any, /) -> None: ...
 
 
 class PoolCounts(NamedTuple):
@@ -38,13 +46,13 @@ class BlockPool:
         self,
         total: int,
         on_evict: Callable[[BlockId], None] | None = None,
-        generations: MutableSequence[int] | None = None,
+        generations: Generations | None = None,
     ) -> None:
         if total <= 0:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
         self.on_evict = on_evict or (lambda block: None)
-        self.generations = [0] * total if generations is None else generations
+        self.generations: Generations = [0] * total if generations is None else generations
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(total))
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]
@@ -81,7 +89,7 @@ class BlockPool:
         if holder == CACHE:
             raise InvariantBroken("the cache shares blocks that were computed, it never takes empty ones")
         if count > self.available:
-            held = {name: n for name, n in self._held.items() if n and name != CACHE}
+            held = {str(name): n for name, n in self._held.items() if n and name != CACHE}
             raise OutOfBlocks(holder, count, len(self._free), len(self._evictable), held)
         return [self._take_one(holder) for _ in range(count)]
 

@@ -36,7 +36,7 @@ def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -
 
 
 class PrefixIndex:
-    """Maps the chain key at the end of a full block to the block. Holds nothing itself: the pool's ``cache`` holder does.
+    """Maps the chain key at the end of a full block to the block. The pool's ``cache`` holder holds it, not the index.
 
     Changes are collected for announcing to the coordinator (:meth:`take_changes`).
     """

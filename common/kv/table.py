@@ -1,7 +1,7 @@
 """The blocks that cover one sequence's tokens, in order.
 
 Pure. A table is a list of block ids held by one holder; position ``p`` lies in block ``p // block_size`` at offset
-``p % block_size``. Full blocks may be shared with other tables and with the prefix cache, the last partial one never is.
+``p % block_size``. Full blocks may be shared with other tables and the prefix cache, the last partial one never is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a link promises: KV cells of a sender's pool arrive in a receiver's pool, or an error says so.
 
 A link decides how the bytes of one frame travel beside its header: in the message itself, or as directions to where the
-receiver can pull them. The receiver writes its own memory (never the sender), and only after :meth:`Link.place` has seen
-the right checksum over the bytes it holds itself do they count as arrived.
+receiver can pull them. The receiver writes its own memory (never the sender), and only after :meth:`Link.place` has
+seen the right checksum over the bytes it holds itself do they count as arrived.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import zmq
-
 from common.errors import WireError
 from common.ids import BlockId
 from common.kv.memory import Bytes, KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 
-Payload = zmq.Frame | bytes | Bytes
+Payload = bytes | memoryview
 
 
 class SendLink(Protocol):
@@ -36,14 +34,14 @@ class ReceiveLink(Protocol):
     name: str
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
-        """Puts the cells into the blocks of ``table``; WireError, with nothing written, if they are not what was said."""
+        """Puts the cells into the blocks of ``table``; WireError, nothing written, if they are not what was said."""
         ...
 
 
 def placed(header: FrameHeader, data: Bytes, memory: KvMemory, table: Sequence[BlockId]) -> None:
     """Checks the receiver's own copy of the cells and writes it into its blocks."""
-    if data.nbytes != header.bytes:
-        raise WireError(f"a frame of {data.nbytes} bytes, {header.bytes} announced")
+    if data.nbytes != header.size_bytes:
+        raise WireError(f"a frame of {data.nbytes} bytes, {header.size_bytes} announced")
     if checksum_of(data) != header.checksum:
         raise WireError(f"frame {header.number} of {header.transfer} fails its checksum")
     memory.write(table, header.cells.tokens, header.cells.layers, data)

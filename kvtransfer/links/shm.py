@@ -1,11 +1,11 @@
 """The link on one host: the receiver maps the sender's pool read-only and pulls.
 
 The message carries only which blocks, and the generation of each. The sender holds those blocks until the receiver has
-acknowledged them; if its hold ended early (its lease lapsed) and a block was given to somebody else, the generation word
-has moved on, and the reader, who looks before and after its copy, drops what it read.
+acknowledged them; if its hold ended early (its lease lapsed) and a block was given to somebody else, the generation
+word has moved on, and the reader, who looks before and after its copy, drops what it read.
 
-The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user. It has a
-thread of its own because the sender's engine may be in the middle of a long step when a receiver knocks.
+The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user. It has
+a thread of its own because the sender's engine may be in the middle of a long step when a receiver knocks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ShmReceiveLink:
         if len(payload) != 12 * count:
             raise WireError(f"directions of {len(payload)} bytes for {count} blocks")
         generations = np.frombuffer(payload, "<u8", count)
-        ids = np.frombuffer(payload, "<u4", count, 8 * count).astype(np.intp)
+        ids = np.frombuffer(payload, "<u4", count, 8 * count).astype(np.int64)
         if int(ids.max()) >= self.source.blocks:
             raise WireError(f"block {int(ids.max())} of a pool of {self.source.blocks}")
         shift = first * block_size

@@ -22,7 +22,7 @@ class ZmqSendLink:
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         data = self.memory.read(table, cells.tokens, cells.layers)
-        return data, data.nbytes, checksum_of(data)
+        return data.data, data.nbytes, checksum_of(data)
 
 
 class ZmqReceiveLink:

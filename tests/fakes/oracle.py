@@ -2,8 +2,8 @@
 
 The KV of position p is a keyed rolling hash of tokens 0..p, different in every layer and in keys and values. The next
 token is a function of *all* KV bytes of the sequence as read back from the pool, the seed, the choice and the output
-position. A stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right stream
-is computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts in a fraction of a second.
+position. A stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right
+stream is computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _roll(before: int, token: int) -> int:
 
 def _row(rolled: int, layer: int, part: int, width: int) -> bytes:
     """``width`` bytes of keys (part 0) or values (part 1) of one position."""
-    text = b"".join(xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 16)))
+    text = b"".join(
+        xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 16))
+    )
     return text[:width]
 
 

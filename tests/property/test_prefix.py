@@ -91,8 +91,7 @@ def test_the_index_is_a_dictionary_of_prefixes(block_size: int, data: st.DataObj
         assert index.match(chain, limit) == model.match(salt, tokens, limit)
         assert len(index) == len(model.block_of)
         assert sorted(index.blocks()) == sorted(model.block_of.values())
-        announced |= set(index.added)
-        announced -= set(index.removed)
-        index.added.clear()
-        index.removed.clear()
+        added, removed = index.take_changes()
+        assert not set(added) & set(removed), "a change is told in its final state"
+        announced = (announced | set(added)) - set(removed)
         assert len(announced) == len(index), "announcements lead a listener to the same set"

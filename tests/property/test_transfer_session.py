@@ -1,0 +1,174 @@
+"""Both state machines of a hand-off over a link that loses, repeats and delays: it ends right, or it ends."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.ids import RequestId, TransferId
+from common.kv.layout import KvLayout, LayerLayout
+from common.messages import Accept, Ack, Commit
+from kvtransfer.frames import FrameHeader
+from kvtransfer.plan import Outbox
+from kvtransfer.session import Limits, ReceiverSession, SenderSession, TransferState, Verdict
+
+TRANSFER = TransferId(RequestId(b"r" * 16), 1)
+LIMITS = Limits(no_progress_s=5.0)
+
+
+def make_layout(layers: int, block_size: int = 16) -> KvLayout:
+    return KvLayout(tuple(LayerLayout(1 + i % 2, 2, 1 + i % 3) for i in range(layers)), "float32", block_size)
+
+
+@st.composite
+def progress(draw: st.DrawFn) -> tuple[int, int, int, list[int], int]:
+    """layers, have, total, the ends of the chunks in which prefill computes, and how many of them before the grant."""
+    layers = draw(st.integers(1, 5))
+    total = draw(st.integers(1, 200))
+    have = draw(st.integers(0, total - 1))
+    ends = sorted({*draw(st.lists(st.integers(1, total), max_size=5)), total})
+    return layers, have, total, ends, draw(st.integers(0, len(ends)))
+
+
+@given(progress(), st.integers(1, 4000))
+def test_the_outbox_hands_out_every_cell_once_and_in_order(
+    case: tuple[int, int, int, list[int], int], target: int
+) -> None:
+    layers, have, total, ends, _ = case
+    layout = make_layout(layers)
+    outbox = Outbox(layout, have, total, target)
+    upto = [have] * layers
+    for end in ends:
+        for layer in range(1, layers + 1):
+            outbox.computed(end, layer)
+            while (cells := outbox.next()) is not None:
+                assert cells.last_layer <= layer or cells.last_token < end, "a cell leaves before it is computed"
+                assert all(upto[each] == cells.first_token for each in cells.layers)
+                for each in cells.layers:
+                    upto[each] = cells.last_token
+    assert upto == [total] * layers and outbox.complete
+
+
+class Network:
+    """Messages in flight in one direction; the dice decide their fate, but not for ever."""
+
+    def __init__(self, dice: random.Random, trouble: float) -> None:
+        self.dice, self.trouble, self.flying = dice, trouble, []
+
+    def send(self, message: object) -> None:
+        fate = self.dice.random() if self.dice.random() < self.trouble else 1.0
+        copies = 0 if fate < 0.5 else 2 if fate < 0.8 else 1
+        for _ in range(copies):
+            self.flying.append(message)
+        if fate < 0.9 and self.flying:
+            self.dice.shuffle(self.flying)
+
+    def arrive(self) -> list[object]:
+        arrived, self.flying = self.flying, []
+        return arrived
+
+
+@settings(deadline=None)
+@given(progress(), st.integers(0, 2**32), st.floats(0, 0.6), st.integers(200, 5000))
+def test_a_lossy_link_delays_but_never_corrupts(
+    case: tuple[int, int, int, list[int], int], seed: int, trouble: float, credit: int
+) -> None:
+    layers, have, total, ends, early = case
+    layout = make_layout(layers)
+    dice = random.Random(seed)
+    forth, back = Network(dice, trouble), Network(dice, trouble)
+    sender = SenderSession(TRANSFER, layout, total, 0.0, LIMITS)
+    receiver = ReceiverSession(TRANSFER, layout, total, have, 0.0, LIMITS)
+    received: dict[tuple[int, int], int] = {}
+    now, done = 0.0, 0
+    for end in ends[:early]:
+        sender.computed(end, layers, now)
+    sender.granted(have, "zmq", credit, now)
+    for _ in range(4000):
+        now += 0.05
+        if early + done < len(ends):
+            sender.computed(ends[early + done], layers, now)
+            done += 1
+        commit_again = sender.tick(now)
+        if sender.state is TransferState.EXPIRED:
+            break
+        push(sender, layout, forth)
+        if sender.may_commit() and early + done >= len(ends):
+            sender.committed(now)
+            commit_again = True
+        if commit_again:
+            forth.send(commit_of(sender, layout))
+        for message in forth.arrive():
+            deliver(message, receiver, back, received, now)
+        for answer in back.arrive():
+            match answer:
+                case Ack(frame=frame):
+                    sender.acked(frame, now)
+                case Accept(bytes=size):
+                    sender.accepted(size, now)
+        if sender.state is TransferState.ACCEPTED:
+            break
+    assert sender.state in (TransferState.ACCEPTED, TransferState.EXPIRED), "it hangs"
+    if trouble == 0:
+        assert sender.state is TransferState.ACCEPTED
+    if receiver.state is TransferState.ACCEPTED:
+        wanted = {(layer, token): 1 for layer in range(layers) for token in range(have, total)}
+        assert received == wanted, "a cell is missing or was written twice"
+
+
+def push(sender: SenderSession, layout: KvLayout, forth: Network) -> None:
+    while (what := sender.next_cells()) is not None:
+        if isinstance(what, FrameHeader):
+            forth.send(what)
+            continue
+        size = layout.range_bytes(what.first_layer, what.last_layer, len(what.tokens))
+        forth.send(sender.sent(what, size, hash(what) & 0xFFFF))
+
+
+def commit_of(sender: SenderSession, layout: KvLayout) -> Commit:
+    counts = (sender.tokens, sender.have, sender.frames, sender.bytes, sender.checksum)
+    return Commit(*TRANSFER, *counts, layout.fingerprint, b"\0\0\0\0", (0,), (-1,))
+
+
+def deliver(
+    message: object, receiver: ReceiverSession, back: Network, received: dict[tuple[int, int], int], now: float
+) -> None:
+    """What :class:`kvtransfer.receiver.Receiver` does with a message, without sockets and bytes."""
+    if isinstance(message, FrameHeader):
+        verdict = receiver.judge(message, now)
+        assert verdict is not Verdict.STRANGE
+        if verdict is Verdict.TAKE:
+            receiver.took(message, now)
+            for layer in message.cells.layers:
+                for token in message.cells.tokens:
+                    received[layer, token] = received.get((layer, token), 0) + 1
+        if receiver.frames:
+            back.send(Ack(*TRANSFER, receiver.frames - 1, receiver.bytes))
+    elif isinstance(message, Commit) and not receiver.over:
+        if receiver.state is not TransferState.ACCEPTED:
+            if receiver.behind(message):
+                return
+            assert receiver.objection(message) == ""
+            receiver.accept(now)
+        back.send(Accept(*TRANSFER, receiver.bytes))
+
+
+@given(progress(), st.sampled_from(["tokens", "have", "frames", "bytes", "checksum", "layout"]))
+def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, list[int], int], field: str) -> None:
+    layers, have, total, _, _ = case
+    layout = make_layout(layers)
+    sender = SenderSession(TRANSFER, layout, total, 0.0, LIMITS)
+    receiver = ReceiverSession(TRANSFER, layout, total, have, 0.0, LIMITS)
+    sender.granted(have, "zmq", 1 << 30, 0.0)
+    sender.computed(total, layers, 0.0)
+    network = Network(random.Random(0), 0.0)
+    push(sender, layout, network)
+    for header in network.arrive():
+        deliver(header, receiver, network, {}, 0.0)
+    right = commit_of(sender, layout)
+    assert receiver.objection(right) == ""
+    wrong = {name: getattr(right, name) for name in right.__struct_fields__}
+    wrong[field] = "other" if field == "layout" else wrong[field] + 1
+    assert field in receiver.objection(Commit(**wrong))
