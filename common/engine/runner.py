@@ -30,7 +30,8 @@ from common.model.load import Progress, dtype_of, load_model
 from common.model.probe import Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
 from common.request import Request, SamplingParams
-from common.sequence import Batch, Segment, Sequence as Tokens, StepResult, TokenLogprobs
+from common.sequence import Batch, Segment, StepResult, TokenLogprobs
+from common.sequence import Sequence as Tokens
 
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """What torch and modelling code raise when one request's numbers are impossible or too large."""
@@ -154,6 +155,10 @@ class Engine:
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = None
         return self._logits(step)[: len(step.sampled)]
+
+    def close(self) -> None:
+        """Lets go of the pool's memory; the engine is of no use afterwards."""
+        self.store.close()
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copies whole KV blocks; to be called before the step that reads the targets."""

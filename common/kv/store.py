@@ -58,6 +58,12 @@ class KvStore:
         for source, target in copies:
             self._bytes[target].copy_(self._bytes[source])
 
+    def close(self) -> None:
+        """Drops the views, so that the memory can be unmapped, and closes it."""
+        self._k, self._v = [], []
+        del self._bytes
+        self.memory.close()
+
     def clear(self, blocks: Iterable[int]) -> None:
         """Zeroes whole blocks."""
         for block in blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,12 +22,26 @@ from common.kv.store import KvStore
 BLOCK = 16
 
 
-def make_store(layer: LayerLayout, blocks: int, dtype: str = "float32", layers: int = 2) -> KvStore:
-    store = KvStore(KvMemory(KvLayout((layer,) * layers, dtype, BLOCK), blocks))
-    for index in range(layers):
-        store.k(index).copy_(torch.randn(store.k(index).shape))
-        store.v(index).copy_(torch.randn(store.v(index).shape))
-    return store
+MakeStore = Callable[..., KvStore]
+
+
+@pytest.fixture
+def make_store() -> Iterator[MakeStore]:
+    stores: list[KvStore] = []
+
+    def make(layer: LayerLayout, blocks: int, dtype: str = "float32") -> KvStore:
+        store = KvStore(KvMemory(KvLayout((layer, layer), dtype, BLOCK), blocks))
+        stores.append(store)
+        for part in (store.k(0), store.v(0), store.k(1), store.v(1)):
+            part.copy_(torch.randn(part.shape))
+        return store
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(threads)
+    for store in stores:
+        store.close()
 
 
 def random_spans(rng: random.Random, blocks: int, shapes: list[tuple[int, int]]) -> list[Span]:
@@ -62,7 +77,9 @@ HEADS = {"gqa": (LayerLayout(2, 16, 16), 6), "mha": (LayerLayout(3, 8, 8), 3), "
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_equals_the_oracle(shape: str, option: str, heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_oracle(
+    shape: str, option: str, heads: str, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "TILE_SCORES", 2000)
     monkeypatch.setattr(cpu, "TILE_ROWS", (4, 48))
     torch.manual_seed(0)
@@ -82,7 +99,7 @@ def test_equals_the_oracle(shape: str, option: str, heads: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close(dtype: str) -> None:
+def test_half_precision_is_close(dtype: str, make_store: MakeStore) -> None:
     torch.manual_seed(1)
     store = make_store(LayerLayout(2, 32, 32), 100, dtype)
     spans = random_spans(random.Random(1), 100, SHAPES["mixed"])
@@ -93,7 +110,7 @@ def test_half_precision_is_close(dtype: str) -> None:
     torch.testing.assert_close(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_rubbish_behind_a_sequence_is_never_read() -> None:
+def test_rubbish_behind_a_sequence_is_never_read(make_store: MakeStore) -> None:
     store = make_store(LayerLayout(2, 16, 16), 40)
     spans = random_spans(random.Random(2), 40, [(20, 1), (100, 1), (3, 6), (0, 1)])
     query = torch.randn(9, 4, 16)
@@ -105,7 +122,7 @@ def test_rubbish_behind_a_sequence_is_never_read() -> None:
     assert torch.equal(fast.attend(fast.plan(spans), 0, query, Params(0.25)), before)
 
 
-def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
+def test_one_long_sequence_does_not_pad_the_short_ones(make_store: MakeStore) -> None:
     store = make_store(LayerLayout(1, 8, 8), 400)
     spans = random_spans(random.Random(3), 400, [(4000, 1), *((30, 1) for _ in range(20))])
     plan = CpuAttention(store).plan(spans)
@@ -123,7 +140,7 @@ def test_the_oracle_is_causal_attention() -> None:
     torch.testing.assert_close(attend_one(query, key, value, 0, Params(0.4)), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_an_unknown_backend_is_refused_in_words() -> None:
+def test_an_unknown_backend_is_refused_in_words(make_store: MakeStore) -> None:
     store = make_store(LayerLayout(1, 8, 8), 2)
     assert select_backend("cpu", store).name == "cpu"
     assert select_backend("cpu", store, "torch_ref").name == "torch_ref"
@@ -150,3 +167,4 @@ def test_the_store_agrees_with_the_canonical_bytes() -> None:
     assert torch.equal(store.k(1)[0], store.k(1)[3])
     store.clear([0])
     assert not store.k(0)[0].any() and not store.v(1)[0].any()
+    store.close()
