@@ -1,11 +1,136 @@
-"""Fixtures for every test."""
+"""Fixtures for every test, and the rule that no test leaves anything behind.
+
+After each test, once all its own fixtures are torn down, there must be no asyncio task that somebody forgot, no thread
+that would keep the interpreter alive, no open ZeroMQ socket, no shared-memory descriptor or segment, and no child
+process that was not there before. Fixtures of a wider scope are set up before the first look: what they keep is fine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import asyncio.runners
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import zmq
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes an example slow, not wrong.
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tandem")
+
+GRACE_S = 3.0
+"""How long what was told to end may take to be gone."""
+
+_sockets: weakref.WeakSet[zmq.Socket[Any]] = weakref.WeakSet()
+_abandoned: list[str] = []  # tasks that an event loop had to cancel when it was closed
+
+
+def _watch_sockets() -> None:
+    original = zmq.Socket.__init__
+
+    def watched(self: zmq.Socket[Any], *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _sockets.add(self)
+
+    zmq.Socket.__init__ = watched  # type: ignore[method-assign]
+
+
+def _watch_tasks() -> None:
+    original = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]
+
+    def watched(loop: asyncio.AbstractEventLoop) -> None:
+        _abandoned.extend(repr(task) for task in asyncio.all_tasks(loop))
+        original(loop)
+
+    asyncio.runners._cancel_all_tasks = watched  # type: ignore[attr-defined]
+
+
+_watch_sockets()
+_watch_tasks()
+
+
+class Belongings(NamedTuple):
+    """What this process has now, by kind: identity -> description."""
+
+    tasks: dict[Any, str]
+    threads: dict[Any, str]
+    sockets: dict[Any, str]
+    descriptors: dict[Any, str]
+    segments: dict[Any, str]
+    children: dict[Any, str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        return cls(
+            dict(enumerate(_abandoned)),
+            {thread.ident: repr(thread) for thread in threading.enumerate() if not thread.daemon},
+            {id(socket): repr(socket) for socket in list(_sockets) if not socket.closed},
+            _shared_descriptors(),
+            {name: f"/dev/shm/{name}" for name in os.listdir("/dev/shm")},
+            _children(),
+        )
+
+    def since(self, before: Belongings) -> list[str]:
+        """In words, what is here that was not there before."""
+        return [
+            f"{kind}: {description}"
+            for kind, mine, theirs in zip(self._fields, self, before, strict=True)
+            for identity, description in mine.items()
+            if identity not in theirs
+        ]
+
+
+def _shared_descriptors() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of this very listing
+            continue
+        if target.startswith(("/memfd:", "/dev/shm/")):
+            found[fd, target] = f"descriptor {fd} of {target}"
+    return found
+
+
+def _children() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+                started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+            except OSError:
+                continue
+            if "resource_tracker" not in command:  # multiprocessing's own, one per interpreter
+                found[pid, started] = f"process {pid}: {command or 'a zombie that nobody waits for'}"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    _abandoned.clear()
+    before = Belongings.now()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while left := Belongings.now().since(before):
+        if time.monotonic() > deadline:
+            pytest.fail("the test left behind\n  " + "\n  ".join(left), pytrace=False)
+        gc.collect()  # what only a reference cycle keeps alive is nobody's any more
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")
