@@ -1,0 +1,153 @@
+"""The coordinator as a process: sockets, signals, start and end.
+
+Owns composition: registry, gateway, router, admission, dispatcher, HTTP application. SIGTERM or SIGINT drains: new
+requests get 503, running ones finish within ``drain_timeout``; a second signal stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import uvloop
+from aiohttp import web
+
+from common.checkpoint import open_checkpoint
+from common.config import CoordinatorConfig
+from common.errors import StartError
+from coordinator.dispatch import Dispatcher, shutting_down
+from coordinator.gateway import Gateway
+from coordinator.http import MAX_HEADER_BYTES, SERVICES, Services, make_app
+from coordinator.limits import Admission
+from coordinator.metrics import Load, Metrics
+from coordinator.registry import Registry
+from coordinator.router import Router
+from coordinator.served import ServedModel
+
+log = logging.getLogger("tandem.coordinator")
+
+BACKLOG = 4_096
+_LAST_WORDS_S = 1.0
+
+
+def run(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None = None) -> int:
+    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
+
+    StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, on_ready))
+
+
+async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None) -> int:
+    config.check_binds()
+    stop = _Stop()
+    listener = _listen(config.host, config.port)
+    with contextlib.closing(listener):
+        async with running(config) as services:
+            app = make_app(services)
+            web_runner = web.AppRunner(
+                app,
+                handler_cancellation=True,
+                access_log=None,
+                keepalive_timeout=75.0,
+                max_line_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEADER_BYTES,
+                shutdown_timeout=_LAST_WORDS_S,
+            )
+            await web_runner.setup()
+            try:
+                await web.SockSite(web_runner, listener, backlog=BACKLOG).start()
+                url = f"http://{config.host}:{listener.getsockname()[1]}"
+                log.info(
+                    "serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address
+                )
+                if on_ready is not None:
+                    on_ready(url, services.dispatcher.gateway.address)
+                await stop.first.wait()
+                await drain(services, stop.second)
+            finally:
+                await web_runner.cleanup()
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
+    """Everything but HTTP, in the running event loop."""
+    checkpoint = open_checkpoint(config.model, config.revision)
+    registry = Registry(checkpoint.fingerprint)
+    model = ServedModel(checkpoint, config, registry)
+    gateway = Gateway(registry, config.control_host, config.control_port, insecure_cluster=config.insecure_cluster)
+    metrics = Metrics(model.name, registry)
+    router = Router(registry, config.local_prefill, config.no_prefill_policy)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+    dispatcher = Dispatcher(gateway, router, admission, metrics)
+    metrics.load = lambda: Load(len(dispatcher.tickets) - admission.requests, admission.requests)
+    dispatcher.start()
+    try:
+        yield Services(config, model, dispatcher, registry, metrics)
+    finally:
+        dispatcher.close()
+        gateway.close()
+        model.close()
+
+
+@contextlib.asynccontextmanager
+async def create_app(config: CoordinatorConfig) -> AsyncIterator[web.Application]:
+    """The application over running services, for tests: ``app[SERVICES]`` has the parts."""
+    async with running(config) as services:
+        yield make_app(services)
+
+
+async def drain(services: Services, second: asyncio.Event) -> None:
+    """Refuses new requests and waits for running ones; those that do not end in time get an error."""
+    dispatcher = services.dispatcher
+    dispatcher.draining = True
+    count = len(dispatcher.tickets)
+    log.info("draining: %d requests are running", count)
+    waits = [asyncio.ensure_future(event.wait()) for event in (dispatcher.idle, second)]
+    await asyncio.wait(waits, timeout=services.config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    for ticket in list(dispatcher.tickets.values()):
+        dispatcher.fail(ticket, shutting_down())
+
+
+class _Stop:
+    """SIGTERM and SIGINT as two events."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a supervisor keeps Ctrl-C for itself
+                loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; StartError if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"cannot listen on {host}:{port}",
+            error.strerror or str(error),
+            "stop what uses that port, or choose another with --port",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+__all__ = ["SERVICES", "Services", "create_app", "run", "running"]

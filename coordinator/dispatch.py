@@ -1,0 +1,521 @@
+"""Every request between the HTTP side and the workers.
+
+Owns the queue, the tickets (one per request: its life, its part of the ledger, its clock readings), the timers.
+Decisions are made by the pure cores (:mod:`lifecycle`, :mod:`router`, :mod:`registry`, :mod:`limits`); this file carries
+them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a :class:`Client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import RequestError, WireError
+from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, unpack_tokens
+from common.kv.prefix import ChainKey
+from common.messages import Abort, Failed, Generate, Logprobs, Message, Peer, Prefill, Resend, Reserve, Timing, Tokens
+from common.request import FinishReason, Request, SamplingParams
+from coordinator.gateway import Gateway
+from coordinator.lifecycle import Gap, Life, Path, State
+from coordinator.limits import Admission
+from coordinator.metrics import Metrics
+from coordinator.registry import SWEEP_S, Registry, Worker
+from coordinator.router import Need, NoWorkers, Placement, Promise, Router
+
+log = logging.getLogger("tandem.dispatch")
+
+WORKERLESS_WAIT_S = 10.0
+"""How long an admitted request waits for a worker of a role that has none left; a stream waits to its deadline."""
+RESEND_EVERY_S = 0.2
+MISSED_BEATS = 3
+"""A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
+RETRY_DELAY_S = 0.1
+"""Before a retry when a worker said no: something must change there first."""
+
+
+class Client(Protocol):
+    """Who waits for the tokens of one or more tickets. Called in the event loop; must not wait."""
+
+    def tokens(
+        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
+    ) -> bool:
+        """New tokens of a choice; True if the choice ends with them for a reason of the client's (a stop string)."""
+
+    def done(self, ticket: Ticket) -> None: ...
+
+    def failed(self, ticket: Ticket, error: RequestError) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on its way. Times in seconds of the event loop's clock."""
+
+    id: RequestId
+    prompt: bytes
+    sampling: SamplingParams
+    n: int
+    cache_salt: str
+    priority: int
+    chain: Sequence[ChainKey]
+    client: Client
+    arrived_at: float
+    tokenized_at: float
+    deadline_at: float
+    life: Life = field(init=False)
+    order: int = 0
+    queued: bool = False
+    placement: Placement | None = None
+    promise: Promise | None = None
+    timer: asyncio.TimerHandle | None = None
+    cut: bool = False
+    """A choice was ended from this side: the workers do not know."""
+    sent: dict[Incarnation, int] = field(default_factory=dict)
+    missed_beats: int = 0
+    placed_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    last_token_at: list[float] = field(init=False)
+    asked_at: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    link: str = ""
+    path: Path = "disagg"
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.n)
+        self.last_token_at = [0.0] * self.n
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def output_length(self) -> int:
+        """Accepted tokens of all choices."""
+        return sum(map(len, self.life.output))
+
+    def need(self) -> Need:
+        emitted = max(map(len, self.life.output))
+        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain)
+
+
+class Dispatcher:
+    """Places tickets, routes what workers say to them, and recovers what is lost."""
+
+    def __init__(self, gateway: Gateway, router: Router, admission: Admission, metrics: Metrics) -> None:
+        self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
+        self.registry: Registry = gateway.registry
+        self.tickets: dict[bytes, Ticket] = {}
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._queue: list[tuple[int, int, Ticket]] = []
+        self._orders = itertools.count()
+        self._on: dict[Incarnation, dict[RequestId, Ticket]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._pumping = False
+        self._workerless_since: float | None = None
+        self._ticks: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    def start(self) -> None:
+        self.gateway.start(self)
+        self._due = self._loop.time() + SWEEP_S
+        self._ticks = self._loop.call_at(self._due, self._tick)
+
+    def close(self) -> None:
+        if self._ticks is not None:
+            self._ticks.cancel()
+        for ticket in list(self.tickets.values()):
+            self.abort(ticket)
+
+    # -- the client's side ----------------------------------------------------------------------------------------
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Takes the requests in, all or none; RequestError says why not."""
+        if self.draining:
+            raise shutting_down()
+        if (role := self.router.missing_role()) is not None:
+            raise no_workers(role)
+        for ticket in tickets:
+            self._check_size(ticket)
+        self.admission.enter(len(tickets), sum(ticket.prompt_length for ticket in tickets))
+        for ticket in tickets:
+            ticket.order = next(self._orders)
+            self.tickets[ticket.id] = ticket
+            ticket.timer = self._loop.call_at(ticket.deadline_at, self._expire, ticket)
+            self._enqueue(ticket)
+        self.idle.clear()
+        self.pump()
+
+    def abort(self, ticket: Ticket) -> None:
+        """The client has left or wants no more. Idempotent."""
+        if not ticket.life.over:
+            self._end(ticket, State.ABORTED, tell_workers=True)
+            self.metrics.ended(ticket, "aborted")
+
+    def fail(self, ticket: Ticket, error: RequestError) -> None:
+        """Ends the request with an error that reaches the client."""
+        if not ticket.life.over:
+            self._end(ticket, State.FAILED, tell_workers=True)
+            self.metrics.ended(ticket, "failed")
+            ticket.client.failed(ticket, error)
+
+    def _check_size(self, ticket: Ticket) -> None:
+        wanted, blocks = self.router.largest(ticket.need())
+        if wanted > blocks:
+            raise RequestError(
+                f"This request needs {wanted} KV blocks ({ticket.prompt_length} prompt tokens, {ticket.n} x "
+                f"{ticket.sampling.max_tokens} output tokens), but the largest worker has {blocks}.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _expire(self, ticket: Ticket) -> None:
+        waiting = "a worker" if ticket.life.state is State.QUEUED else f"its end while {ticket.life.state.value}"
+        self.fail(
+            ticket,
+            RequestError(
+                f"The request's deadline passed; it was waiting for {waiting}.",
+                status=504,
+                type="timeout_error",
+                code="request_timeout",
+            ),
+        )
+
+    def _end(self, ticket: Ticket, state: State, *, tell_workers: bool) -> None:
+        """The one way out for a ticket."""
+        if ticket.queued:
+            self._leave_queue(ticket, placed=False)
+        if tell_workers:
+            self._tell(ticket.life.workers, Abort(ticket.id, ticket.life.attempt))
+        ticket.life.move(state)
+        ticket.finished_at = self._loop.time()
+        self._take_off(ticket)
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        self.tickets.pop(ticket.id, None)
+        if not self.tickets:
+            self.idle.set()
+        self.pump_soon()
+
+    # -- the queue ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        ticket.queued = True
+        heapq.heappush(self._queue, (ticket.priority, ticket.order, ticket))
+
+    def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
+        ticket.queued = False
+        self.admission.leave(ticket.prompt_length, self._loop.time(), placed=placed)
+
+    def pump_soon(self) -> None:
+        """Places what fits, once, after the running callbacks: many endings in one turn cost one look at the queue."""
+        if self._queue and not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Places queued requests in order until one does not fit; that one keeps its place before later ones."""
+        self._pumping = False
+        workerless = False
+        while self._queue:
+            ticket = self._queue[0][2]
+            if not ticket.queued:
+                heapq.heappop(self._queue)
+                continue
+            verdict = self.router.place(ticket.need())
+            if not isinstance(verdict, Placement):
+                workerless = isinstance(verdict, NoWorkers)
+                break
+            heapq.heappop(self._queue)
+            self._leave_queue(ticket, placed=True)
+            self._place(ticket, verdict)
+        if not workerless:
+            self._workerless_since = None
+        elif self._workerless_since is None:
+            self._workerless_since = self._loop.time()
+
+    def _place(self, ticket: Ticket, placement: Placement) -> None:
+        """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
+        life, now = ticket.life, self._loop.time()
+        ticket.placement, ticket.path = placement, placement.path
+        ticket.promise = self.router.promise(ticket.need(), placement)
+        if ticket.placed_at is None:
+            ticket.placed_at = now
+        prefill, decode = placement.prefill, placement.decode
+        life.place(placement.path, prefill.id if prefill else None, decode.id)
+        request = self._request(ticket, now)
+        if prefill is None:
+            reached = self._send(ticket, decode, Generate(request, life.attempt))
+        else:
+            reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill)))
+            reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode)))
+        if reached:
+            life.move(State.PREFILLING)
+        else:
+            self._setback(ticket, crashed=False)
+
+    def _request(self, ticket: Ticket, now: float) -> Request:
+        return Request(
+            id=ticket.id,
+            prompt=ticket.prompt,
+            sampling=ticket.sampling,
+            n=ticket.n,
+            emitted=ticket.life.emitted(),
+            cache_salt=ticket.cache_salt,
+            priority=ticket.priority,
+            deadline_ms=max(1, int((ticket.deadline_at - now) * 1000)),
+        )
+
+    def _send(self, ticket: Ticket, worker: Worker, message: Message) -> bool:
+        reached = self.gateway.send(worker, message)
+        if reached:
+            ticket.sent[worker.id] = self.gateway.sent[worker.id]
+            self._on.setdefault(worker.id, {})[ticket.id] = ticket
+        return reached
+
+    def _tell(self, workers: Sequence[Incarnation], message: Message) -> None:
+        for incarnation in workers:
+            if (worker := self.registry.get(incarnation)) is not None:
+                self.gateway.send(worker, message)
+
+    def _take_off(self, ticket: Ticket) -> None:
+        """The ticket has left its workers: the ledger and the index forget it."""
+        if ticket.promise is not None:
+            self.router.release(ticket.promise)
+            ticket.promise = None
+        for incarnation in ticket.sent:
+            self._on.get(incarnation, {}).pop(ticket.id, None)
+        ticket.sent.clear()
+        ticket.missed_beats = 0
+
+    # -- setbacks -------------------------------------------------------------------------------------------------
+
+    def _setback(self, ticket: Ticket, *, crashed: bool, delay_s: float = 0.0) -> None:
+        """The attempt is lost: try again within the budget, else fail."""
+        life = ticket.life
+        workers, attempt, migrates = life.workers, life.attempt, life.started
+        verdict = life.setback(crashed=crashed)
+        if verdict != "retry":
+            self.fail(ticket, _given_up(verdict))
+            return
+        self._tell(workers, Abort(ticket.id, attempt))
+        self._take_off(ticket)
+        self.metrics.set_back(migration=migrates)
+        self.admission.back(ticket.prompt_length)
+        self._enqueue(ticket)
+        if delay_s:
+            self._loop.call_later(delay_s, self.pump_soon)
+        else:
+            self.pump_soon()
+
+    # -- what workers say -----------------------------------------------------------------------------------------
+
+    def joined(self, worker: Worker) -> None:
+        self.pump_soon()
+
+    def lost(self, worker: Worker, *, crashed: bool) -> None:
+        self.router.forget(worker)
+        for ticket in list(self._on.pop(worker.id, {}).values()):
+            if ticket.life.needs(worker.id):
+                self._setback(ticket, crashed=crashed)
+        self.pump_soon()
+
+    def tokens(self, worker: Worker, message: Tokens) -> None:
+        """One step's spans; WireError if the columns do not match."""
+        ids = _checked_ids(message)
+        now = self._loop.time()
+        logprobs = message.logprobs
+        at = 0
+        for index, count in enumerate(message.counts):
+            ticket = self.tickets.get(message.requests[index * REQUEST_ID_BYTES : (index + 1) * REQUEST_ID_BYTES])
+            if ticket is not None:
+                self._span(worker, ticket, message, index, ids[at : at + count], logprobs[at : at + count], now)
+            at += count
+
+    def _span(
+        self,
+        worker: Worker,
+        ticket: Ticket,
+        message: Tokens,
+        index: int,
+        ids: list[int],
+        logprobs: Sequence[Logprobs | None],
+        now: float,
+    ) -> None:
+        life, choice, attempt = ticket.life, message.choices[index], message.attempts[index]
+        finish = FinishReason(message.finish[index])
+        if finish in (FinishReason.ABORTED, FinishReason.FAILED):
+            if attempt == life.attempt and life.needs(worker.id):
+                self._setback(ticket, crashed=False)
+            return
+        news = life.accept(choice, attempt, message.starts[index], ids, finish)
+        if news is None:
+            return
+        if isinstance(news, Gap):
+            self._ask_again(worker, ticket, choice, news.start, now)
+            return
+        life.spoke(worker.id)
+        self._observe(ticket, choice, len(news.ids), now)
+        ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
+        if ended and not life.over:
+            life.end_choice(choice)
+            ticket.cut = True
+        if life.finished and not life.over:
+            self._finish(ticket)
+
+    def _observe(self, ticket: Ticket, choice: int, count: int, now: float) -> None:
+        if ticket.promise is not None and ticket.promise.prefill_tokens:
+            self.router.prefilled(ticket.promise)
+        if ticket.first_token_at is None:
+            ticket.first_token_at = now
+            self.metrics.first_token(ticket, now)
+        elif (before := ticket.last_token_at[choice]) and count:
+            self.metrics.inter_token((now - before) / count, count)
+        ticket.last_token_at[choice] = now
+
+    def _finish(self, ticket: Ticket) -> None:
+        """Every choice has ended. Whoever may still hold something and does not know is told."""
+        life = ticket.life
+        on_prefill = life.path == "disagg" and life.state is not State.DECODING
+        if on_prefill:
+            ticket.path = "prefill"
+        self._end(ticket, State.DONE, tell_workers=ticket.cut or on_prefill)
+        self.metrics.ended(ticket, "done")
+        ticket.client.done(ticket)
+
+    def _ask_again(self, worker: Worker, ticket: Ticket, choice: int, start: int, now: float) -> None:
+        if now - ticket.asked_at >= RESEND_EVERY_S:
+            ticket.asked_at = now
+            self.gateway.send(worker, Resend(ticket.id, ticket.life.attempt, choice, start))
+
+    def timing(self, worker: Worker, message: Timing) -> None:
+        ticket = self.tickets.get(message.request)
+        if ticket is None or message.attempt != ticket.life.attempt:
+            return
+        ticket.timings.update(message.values)
+        if message.link:
+            ticket.link = message.link
+        if worker.id == ticket.life.decode and ticket.life.path == "disagg":
+            ticket.life.decoding()
+            self.metrics.transferred(message)
+
+    def failed(self, worker: Worker, message: Failed) -> None:
+        ticket = self.tickets.get(message.request)
+        if message.code == "transfer_failed":
+            self.metrics.transfer_failed(message.code)
+        if ticket is None or message.attempt != ticket.life.attempt or not ticket.life.needs(worker.id):
+            return
+        log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
+        if message.retriable:
+            self._setback(ticket, crashed=False, delay_s=RETRY_DELAY_S)
+        else:
+            self.fail(ticket, _worker_error(message))
+
+    def beat(self, worker: Worker) -> None:
+        """Looks for requests that the worker should have and does not (their last message was lost)."""
+        beat, on = worker.beat, self._on.get(worker.id)
+        if beat is None or not on:
+            return
+        live = beat.live
+        known = {live[at : at + REQUEST_ID_BYTES] for at in range(0, len(live), REQUEST_ID_BYTES)}
+        for ticket in list(on.values()):
+            if ticket.sent.get(worker.id, 0) > beat.acted_on or not self._should_have(ticket, worker):
+                continue
+            ticket.missed_beats = 0 if ticket.id in known else ticket.missed_beats + 1
+            if ticket.missed_beats >= MISSED_BEATS:
+                log.warning("%s does not have a request that it was given", worker.hello.name)
+                self._setback(ticket, crashed=False)
+
+    def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
+        """One worker at a time answers for a request: prefill until the first token, then decode."""
+        if ticket.life.state is State.PREFILLING and ticket.life.prefill is not None:
+            return worker.id == ticket.life.prefill
+        return worker.id == ticket.life.decode and ticket.life.needs(worker.id)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self.metrics.loop_lag(max(0.0, now - self._due))
+        self.gateway.sweep(now)
+        if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
+            self._give_up_waiting()
+        self._due = now + SWEEP_S
+        self._ticks = self._loop.call_at(self._due, self._tick)
+
+    def _give_up_waiting(self) -> None:
+        role = self.router.missing_role()
+        for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
+            if role is not None and ticket.queued and not ticket.life.started:
+                self.fail(ticket, no_workers(role))
+
+
+def _peer(worker: Worker) -> Peer:
+    hello = worker.hello
+    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id)
+
+
+def _checked_ids(message: Tokens) -> list[int]:
+    """The token ids of a message whose columns fit together; WireError otherwise."""
+    rows = len(message.counts)
+    columns = (message.choices, message.attempts, message.starts, message.finish, message.stop_ids)
+    if any(len(column) != rows for column in columns) or len(message.requests) != rows * REQUEST_ID_BYTES:
+        raise WireError("columns of different lengths")
+    try:
+        ids = unpack_tokens(message.ids)
+    except ValueError as error:
+        raise WireError(str(error)) from error
+    if min(message.counts, default=0) < 0 or min(message.starts, default=0) < 0 or sum(message.counts) != len(ids):
+        raise WireError("counts that do not match the tokens")
+    if message.logprobs and len(message.logprobs) != len(ids):
+        raise WireError("log-probabilities that do not match the tokens")
+    if not 0 <= min(message.finish, default=0) <= max(message.finish, default=0) <= max(FinishReason):
+        raise WireError("an unknown finish reason")
+    return ids
+
+
+# -- errors that clients see ------------------------------------------------------------------------------------------
+
+
+def shutting_down() -> RequestError:
+    return RequestError(
+        "The server is shutting down.", status=503, type="server_error", code="server_shutting_down", retry_after_s=1.0
+    )
+
+
+def no_workers(role: str) -> RequestError:
+    return RequestError(
+        f"No {role} worker is ready. Start one with: tandem {role} MODEL --coordinator HOST:PORT",
+        status=503,
+        type="server_error",
+        code=f"no_{role}_workers",
+        retry_after_s=1.0,
+    )
+
+
+def _given_up(verdict: str) -> RequestError:
+    if verdict == "quarantined":
+        text = "This request was being served by two workers when they died; it is not tried again."
+        return RequestError(text, status=500, type="server_error", code="request_quarantined")
+    text = "The workers that served this request were lost or gave it up, and its retries are spent."
+    return RequestError(text, status=500, type="server_error", code="worker_lost")
+
+
+def _worker_error(message: Failed) -> RequestError:
+    match message.code:
+        case "too_long":
+            return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")
+        case "deadline":
+            return RequestError(
+                "The request's deadline passed on a worker.", status=504, type="timeout_error", code="request_timeout"
+            )
+        case _:
+            return RequestError(
+                "The engine failed on this request.", status=500, type="server_error", code=message.code
+            )

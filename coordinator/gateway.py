@@ -1,0 +1,275 @@
+"""The control socket: messages from workers in, messages to workers out.
+
+Owns one ROUTER and the translation between identities and incarnations. Reads everything that has arrived in one
+turn of the event loop (a message per engine step must not cost a task switch each). Bytes that are no message are
+counted and dropped; a sender that is not registered is told to say Hello again. Knows no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import Any, Protocol, assert_never
+
+import zmq
+
+from common.channel import BEAT_SUFFIX, bind_router, identity, is_local, send
+from common.errors import StartError, WireError
+from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
+from common.messages import (
+    Abort,
+    Cached,
+    Failed,
+    FromWorker,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Rejoin,
+    Timing,
+    Tokens,
+    Turned,
+    Welcome,
+)
+from common.wire import decode
+from coordinator.registry import Refused, Registry, Worker, WorkerState
+
+log = logging.getLogger("tandem.gateway")
+
+HEARTBEAT_MS = 500
+LEASE_MS = 8_000
+MESSAGES_PER_TURN = 512
+"""After so many the event loop gets a turn, so that clients are served while workers flood."""
+_NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
+"""Names no request: a probe that means nothing to whom it reaches."""
+
+
+class Events(Protocol):
+    """Who hears what happened."""
+
+    def joined(self, worker: Worker) -> None: ...
+
+    def lost(self, worker: Worker, *, crashed: bool) -> None: ...
+
+    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+
+    def timing(self, worker: Worker, message: Timing) -> None: ...
+
+    def failed(self, worker: Worker, message: Failed) -> None: ...
+
+    def beat(self, worker: Worker) -> None: ...
+
+
+class Gateway:
+    """Binds ``tcp://host:port`` and feeds ``registry`` and ``events`` until closed."""
+
+    def __init__(self, registry: Registry, host: str, port: int, *, insecure_cluster: bool = False) -> None:
+        address = f"tcp://{host}:{port or '*'}"
+        if not (is_local(address) or insecure_cluster):
+            raise StartError(
+                f"will not listen for workers on {host}",
+                "the control socket has no keys yet, and that address can be reached from other machines",
+                "use --control-host 127.0.0.1, or accept the risk with --insecure-cluster",
+            )
+        self.registry = registry
+        self.incarnation = new_incarnation()
+        self.bad_messages = 0
+        self.sent: dict[Incarnation, int] = {}
+        """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        self._events: Events | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._socket = bind_router(self._context, address)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except StartError:
+            self._context.term()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False
+
+    def start(self, events: Events) -> None:
+        """Begins to read, in the running event loop."""
+        self._events, self._loop = events, asyncio.get_running_loop()
+        self._loop.add_reader(_option(self._socket, zmq.FD), self._wake)
+        self._loop.add_reader(_option(self._monitor, zmq.FD), self._watch)
+        self._wake()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(_option(self._socket, zmq.FD))
+            self._loop.remove_reader(_option(self._monitor, zmq.FD))
+        self._loop = None
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def send(self, worker: Worker, message: Message) -> bool:
+        """False when the worker cannot be reached; it is then gone, and ``events`` hears of it in the next turn."""
+        if worker.state is WorkerState.GONE:
+            return False
+        reached = send(self._socket, message, identity(worker.hello.name, worker.id))
+        if reached:
+            self.sent[worker.id] = self.sent.get(worker.id, 0) + 1
+        else:
+            self._lose(worker)
+        self._rearm()
+        return reached
+
+    def _reply(self, frame: bytes, message: Message) -> None:
+        send(self._socket, message, frame)
+
+    def _lose(self, worker: Worker) -> None:
+        log.warning("worker %s is gone: its connection is closed", worker.hello.name)
+        self._remove(worker)
+        if self._loop is not None and self._events is not None:  # later, because the sender may be in mid-decision
+            self._loop.call_soon(functools.partial(self._events.lost, worker, crashed=True))
+
+    def _remove(self, worker: Worker) -> None:
+        self.registry.gone(worker)
+        self.sent.pop(worker.id, None)
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    def sweep(self, now_s: float) -> None:
+        """Drops workers that have been silent too long. To be called every SWEEP_S."""
+        self._read()
+        for worker in self.registry.sweep(now_s):
+            log.warning("worker %s is gone: silent", worker.hello.name)
+            self.sent.pop(worker.id, None)
+            if self._events is not None:
+                self._events.lost(worker, crashed=False)
+
+    def _wake(self) -> None:
+        self._scheduled = False
+        if self._loop is not None and self._read():
+            self._rearm()
+
+    def _rearm(self) -> None:
+        """The descriptor of a ZeroMQ socket signals edges: whoever used the socket looks whether more is there."""
+        if self._loop is None or self._scheduled:
+            return
+        if _option(self._socket, zmq.EVENTS) & zmq.POLLIN:
+            self._scheduled = True
+            self._loop.call_soon(self._wake)
+
+    def _read(self) -> bool:
+        """Dispatches what has arrived; True if there may be more."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                self._dispatch(frames)
+            except WireError as error:
+                self.bad_messages += 1
+                log.warning("dropped a message from %r: %s", frames[0][:64], error)
+        return True
+
+    def _dispatch(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise WireError(f"{len(frames)} parts, two expected")
+        frame, data = frames
+        message: FromWorker = decode(data, FromWorker)
+        incarnation = _incarnation(frame)
+        now_s = asyncio.get_running_loop().time()
+        if isinstance(message, Hello):
+            self._hello(frame, message, now_s)
+            return
+        worker = self.registry.get(incarnation)
+        if worker is None:
+            self._stranger(frame, incarnation, message)
+            return
+        self.registry.heard(worker, now_s)
+        self._deliver(worker, message)
+
+    def _deliver(self, worker: Worker, message: Tokens | Heartbeat | Timing | Failed | Cached | Goodbye) -> None:
+        events = self._events
+        assert events is not None
+        match message:
+            case Tokens():
+                events.tokens(worker, message)
+            case Heartbeat():
+                self.registry.beat(worker, message)
+                events.beat(worker)
+            case Timing():
+                events.timing(worker, message)
+            case Failed():
+                events.failed(worker, message)
+            case Cached():
+                try:
+                    self.registry.cached(worker, message)
+                except ValueError as error:
+                    raise WireError(str(error)) from error
+            case Goodbye():
+                log.info("worker %s leaves: %s", worker.hello.name, message.reason)
+                self._remove(worker)
+                events.lost(worker, crashed=False)
+            case _:
+                assert_never(message)
+
+    def _hello(self, frame: bytes, hello: Hello, now_s: float) -> None:
+        if frame != identity(hello.name, hello.incarnation):
+            raise WireError("a Hello under another identity than its own")
+        before = self.registry.get(hello.incarnation)
+        verdict = self.registry.join(hello, now_s)
+        if isinstance(verdict, Refused):
+            log.warning("worker %s is refused: %s", hello.name, verdict.reason)
+            self._reply(frame, Turned(verdict.reason))
+            return
+        assert self._events is not None
+        if (old := before or verdict.replaced) is not None:
+            self.sent.pop(old.id, None)
+            self._events.lost(old, crashed=before is None)
+        worker = verdict.worker
+        self.sent[worker.id] = 0
+        if self.send(worker, Welcome(self.incarnation, HEARTBEAT_MS, LEASE_MS)):
+            self.registry.welcome(worker)
+            log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
+            self._events.joined(worker)
+
+    def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
+        if isinstance(message, Goodbye):
+            return
+        control = frame.removesuffix(BEAT_SUFFIX.encode())
+        if self.registry.was_replaced(incarnation):
+            self._reply(control, Turned("another process has taken this worker's name"))
+        else:
+            self._reply(control, Rejoin())
+
+    # -- lost connections -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """A connection was closed, the monitor does not say whose: whoever cannot be reached now was it."""
+        closed = False
+        while True:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                closed = True
+            except zmq.Again:
+                break
+        if closed:
+            for worker in list(self.registry):
+                self.send(worker, _NOBODY)
+
+
+def _option(socket: zmq.Socket[Any], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
+
+def _incarnation(frame: bytes) -> Incarnation:
+    """The incarnation in an identity ``name|incarnation`` or ``name|incarnation|hb``."""
+    try:
+        parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 1)
+    except UnicodeDecodeError as error:
+        raise WireError("an identity that is not text") from error
+    if len(parts) != 2:
+        raise WireError("an identity without an incarnation")
+    return Incarnation(parts[1])

@@ -1,0 +1,173 @@
+"""What every HTTP request passes: its id, its right to be here, and the shape of errors.
+
+Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser on this
+machine (only without keys), and the translation of every exception to OpenAI's error object. A stack trace never leaves.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from common.config import CoordinatorConfig
+from common.errors import RequestError
+from coordinator.answers import encode
+from coordinator.fields import Json
+from coordinator.reply import error_body
+
+log = logging.getLogger("tandem.http")
+
+REQUEST_ID = web.RequestKey("request_id", str)
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_OPEN_PATHS = ("/health", "/ready")
+_LOCAL_NAMES = ("localhost", "ip6-localhost")
+
+
+def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
+
+
+def error_response(error: RequestError) -> web.Response:
+    """``error`` as a response, with the headers that belong to its status."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.code == "server_shutting_down":
+        headers["Connection"] = "close"
+    return json_response(error_body(error), status=error.status, headers=headers)
+
+
+def guard(config: CoordinatorConfig) -> Middleware:
+    """The one middleware."""
+    gate = _Gate(config)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = _request_id(request)
+        try:
+            gate.check(request)
+            response = await handler(request)
+        except RequestError as error:
+            response = error_response(error)
+        except web.HTTPException as error:
+            response = error_response(_from_aiohttp(request, error))
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            response = error_response(
+                RequestError(
+                    "The server failed on this request.", status=500, type="server_error", code="internal_error"
+                )
+            )
+        if not response.prepared:
+            response.headers["x-request-id"] = request[REQUEST_ID]
+        return response
+
+    return middleware
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "")
+    return given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+class _Gate:
+    """Who may call what."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        keys = config.api_keys()
+        self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
+        self._keys = [key.encode() for key in keys]
+        self._checks_site = not (self._keys or self._admin_keys or config.insecure_http)
+        self._own_host = config.host.lower()
+
+    def check(self, request: web.Request) -> None:
+        """RequestError 401 or 403 unless the request may go on."""
+        if self._checks_site and request.method not in ("GET", "HEAD"):
+            self._check_site(request)
+        if (not self._keys and not self._admin_keys) or request.path in _OPEN_PATHS:
+            return
+        admin = request.path.startswith("/admin")
+        if not admin and not self._keys:
+            return  # only /admin has a key
+        token = _bearer(request)
+        if admin and self._admin_keys:
+            if not _matches(token, self._admin_keys):
+                if _matches(token, self._keys):
+                    raise RequestError("This key has no right to /admin.", status=403, code="insufficient_permissions")
+                raise _unauthorized(token)
+        elif not _matches(token, self._keys + self._admin_keys):
+            raise _unauthorized(token)
+
+    def _check_site(self, request: web.Request) -> None:
+        """Without a key a web page in a browser on this machine could post here: its Host or Origin gives it away."""
+        host = request.headers.get("Host", "")
+        if host and not self._is_here(urlsplit(f"//{host}").hostname):
+            raise _foreign("Host", host)
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != "null" and not self._is_here(urlsplit(origin).hostname):
+            raise _foreign("Origin", origin)
+        if origin == "null":
+            raise _foreign("Origin", origin)
+
+    def _is_here(self, name: str | None) -> bool:
+        if name is None:
+            return False
+        if name in _LOCAL_NAMES or name == self._own_host:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+def _bearer(request: web.Request) -> bytes | None:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        return None
+    return token.strip().encode("utf-8", "surrogateescape")
+
+
+def _matches(token: bytes | None, keys: list[bytes]) -> bool:
+    """In the same time for every wrong token."""
+    return token is not None and sum(hmac.compare_digest(token, key) for key in keys) > 0
+
+
+def _unauthorized(token: bytes | None) -> RequestError:
+    text = "No API key was given: send 'Authorization: Bearer KEY'." if token is None else "The API key is wrong."
+    return RequestError(text, status=401, code="invalid_api_key")
+
+
+def _foreign(header: str, value: str) -> RequestError:
+    return RequestError(
+        f"The {header} {value[:128]!r} is not this machine. Set --api-key to serve other names.",
+        status=403,
+        code="forbidden_origin",
+    )
+
+
+def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestError:
+    """aiohttp's own refusals in OpenAI's shape."""
+    match error.status:
+        case 404:
+            text = f"There is no {request.method} {request.path[:128]} here."
+            if request.path.startswith(("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/rerank", "/v1/moderations")):
+                text = f"{request.path[:128]} is not served: this server generates text."
+            return RequestError(text, status=404, code="not_found")
+        case 405:
+            text = f"{request.path[:128]} does not take {request.method[:16]}."
+            return RequestError(text, status=405, code="method_not_allowed")
+        case 413:
+            return RequestError("The request body is too large.", status=413, code="request_too_large")
+        case status:
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            return RequestError(error.reason or "The request was refused.", status=status, type=kind)

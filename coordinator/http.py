@@ -1,0 +1,187 @@
+"""The endpoints that generate text, and the application they live in.
+
+Owns the walk of one HTTP request: body, prompt, tickets, reply. What a body means is :mod:`coordinator.openai`'s,
+what an answer looks like :mod:`coordinator.answers`'; pages that only show something are in :mod:`coordinator.pages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from common.config import CoordinatorConfig
+from common.errors import RequestError
+from common.ids import new_request_id, pack_tokens
+from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
+from coordinator.dispatch import Dispatcher, Ticket, shutting_down
+from coordinator.fields import Json, parse_json
+from coordinator.guard import REQUEST_ID, guard, json_response
+from coordinator.metrics import Metrics
+from coordinator.openai import Options, parse_chat, parse_completion
+from coordinator.registry import Registry
+from coordinator.reply import Reply, StreamReply, WholeReply
+from coordinator.served import ServedModel
+from coordinator.sse import KEEPALIVE_S, EventStream
+
+BODY_TIMEOUT_S = 30.0
+MAX_HEADER_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers need, made once per coordinator."""
+
+    config: CoordinatorConfig
+    model: ServedModel
+    dispatcher: Dispatcher
+    registry: Registry
+    metrics: Metrics
+
+
+SERVICES = web.AppKey("services", Services)
+
+
+def make_app(services: Services) -> web.Application:
+    """The aiohttp application over running services."""
+    from coordinator.pages import routes
+
+    app = web.Application(
+        middlewares=[guard(services.config)],
+        client_max_size=services.config.max_body_bytes,
+    )
+    app[SERVICES] = services
+    app.router.add_post("/v1/chat/completions", chat_completions)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_routes(routes)
+    return app
+
+
+async def read_body(request: web.Request) -> Json:
+    """The JSON object of a POST; RequestError for whatever else was sent."""
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding != "identity":
+        raise RequestError(
+            f"A body with Content-Encoding {encoding[:32]!r} is not taken; send it plain.",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
+    return parse_json(body)
+
+
+# -- the two generating endpoints -------------------------------------------------------------------------------------
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    arrived_at = asyncio.get_running_loop().time()
+    services = request.app[SERVICES]
+    _refuse_when_draining(services)
+    body = parse_chat(await read_body(request))
+    model, options = services.model, body.options
+    model.check_name(options.model)
+    prompts = [await model.chat_prompt(body)]
+    shape = ChatShape(_head("chatcmpl", model), options, model.text)
+    return await _answer(request, arrived_at, prompts, options, shape)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    arrived_at = asyncio.get_running_loop().time()
+    services = request.app[SERVICES]
+    _refuse_when_draining(services)
+    body = parse_completion(await read_body(request))
+    model, options = services.model, body.options
+    model.check_name(options.model)
+    prompts = await model.text_prompts(body.prompts)
+    echoes: list[str] = []
+    if body.echo:
+        texts = [given if isinstance(given, str) else model.text.decode(given) for given in body.prompts]
+        echoes = [text for text in texts for _ in range(options.n)]
+    shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
+    return await _answer(request, arrived_at, prompts, options, shape)
+
+
+def _refuse_when_draining(services: Services) -> None:
+    if services.dispatcher.draining:
+        raise shutting_down()
+
+
+def _head(prefix: str, model: ServedModel) -> Head:
+    return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model.name, model.system_fingerprint)
+
+
+async def _answer(
+    request: web.Request, arrived_at: float, prompts: Sequence[list[int]], options: Options, shape: Shape
+) -> web.StreamResponse:
+    """Tickets for ``prompts``, submitted together; the reply as a whole or as a stream."""
+    services = request.app[SERVICES]
+    text = services.model.text
+    choices = [Choice(at, prompts[at // options.n], options, text) for at in range(len(prompts) * options.n)]
+    reply = (StreamReply if options.stream else WholeReply)(options, shape, choices)
+    tickets = [await _ticket(services, arrived_at, prompt, options, reply) for prompt in prompts]
+    reply.expect(tickets)
+    services.dispatcher.submit(tickets)
+    try:
+        if isinstance(reply, StreamReply):
+            return await _stream(request, reply)
+        await reply.finished
+    finally:  # the client has left, or one ticket of several has failed
+        for ticket in tickets:
+            services.dispatcher.abort(ticket)
+    if reply.error is not None:
+        raise reply.error
+    assert isinstance(reply, WholeReply)
+    return json_response(reply.body(), headers=_headers(request, reply))
+
+
+async def _ticket(services: Services, arrived_at: float, prompt: list[int], options: Options, reply: Reply) -> Ticket:
+    model = services.model
+    sampling = model.sampling(options, len(prompt))
+    chain = await model.prefix_chain(prompt, options.cache_salt)
+    return Ticket(
+        id=new_request_id(),
+        prompt=pack_tokens(prompt),
+        sampling=sampling,
+        n=options.n,
+        cache_salt=options.cache_salt,
+        priority=options.priority,
+        chain=chain,
+        client=reply,
+        arrived_at=arrived_at,
+        tokenized_at=asyncio.get_running_loop().time(),
+        deadline_at=arrived_at + services.config.request_timeout,
+    )
+
+
+async def _stream(request: web.Request, reply: StreamReply) -> web.StreamResponse:
+    """Headers go out with the first token, so that a failure before it has a status of its own; or after 15 s."""
+    await asyncio.wait((reply.started,), timeout=KEEPALIVE_S)
+    if reply.refused:
+        assert reply.error is not None
+        raise reply.error
+    stream = EventStream(request, _headers(request, reply))
+    await stream.open()
+    stream.send(reply.open(stream.send))
+    await stream.until(reply.finished)
+    return await stream.close()
+
+
+def _headers(request: web.Request, reply: Reply) -> dict[str, str]:
+    """Where the (first) request went, or is going to."""
+    ticket = reply.tickets[0]
+    headers = {"x-request-id": request[REQUEST_ID], "x-tandem-path": ticket.path}
+    if (placement := ticket.placement) is not None:
+        headers["x-tandem-prefill"] = (placement.prefill or placement.decode).hello.name
+        headers["x-tandem-decode"] = "none" if ticket.path == "prefill" else placement.decode.hello.name
+    if reply.options.ignored:
+        names = (name for name in reply.options.ignored if name.isascii() and name.isprintable())
+        headers["x-tandem-ignored"] = ", ".join(names)[:1024]
+    return headers

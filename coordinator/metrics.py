@@ -1,0 +1,226 @@
+"""What ``GET /metrics`` shows: vLLM's names where there is one, Tandem's own beside them.
+
+Owns one prometheus registry. Observations are made where things happen; gauges of workers are read from the registry of
+workers at each scrape, so that block states add up. No request ids in labels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.messages import Timing
+from common.request import FinishReason
+from coordinator.registry import Registry, WorkerState
+
+if TYPE_CHECKING:
+    from coordinator.dispatch import Ticket
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_BETWEEN = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.06,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2,
+    5,
+)
+_STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
+_FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
+
+
+class Load(NamedTuple):
+    """Requests that run on workers and requests that wait in the coordinator."""
+
+    running: int
+    waiting: int
+
+
+class Metrics:
+    """``load`` is asked at every scrape, once the dispatcher exists."""
+
+    def __init__(self, model: str, workers: Registry) -> None:
+        self.registry = CollectorRegistry()
+        self.load: Callable[[], Load] = lambda: Load(0, 0)
+        self._model = model
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", _BETWEEN
+        )
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting for a worker.", _SECONDS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _SECONDS)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "First to last token.", _SECONDS)
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output = self._histogram("vllm:request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._prompt_total = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._output_total = self._counter("vllm:generation_tokens", "Output tokens generated.")
+        self._success = Counter(
+            "vllm:request_success", "Finished requests.", ("model_name", "finished_reason"), registry=self.registry
+        )
+        self._requests = Counter(
+            "tandem_requests", "Requests by how they ended and which way they took.", ("outcome", "path"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._stages = Histogram(
+            "tandem_stage_seconds", "Time in each stage.", ("stage",), buckets=_STAGES, registry=self.registry
+        )
+        self._bytes = Counter(
+            "tandem_kv_transfer_bytes", "KV bytes handed off.", ("transport",), registry=self.registry
+        )
+        self._transfer = Histogram(
+            "tandem_kv_transfer_seconds", "Duration of hand-offs.", buckets=_STAGES, registry=self.registry
+        )
+        self._transfer_failures = Counter(
+            "tandem_kv_transfer_failures", "Hand-offs that failed.", ("reason",), registry=self.registry
+        )
+        self._migrations = Counter("tandem_migrations", "Streams that moved to other workers.", registry=self.registry)
+        self._retries = Counter("tandem_retries", "Requests retried before a token.", registry=self.registry)
+        self._lag = Histogram(
+            "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
+            registry=self.registry,
+        )  # fmt: skip
+        self.registry.register(_Pools(model, workers, lambda: self.load()))
+
+    def page(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model)
+
+    # -- what happened --------------------------------------------------------------------------------------------
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        self._ttft.observe(now - ticket.arrived_at)
+        self._prompt_total.inc(ticket.prompt_length)
+
+    def inter_token(self, seconds: float, count: int) -> None:
+        for _ in range(count):
+            self._itl.observe(seconds)
+
+    def loop_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def set_back(self, *, migration: bool) -> None:
+        (self._migrations if migration else self._retries).inc()
+
+    def transferred(self, message: Timing) -> None:
+        values = message.values
+        self._bytes.labels(message.link or "none").inc(max(0.0, values.get("kv_bytes", 0.0)))
+        self._transfer.observe(values.get("transfer_ms", 0.0) / 1000)
+
+    def transfer_failed(self, reason: str) -> None:
+        self._transfer_failures.labels(reason).inc()
+
+    def ended(self, ticket: Ticket, outcome: str) -> None:
+        """A request is over: ``done``, ``aborted`` or ``failed``."""
+        self._requests.labels(outcome, ticket.path).inc()
+        self._output_total.inc(ticket.output_length)
+        if outcome != "done" or ticket.first_token_at is None or ticket.finished_at is None:
+            return
+        for finish in ticket.life.finish:
+            self._success.labels(self._model, _FINISHES.get(finish, "stop")).inc()
+        self._prompt.observe(ticket.prompt_length)
+        self._output.observe(ticket.output_length)
+        self._e2e.observe(ticket.finished_at - ticket.arrived_at)
+        self._decode.observe(ticket.finished_at - ticket.first_token_at)
+        later = ticket.output_length - ticket.n
+        if later > 0:
+            self._tpot.observe((ticket.finished_at - ticket.first_token_at) * ticket.n / later)
+        self._observe_stages(ticket)
+
+    def _observe_stages(self, ticket: Ticket) -> None:
+        placed = ticket.placed_at if ticket.placed_at is not None else ticket.tokenized_at
+        timings = ticket.timings
+        waited = placed - ticket.tokenized_at + timings.get("queue_ms", 0.0) / 1000
+        self._queue.observe(waited)
+        self._prefill.observe(timings.get("prefill_ms", 0.0) / 1000)
+        self._stages.labels("tokenize").observe(ticket.tokenized_at - ticket.arrived_at)
+        self._stages.labels("queue").observe(waited)
+        for stage in ("prefill", "transfer", "transfer_exposed", "decode_wait"):
+            if (value := timings.get(f"{stage}_ms")) is not None:
+                self._stages.labels(stage).observe(value / 1000)
+
+
+class _Pools(Collector):
+    """Gauges and counters that workers report in their heartbeats, read at each scrape."""
+
+    def __init__(self, model: str, workers: Registry, load: Callable[[], Load]) -> None:
+        self._model, self._workers, self._load = model, workers, load
+        self._counted: dict[str, dict[str, float]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        yield self._gauge("vllm:num_requests_running", "Requests on workers.", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a worker.", load.waiting)
+        yield from self._pool()
+        yield from self._counters()
+        yield self._states()
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _pool(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by state.", labels=("worker", "role", "state"))
+        held = total = size = 0
+        for worker in self._workers:
+            free, cached, taken = worker.blocks
+            for state, value in (("free", free), ("cached", cached), ("held", taken)):
+                blocks.add_metric((worker.hello.name, worker.role, state), value)
+            if worker.role != "prefill":
+                held, total, size = held + taken, total + worker.hello.kv_blocks, worker.hello.block_size
+        yield blocks
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of decode's KV blocks in use.", held / total if total else 0
+        )
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool.", labels=("model_name", "block_size", "num_gpu_blocks")
+        )
+        info.add_metric((self._model, str(size), str(total)), 1)
+        yield info
+
+    def _counters(self) -> Iterator[Metric]:
+        for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
+            seen = self._counted.setdefault(name, {})
+            for worker in self._workers:
+                if worker.beat is not None:
+                    seen[worker.id] = worker.beat.counters.get(name, 0.0)
+            family = CounterMetricFamily(f"vllm:{name}", f"Sum of {name} over workers.", labels=("model_name",))
+            family.add_metric((self._model,), sum(seen.values()))
+            yield family
+
+    def _states(self) -> Metric:
+        family = GaugeMetricFamily("tandem_workers", "Workers by state.", labels=("role", "state"))
+        tally = Tally((worker.role, worker.state) for worker in self._workers)
+        for role in ("prefill", "decode", "colocated"):
+            for state in _LIVING:
+                family.add_metric((role, state.value), tally[(role, state)])
+        return family

@@ -1,0 +1,163 @@
+"""Endpoints that show something or turn text into tokens: models, health, metrics, workers, tokenize."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from common.errors import RequestError
+from coordinator.fields import Fields, Json, refuse
+from coordinator.guard import json_response
+from coordinator.http import SERVICES, Services, read_body
+from coordinator.messages import parse_messages
+from coordinator.openai import ChatBody, parse_chat, token_ids
+from coordinator.registry import Worker
+from coordinator.served import product_version
+
+routes = web.RouteTableDef()
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def _model(services: Services) -> Json:
+    model = services.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "max_model_len": model.context_length,
+    }
+
+
+@routes.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_model(request.app[SERVICES])]})
+
+
+@routes.get("/v1/models/{id:.+}")
+async def model(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.model.check_name(request.match_info["id"])
+    return json_response(_model(services))
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@routes.post("/tokenize")
+async def tokenize(request: web.Request) -> web.Response:
+    """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
+    services = request.app[SERVICES]
+    body = await read_body(request)
+    fields = Fields(body)
+    services.model.check_name(fields.string("model", limit=1024))
+    if fields.has("messages"):
+        tokens = await services.model.chat_prompt(_as_chat(body))
+    else:
+        prompt = fields.string("prompt", limit=1 << 26)
+        if prompt is None:
+            fields.missing("prompt")
+        special = fields.boolean("add_special_tokens", True)
+        tokens = await services.model.run(
+            len(prompt), lambda: services.model.text.encode(prompt, add_special_tokens=special)
+        )
+    shown: Json = {"count": len(tokens), "max_model_len": services.model.context_length, "tokens": tokens}
+    if fields.boolean("return_token_strs", False):
+        shown["token_strs"] = [services.model.text.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return json_response(shown)
+
+
+def _as_chat(body: Json) -> ChatBody:
+    kept = ("model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    parse_messages(Fields(body))
+    return parse_chat({name: body[name] for name in kept if name in body})
+
+
+@routes.post("/detokenize")
+async def detokenize(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    fields = Fields(await read_body(request))
+    services.model.check_name(fields.string("model", limit=1024))
+    given = fields.array("tokens", 1 << 24)
+    if given is None:
+        fields.missing("tokens")
+    tokens = token_ids(given, "tokens") if given else []
+    if tokens and max(tokens) >= services.model.checkpoint.vocab_size:
+        refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
+    text = services.model.text.decode(tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@routes.get("/health")
+async def health(request: web.Request) -> web.Response:
+    return json_response({"status": "ok"})
+
+
+@routes.get("/ready")
+async def ready(request: web.Request) -> web.Response:
+    """200 as soon as a request could be served, and every worker that was asked for has joined once."""
+    services = request.app[SERVICES]
+    reason = _not_ready(services)
+    if reason is None:
+        return json_response({"status": "ready"})
+    raise RequestError(reason, status=503, type="server_error", code="not_ready", retry_after_s=1.0)
+
+
+def _not_ready(services: Services) -> str | None:
+    if services.dispatcher.draining:
+        return "The server is shutting down."
+    config, registry = services.config, services.registry
+    wanted = {"prefill": config.expect_prefill, "decode": config.expect_decode, "colocated": config.expect_colocated}
+    for role, seen in registry.seen.items():
+        if len(seen) < wanted[role]:
+            return f"{len(seen)} of {wanted[role]} {role} workers have joined."
+    if registry.ready("colocated"):
+        return None
+    if not registry.ready("decode"):
+        return "No decode worker is ready."
+    needs_prefill = config.local_prefill != "always" and config.expect_prefill + config.expect_colocated > 0
+    if (needs_prefill or config.no_prefill_policy != "local") and not registry.ready("prefill"):
+        return "No prefill worker is ready."
+    return None
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    page = request.app[SERVICES].metrics.page()
+    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+@routes.get("/version")
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": product_version()})
+
+
+@routes.get("/admin/workers")
+async def workers(request: web.Request) -> web.Response:
+    return json_response({"workers": [_worker(worker) for worker in request.app[SERVICES].registry]})
+
+
+def _worker(worker: Worker) -> Json:
+    hello, beat = worker.hello, worker.beat
+    free, cached, held = worker.blocks
+    return {
+        "id": hello.name,
+        "role": hello.role,
+        "state": worker.state.value,
+        "pid": hello.pid,
+        "host": hello.host,
+        "model": hello.model,
+        "kv_blocks": {"total": hello.kv_blocks, "free": free, "cached": cached, "held": held},
+        "block_size": hello.block_size,
+        "running": beat.running if beat else 0,
+        "waiting": beat.waiting if beat else 0,
+        "incarnation": hello.incarnation,
+        "links": list(hello.links),
+        "device": hello.device,
+        "dtype": hello.dtype,
+        "counters": dict(beat.counters) if beat else {},
+    }

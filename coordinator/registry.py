@@ -1,0 +1,214 @@
+"""Which workers there are, how they are, and what their prefix caches hold.
+
+Pure: time comes in as an argument. A worker is an incarnation; a restarted process is another worker of the same name.
+
+    (Hello) ──► JOINING ──► READY ──► DRAINING ──► GONE      silence or a lost connection leads to GONE from everywhere
+
+Workers serve together only if they agree on what tokens and KV bytes mean; one that differs is refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from common.errors import InvariantBroken
+from common.ids import Incarnation
+from common.kv.layout import CHAIN_STEP
+from common.kv.prefix import KEY_BYTES, ChainKey
+from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+
+SILENCE_S = 2.0
+"""A worker not heard of for so long is gone."""
+SWEEP_S = 0.25
+"""How often :meth:`Registry.sweep` is expected to be called; what is later than that is our own lag, not silence."""
+_FORGOTTEN = 1024
+
+
+class WorkerState(Enum):
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+_MOVES: dict[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.JOINING: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.GONE}),
+    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.GONE}),
+    WorkerState.DRAINING: frozenset({WorkerState.GONE}),
+    WorkerState.GONE: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced."""
+
+    hello: Hello
+    heard_at: float
+    state: WorkerState = WorkerState.JOINING
+    beat: Heartbeat | None = None
+    cached: set[ChainKey] = field(default_factory=set)
+
+    @property
+    def id(self) -> Incarnation:
+        return self.hello.incarnation
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """(free, cached, held); a worker that has not reported yet has everything free."""
+        return (self.beat.free, self.beat.cached, self.beat.held) if self.beat else (self.hello.kv_blocks, 0, 0)
+
+    def move(self, to: WorkerState) -> None:
+        if to not in _MOVES[self.state]:
+            raise InvariantBroken(f"worker {self.hello.name} cannot go from {self.state.name} to {to.name}")
+        self.state = to
+
+    def cached_prefix(self, chain: Sequence[ChainKey], limit_tokens: int) -> int:
+        """Tokens of the longest prefix that this worker announced, in whole blocks, at most ``limit_tokens``."""
+        steps = self.hello.block_size // CHAIN_STEP
+        found = 0
+        if self.cached:
+            for end in range(steps, min(len(chain), limit_tokens // CHAIN_STEP) + 1, steps):
+                if chain[end - 1] not in self.cached:
+                    break
+                found = end * CHAIN_STEP
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker was taken in; ``replaced`` is the earlier incarnation of the same name on the same host, now gone."""
+
+    worker: Worker
+    replaced: Worker | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker was not taken in, and why."""
+
+    reason: str
+
+
+class Registry:
+    """All workers that are not gone. ``fingerprint`` is the served model's, None to take the first worker's."""
+
+    def __init__(self, fingerprint: str | None) -> None:
+        self.fingerprint = fingerprint
+        self.seen: dict[Role, set[str]] = {"prefill": set(), "decode": set(), "colocated": set()}
+        """Names of the workers that have been ready at least once."""
+        self._workers: dict[Incarnation, Worker] = {}
+        self._replaced: dict[Incarnation, None] = {}
+        self._swept_at: float | None = None
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, incarnation: Incarnation) -> Worker | None:
+        return self._workers.get(incarnation)
+
+    def ready(self, role: Role) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
+
+    def was_replaced(self, incarnation: Incarnation) -> bool:
+        """Whether a later incarnation of the same name has taken its place: it must not come back."""
+        return incarnation in self._replaced
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def join(self, hello: Hello, now_s: float) -> Joined | Refused:
+        """A worker says Hello; saying it twice starts it anew."""
+        if reason := self._objection(hello):
+            return Refused(reason)
+        again = self._workers.pop(hello.incarnation, None)
+        old = again or next((w for w in self if w.hello.name == hello.name and w.hello.host == hello.host), None)
+        if old is not None:
+            self.gone(old)
+            if again is None:
+                self._replaced[old.id] = None
+                if len(self._replaced) > _FORGOTTEN:
+                    del self._replaced[next(iter(self._replaced))]
+        if self.fingerprint is None:
+            self.fingerprint = hello.fingerprint
+        worker = self._workers[hello.incarnation] = Worker(hello, now_s)
+        return Joined(worker, old)
+
+    def welcome(self, worker: Worker) -> None:
+        """The worker has been told that it is registered: it may get work."""
+        worker.move(WorkerState.READY)
+        self.seen[worker.role].add(worker.hello.name)
+
+    def heard(self, worker: Worker, now_s: float) -> None:
+        worker.heard_at = max(worker.heard_at, now_s)
+
+    def beat(self, worker: Worker, beat: Heartbeat) -> None:
+        worker.beat = beat
+        if beat.draining and worker.ready:
+            worker.move(WorkerState.DRAINING)
+
+    def cached(self, worker: Worker, message: Cached) -> None:
+        """Prefix keys entered and left the worker's cache; ValueError if they are not whole keys."""
+        worker.cached.difference_update(_keys(message.removed))
+        worker.cached.update(_keys(message.added))
+
+    def gone(self, worker: Worker) -> None:
+        """The worker is lost or has left."""
+        if worker.state is not WorkerState.GONE:
+            worker.move(WorkerState.GONE)
+        self._workers.pop(worker.id, None)
+
+    def sweep(self, now_s: float) -> list[Worker]:
+        """Removes and returns workers that have been silent too long, less the time in which we did not listen."""
+        lag = 0.0 if self._swept_at is None else max(0.0, now_s - self._swept_at - SWEEP_S)
+        self._swept_at = now_s
+        silent = []
+        for worker in list(self._workers.values()):
+            worker.heard_at += lag
+            if now_s - worker.heard_at > SILENCE_S:
+                self.gone(worker)
+                silent.append(worker)
+        return silent
+
+    # -- what workers must agree on --------------------------------------------------------------------------------
+
+    def _objection(self, hello: Hello) -> str | None:
+        if hello.protocol != PROTOCOL:
+            return f"protocol {hello.protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
+        if hello.incarnation in self._replaced:
+            return f"another process has taken the name {hello.name}: give every worker a name of its own"
+        if self.fingerprint is not None and hello.fingerprint != self.fingerprint:
+            return (
+                f"fingerprint {hello.fingerprint} of model {hello.model}, but {self.fingerprint} is served here: "
+                "start the worker with the same model and revision as the coordinator"
+            )
+        if hello.block_size <= 0 or hello.block_size % CHAIN_STEP or hello.kv_blocks <= 0 or hello.max_model_len <= 0:
+            return (
+                f"block size {hello.block_size}, {hello.kv_blocks} blocks, length {hello.max_model_len} make no sense"
+            )
+        peer = next((worker for worker in self if worker.id != hello.incarnation), None)
+        if peer is None:
+            return None
+        for name in ("layout", "vocab_size"):
+            mine, theirs = getattr(hello, name), getattr(peer.hello, name)
+            if mine != theirs:
+                return f"{name} {mine}, but {peer.hello.name} has {theirs}: workers of one model must have the same"
+        return None
+
+
+def _keys(joined: bytes) -> Iterator[ChainKey]:
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not whole prefix keys")
+    return (joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))

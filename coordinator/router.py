@@ -1,0 +1,242 @@
+"""Which workers serve a request.
+
+Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
+waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
+where the most blocks are left to promise. A request that fits nowhere now waits with the coordinator, where it holds
+nothing (no hold-and-wait across pools).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.ids import Incarnation
+from common.kv.prefix import ChainKey
+from coordinator.lifecycle import Path
+from coordinator.registry import Registry, Worker
+
+LocalPrefill = Literal["auto", "never", "always"]
+NoPrefillPolicy = Literal["local", "wait", "reject"]
+
+HORIZON_TOKENS = 512
+"""Output tokens per choice that a promise covers; beyond it decode grows and, if it must, preempts."""
+LOCAL_MISSING_TOKENS = 32
+"""``auto``: so few tokens to compute cost a decode worker less than a hand-off."""
+LOCAL_CACHED_SHARE = 0.75
+"""``auto``: ... if at least this much of the prompt is in its cache already."""
+LOCAL_QUEUE_TOKENS = 512
+"""``auto``: a tiny prompt does not stand behind so many tokens when a decode worker is idle."""
+SLOT_SLACK = 1.25
+"""Sequences sent per decode slot: the next ones are prefilled and shipped while the slots are still taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
+    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys."""
+
+    tokens: int
+    output: int
+    choices: int
+    chain: Sequence[ChainKey] = ()
+
+    def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
+        """Blocks to promise: the prompt once, each choice's growth on its own."""
+        growth = min(self.output, horizon)
+        if self.choices == 1:
+            return -(-(self.tokens + growth) // block_size)
+        shared, partial = divmod(self.tokens, block_size)
+        return shared + self.choices * -(-(partial + growth) // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes; ``why`` is for people."""
+
+    path: Path
+    prefill: Worker | None
+    decode: Worker
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """There are workers, but what they can still promise is too little now."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorkers:
+    """No worker of ``role`` is ready."""
+
+    role: Literal["prefill", "decode"]
+
+
+@dataclass(slots=True)
+class Account:
+    """What was promised of one worker: KV blocks and sequences (decode), tokens still to prefill."""
+
+    blocks: int = 0
+    sequences: int = 0
+    prefill_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Promise:
+    """One request's part in the ledger: what it added to the accounts of its decode and its prefilling worker."""
+
+    decode: Account
+    prefill: Account
+    blocks: int
+    sequences: int
+    prefill_tokens: int
+
+
+@dataclass(slots=True)
+class Router:
+    """Places requests on the workers of ``registry`` and keeps the ledger."""
+
+    registry: Registry
+    local_prefill: LocalPrefill = "auto"
+    no_prefill: NoPrefillPolicy = "local"
+    horizon: int = HORIZON_TOKENS
+    accounts: dict[Incarnation, Account] = field(default_factory=dict)
+
+    def account(self, worker: Worker) -> Account:
+        account = self.accounts.get(worker.id)
+        if account is None:
+            account = self.accounts[worker.id] = Account()
+        return account
+
+    # -- choosing -------------------------------------------------------------------------------------------------
+
+    def place(self, need: Need) -> Placement | Wait | NoWorkers:
+        """Where ``need`` should go now; promises nothing yet."""
+        colocated = self.registry.ready("colocated")
+        decodes = self.registry.ready("decode")
+        if decodes:
+            verdict = self._pair(need, decodes)
+            if isinstance(verdict, Placement) or not colocated:
+                return verdict
+        if colocated:
+            return self._whole(need, colocated)
+        return NoWorkers("decode")
+
+    def missing_role(self) -> Literal["prefill", "decode"] | None:
+        """The role without which a new request could not be placed at all, if any."""
+        if self.registry.ready("colocated"):
+            return None
+        if not self.registry.ready("decode"):
+            return "decode"
+        needs_prefill = self.local_prefill != "always" and self.no_prefill == "reject"
+        return "prefill" if needs_prefill and not self.registry.ready("prefill") else None
+
+    def largest(self, need: Need) -> tuple[int, int]:
+        """(blocks that ``need`` takes at its full length, blocks of the largest pool that could hold it); (0, 0) if no
+        worker is known."""
+        pools = [w.hello for w in (*self.registry.ready("decode"), *self.registry.ready("colocated"))]
+        if not pools:
+            return 0, 0
+        largest = max(pools, key=lambda hello: hello.kv_blocks * hello.block_size)
+        return need.blocks(largest.block_size, need.output), largest.kv_blocks
+
+    def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
+        decode = self._roomiest(need, decodes)
+        if decode is None:
+            return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
+        if self.local_prefill == "always":
+            return Placement("local", None, decode, "local prefill: always")
+        prefills = self.registry.ready("prefill")
+        if not prefills:
+            if self.no_prefill == "local":
+                return Placement("local", None, decode, "no prefill worker is ready")
+            return NoWorkers("prefill") if self.no_prefill == "reject" else Wait("no prefill worker is ready")
+        prefill, before, cached = self._nearest(need, prefills)
+        if self.local_prefill == "auto" and (why := self._better_local(need, decode, before)):
+            return Placement("local", None, decode, why)
+        why = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
+        return Placement("disagg", prefill, decode, why)
+
+    def _whole(self, need: Need, workers: list[Worker]) -> Placement | Wait:
+        fitting = [worker for worker in workers if self._fits(need, worker)]
+        if not fitting:
+            return Wait(f"no colocated worker can promise {need.tokens} tokens and their output now")
+        worker, before, cached = self._nearest(need, fitting)
+        return Placement("colocated", None, worker, f"{before} tokens queued, {cached} of {need.tokens} cached")
+
+    def _fits(self, need: Need, worker: Worker) -> bool:
+        account, hello = self.account(worker), worker.hello
+        if account.sequences == 0:
+            return True  # alone on the worker: what cannot fit there at all is refused at the door
+        slots = int(hello.max_num_seqs * SLOT_SLACK)
+        blocks = need.blocks(hello.block_size, self.horizon)
+        return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots
+
+    def _roomiest(self, need: Need, decodes: list[Worker]) -> Worker | None:
+        """The decode worker with the most tokens of room left; a longer cached prefix counts as room."""
+        fitting = [worker for worker in decodes if self._fits(need, worker)]
+        return max(fitting, key=lambda worker: self._room(need, worker), default=None)
+
+    def _room(self, need: Need, worker: Worker) -> tuple[int, int]:
+        account, hello = self.account(worker), worker.hello
+        room = (hello.kv_blocks - account.blocks) * hello.block_size
+        return room + worker.cached_prefix(need.chain, need.tokens - 1), -account.sequences
+
+    def _nearest(self, need: Need, workers: list[Worker]) -> tuple[Worker, int, int]:
+        """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
+
+        def cost(worker: Worker) -> tuple[int, int]:
+            cached = worker.cached_prefix(need.chain, need.tokens - 1)
+            account = self.account(worker)
+            return account.prefill_tokens + need.tokens - cached, account.sequences
+
+        best = min(workers, key=cost)
+        return best, self.account(best).prefill_tokens, best.cached_prefix(need.chain, need.tokens - 1)
+
+    def _better_local(self, need: Need, decode: Worker, queued_tokens: int) -> str | None:
+        """``auto``: why the decode worker should prefill by itself, or None if it should not."""
+        cached = decode.cached_prefix(need.chain, need.tokens - 1)
+        missing = need.tokens - cached
+        if missing > LOCAL_MISSING_TOKENS:
+            return None
+        if cached >= LOCAL_CACHED_SHARE * need.tokens:
+            return f"{cached} of {need.tokens} tokens are cached on {decode.hello.name}"
+        if self.account(decode).sequences == 0 and queued_tokens >= LOCAL_QUEUE_TOKENS:
+            return f"{decode.hello.name} is idle and {queued_tokens} tokens are queued for prefill"
+        return None
+
+    # -- the ledger -----------------------------------------------------------------------------------------------
+
+    def promise(self, need: Need, placement: Placement) -> Promise:
+        """Enters a placement into the ledger."""
+        worker = placement.prefill or placement.decode
+        promise = Promise(
+            self.account(placement.decode),
+            self.account(worker),
+            blocks=need.blocks(placement.decode.hello.block_size, self.horizon),
+            sequences=need.choices,
+            prefill_tokens=need.tokens - worker.cached_prefix(need.chain, need.tokens - 1),
+        )
+        promise.decode.blocks += promise.blocks
+        promise.decode.sequences += promise.sequences
+        promise.prefill.prefill_tokens += promise.prefill_tokens
+        return promise
+
+    def prefilled(self, promise: Promise) -> None:
+        """The prompt is computed (its first token came): nothing of it is queued any more. Idempotent."""
+        promise.prefill.prefill_tokens -= promise.prefill_tokens
+        promise.prefill_tokens = 0
+
+    def release(self, promise: Promise) -> None:
+        """The request has left its workers. Idempotent; harmless when they are gone."""
+        self.prefilled(promise)
+        promise.decode.blocks -= promise.blocks
+        promise.decode.sequences -= promise.sequences
+        promise.blocks = promise.sequences = 0
+
+    def forget(self, worker: Worker) -> None:
+        """A worker is gone, and with it its account."""
+        self.accounts.pop(worker.id, None)

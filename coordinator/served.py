@@ -1,0 +1,185 @@
+"""The model that is served: its name, its text side, its limits and its sampling defaults.
+
+Turns validated bodies into what workers need: token ids and :class:`~common.request.SamplingParams`. Tokenisation of
+long texts leaves the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+from common.checkpoint import Checkpoint
+from common.config import CoordinatorConfig
+from common.errors import RequestError, StartError
+from common.kv.prefix import ChainKey, chain_root, extend_chain
+from common.request import SamplingParams
+from coordinator.openai import ChatBody, Options, Sampling
+from coordinator.registry import Registry
+from coordinator.text import TextModel
+
+T = TypeVar("T")
+
+INLINE_CHARS = 2_000
+"""Texts up to here are tokenized in the event loop: a thread switch costs more."""
+INLINE_TOKENS = 8_192
+_SEED_MASK = (1 << 63) - 1
+_FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
+
+
+def product_version() -> str:
+    """The installed version of Tandem."""
+    try:
+        return version("tandem")
+    except PackageNotFoundError:
+        return "0"
+
+
+class ServedModel:
+    """One model behind one name."""
+
+    def __init__(self, checkpoint: Checkpoint, config: CoordinatorConfig, workers: Registry) -> None:
+        self.checkpoint, self.workers = checkpoint, workers
+        self.name = config.served_name
+        self.created = int(time.time())
+        self.text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self.defaults = _defaults(checkpoint)
+        self._limit = min(config.max_model_len or checkpoint.position_limit, checkpoint.position_limit)
+        if config.max_model_len and config.max_model_len > checkpoint.position_limit:
+            raise StartError(
+                f"--max-model-len {config.max_model_len} is too long",
+                f"{self.name} was made for {checkpoint.position_limit} tokens",
+                f"give at most {checkpoint.position_limit}",
+            )
+        settings = f"{self.defaults}{config.chat_template}{self._limit}"
+        digest = hashlib.blake2b(settings.encode(), digest_size=3).hexdigest()
+        self.system_fingerprint = f"tandem-{product_version()}-{checkpoint.fingerprint[:8]}-{digest}"
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def check_name(self, wanted: str | None) -> None:
+        """RequestError 404 unless ``wanted`` is this model (or absent)."""
+        if wanted is not None and wanted != self.name:
+            raise RequestError(
+                f"The model {wanted[:128]!r} does not exist; this server has {self.name!r}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    @property
+    def context_length(self) -> int:
+        """The longest prompt plus output, as the least capable worker knows it."""
+        return min((worker.hello.max_model_len for worker in self.workers), default=self._limit)
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    async def chat_prompt(self, body: ChatBody) -> list[int]:
+        """Token ids of a templated chat."""
+        size = sum(len(str(message["content"])) for message in body.messages) + 64 * len(body.messages)
+        return await self.run(size, lambda: self.text.encode_chat(body))
+
+    async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of completion prompts; ids are taken as they are, after a look at the vocabulary."""
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.run(size, lambda: [self._text_prompt(prompt, at) for at, prompt in enumerate(prompts)])
+
+    def _text_prompt(self, prompt: str | list[int], at: int) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.text.encode(prompt)
+            if not ids:
+                raise RequestError(
+                    "A prompt is empty: it needs at least one token.", param="prompt", code="invalid_value"
+                )
+            return ids
+        if max(prompt) >= self.checkpoint.vocab_size:
+            self._outside("prompt", max(prompt))
+        return prompt
+
+    async def prefix_chain(self, ids: Sequence[int], cache_salt: str) -> Sequence[ChainKey]:
+        """The prefix keys under which workers cache this prompt; empty while no worker is known."""
+        worker = next(iter(self.workers), None)
+        if worker is None:
+            return ()
+        root = chain_root(cache_salt, worker.hello.fingerprint, worker.hello.dtype)
+        if len(ids) <= INLINE_TOKENS:
+            return extend_chain(root, [], ids)
+        return await self._in_thread(lambda: extend_chain(root, [], ids))
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on ``size`` characters, in a thread if they are many."""
+        return work() if size <= INLINE_CHARS else await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    def sampling(self, options: Options, prompt_tokens: int) -> SamplingParams:
+        """Sampling for one prompt; RequestError when prompt and output do not fit the context."""
+        asked = options.sampling
+        max_tokens = self._max_tokens(asked, prompt_tokens)
+        self._check_ids(asked)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed & _SEED_MASK
+        chosen = {name: getattr(asked, name) for name in _FALLBACK}
+        merged = {name: self.defaults[name] if value is None else value for name, value in chosen.items()}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=float(merged["temperature"]),
+            top_k=int(merged["top_k"]),
+            top_p=float(merged["top_p"]),
+            min_p=float(merged["min_p"]),
+            repetition_penalty=float(merged["repetition_penalty"]),
+            frequency_penalty=asked.frequency_penalty,
+            presence_penalty=asked.presence_penalty,
+            logit_bias=asked.logit_bias,
+            min_tokens=min(asked.min_tokens, max_tokens),
+            stop_token_ids=asked.stop_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            ignore_eos=asked.ignore_eos,
+            logprobs=asked.logprobs,
+        )
+
+    def _max_tokens(self, asked: Sampling, prompt_tokens: int) -> int:
+        limit = self.context_length
+        room = limit - prompt_tokens
+        wanted = room if asked.max_tokens is None else asked.max_tokens
+        if room < 1 or wanted > room:
+            asks = "" if room < 1 else f" and 'max_tokens' asks for {wanted} more"
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}{asks}. "
+                + ("Shorten the prompt." if room < 1 else f"At most {room} output tokens fit."),
+                param="messages" if room < 1 and asked.max_tokens is None else "max_tokens" if room >= 1 else "prompt",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def _check_ids(self, asked: Sampling) -> None:
+        vocab = self.checkpoint.vocab_size
+        for param, ids in (("stop_token_ids", asked.stop_token_ids), ("logit_bias", tuple(asked.logit_bias))):
+            if ids and max(ids) >= vocab:
+                self._outside(param, max(ids))
+
+    def _outside(self, param: str, token: int) -> None:
+        raise RequestError(
+            f"Token id {token} in {param!r} is outside the vocabulary of {self.checkpoint.vocab_size}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _defaults(checkpoint: Checkpoint) -> dict[str, float]:
+    """Sampling defaults of the checkpoint's generation_config.json, where they are numbers."""
+    given = checkpoint.generation_config
+    known = {name: given[name] for name in _FALLBACK if isinstance(given.get(name), int | float)}
+    return _FALLBACK | known

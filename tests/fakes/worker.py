@@ -1,0 +1,254 @@
+"""A worker without an engine: the real messages over a real socket, tokens from a formula.
+
+Runs in a thread, so that a test's event loop can hold the coordinator. Prefill, decode and colocated workers compute
+the same tokens from (prompt, choice, position), so a hand-off, retry or migration must not be visible in the output.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from common.channel import connect_dealer, identity, receive, send
+from common.ids import TransferId, WorkerName, new_incarnation
+from common.messages import (
+    PROTOCOL,
+    Abort,
+    Drain,
+    Failed,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Logprobs,
+    Message,
+    Prefill,
+    Rejoin,
+    Resend,
+    Reserve,
+    Role,
+    Timing,
+    ToWorker,
+    Turned,
+    Welcome,
+)
+from common.request import FinishReason, Request
+from common.sequence import Sequence
+from common.spans import SpanWriter
+
+Script = Callable[[Request, int, int], int]
+FIRST_TEXT_TOKEN, TEXT_TOKENS = 40, 200
+
+
+def formula(request: Request, choice: int, position: int) -> int:
+    """The output token at ``position``: printable, never a special one, different for different prompts."""
+    return FIRST_TEXT_TOKEN + (sum(request.prompt) + 7 * choice + 13 * position) % TEXT_TOKENS
+
+
+@dataclass
+class Job:
+    """What the fake does for one (request, attempt): its sequences, the first token of this attempt first."""
+
+    transfer: TransferId
+    sequences: list[Sequence]
+    start: int
+    due: float
+    only_first: bool
+    spoken: bool = False
+
+
+@dataclass
+class FakeWorker:
+    """Knobs: ``step_s`` between tokens, ``delay_s`` before the first; ``script`` chooses tokens; ``drop`` names message
+    types that vanish on their way out; ``refuse`` answers every request with that failure."""
+
+    role: Role
+    address: str
+    fingerprint: str
+    name: str = ""
+    script: Script = formula
+    delay_s: float = 0.0
+    step_s: float = 0.002
+    beat_s: float = 0.1
+    drop: set[type[Message]] = field(default_factory=set)
+    refuse: Failed | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    received: list[Any] = field(default_factory=list)
+    turned: str = ""
+    joined: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        hello = Hello(
+            protocol=PROTOCOL,
+            name=WorkerName(self.name or f"{self.role}-fake"),
+            incarnation=new_incarnation(),
+            role=self.role,
+            model="fake",
+            fingerprint=self.fingerprint,
+            layout="layout",
+            pid=1,
+            host="here",
+            host_id="here",
+            data_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
+            links=("shm", "zmq"),
+            kv_blocks=256,
+            block_size=16,
+            max_model_len=2048,
+            vocab_size=512,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            device="cpu",
+            dtype="float32",
+        )
+        self.hello = msgspec.structs.replace(hello, **self.changes)
+        self._jobs: dict[TransferId, Job] = {}
+        self._done: deque[Job] = deque(maxlen=64)
+        self._stop, self._silent = threading.Event(), threading.Event()
+        self._outbox: deque[Message] = deque()
+        self._acted_on = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    # -- for tests ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> FakeWorker:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Closes the connections without a word, as a process that dies does."""
+        self._stop.set()
+        self._thread.join()
+
+    def fall_silent(self) -> None:
+        """Stops in place, connected, as a process that hangs does."""
+        self._silent.set()
+
+    def say(self, message: Message) -> None:
+        self._outbox.append(message)
+
+    def got(self, kind: type[Message]) -> list[Any]:
+        return [message for message in list(self.received) if isinstance(message, kind)]
+
+    @property
+    def busy(self) -> int:
+        """Requests that are held here."""
+        return len(self._jobs)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with zmq.Context() as context:
+            control = connect_dealer(context, self.address, identity(self.hello.name, self.hello.incarnation))
+            beats = connect_dealer(context, self.address, identity(self.hello.name, self.hello.incarnation, beats=True))
+            with control, beats:
+                self._serve(control, beats)
+
+    def _serve(self, control: zmq.Socket[Any], beats: zmq.Socket[Any]) -> None:
+        send(control, self.hello)
+        beat_at = 0.0
+        while not self._stop.is_set():
+            if self._silent.is_set():
+                self._stop.wait(0.05)
+                continue
+            if control.poll(1):
+                while (message := receive(control, ToWorker)) is not None:
+                    self._take(control, message)
+            now = time.monotonic()
+            while self._outbox:
+                send(control, self._outbox.popleft())
+            for job in list(self._jobs.values()):
+                if job.due <= now:
+                    self._step(control, job, now)
+            if self.joined.is_set() and now >= beat_at:
+                send(beats, self._beat())
+                beat_at = now + self.beat_s
+
+    def _say(self, control: zmq.Socket[Any], message: Message) -> None:
+        if type(message) not in self.drop:
+            send(control, message)
+
+    def _take(self, control: zmq.Socket[Any], message: Any) -> None:
+        self.received.append(message)
+        self._acted_on += 1
+        match message:
+            case Welcome():
+                self.joined.set()
+            case Turned(reason=reason):
+                self.turned = reason
+                self.joined.set()
+            case Rejoin():
+                self._acted_on = 0
+                self._jobs.clear()
+                send(control, self.hello)
+            case Prefill(request=request, attempt=attempt):
+                self._begin(control, request, attempt, only_first=True)
+            case Reserve(request=request, attempt=attempt) | Generate(request=request, attempt=attempt):
+                self._begin(control, request, attempt, only_first=False)
+            case Abort(request=request, attempt=attempt):
+                self._jobs.pop(TransferId(request, attempt), None)
+            case Resend(request=request, attempt=attempt, choice=choice, start=start):
+                self._resend(control, TransferId(request, attempt), choice, start)
+            case Drain():
+                send(control, Goodbye(self.hello.incarnation, "drained"))
+
+    def _begin(self, control: zmq.Socket[Any], request: Request, attempt: int, *, only_first: bool) -> None:
+        if self.refuse is not None:
+            send(control, msgspec.structs.replace(self.refuse, request=request.id, attempt=attempt))
+            return
+        transfer = TransferId(request.id, attempt)
+        sequences = [Sequence(request, attempt, self.hello.max_model_len, choice) for choice in range(request.n)]
+        start = max(sequence.output_length for sequence in sequences)
+        self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
+
+    def _step(self, control: zmq.Socket[Any], job: Job, now: float) -> None:
+        if not job.spoken:
+            job.spoken = True
+            self._say(control, Timing(job.transfer.request, job.transfer.attempt, self._timings(), "shm"))
+        spans = SpanWriter()
+        for sequence in job.sequences:
+            if sequence.finish:
+                continue
+            start = sequence.output_length
+            sequence.append(self.script(sequence.request, sequence.choice, start))
+            wanted = sequence.request.sampling.logprobs
+            spans.add(sequence, start, [_logprobs(sequence.tokens[-1], wanted)] if wanted is not None else [])
+        self._say(control, spans.message())
+        if job.only_first or all(sequence.finish for sequence in job.sequences):
+            self._done.append(self._jobs.pop(job.transfer))
+        job.due = now + self.step_s
+
+    def _resend(self, control: zmq.Socket[Any], transfer: TransferId, choice: int, start: int) -> None:
+        job = self._jobs.get(transfer) or next((job for job in self._done if job.transfer == transfer), None)
+        if job is not None:
+            spans = SpanWriter()
+            spans.add(job.sequences[choice], start)
+            send(control, spans.message())
+
+    def _timings(self) -> dict[str, float]:
+        if self.role == "decode":
+            return {"transfer_ms": 1.0, "transfer_exposed_ms": 0.5, "kv_bytes": 4096.0, "decode_wait_ms": 0.1}
+        return {"queue_ms": 0.1, "prefill_ms": 1.0, "cached_tokens": 0.0}
+
+    def _beat(self) -> Heartbeat:
+        held = min(len(self._jobs), self.hello.kv_blocks)
+        live = b"".join(transfer.request for transfer in self._jobs)
+        free = self.hello.kv_blocks - held
+        counters = {"prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0, "num_preemptions": 1.0}
+        return Heartbeat(
+            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 0, -1, False, counters
+        )
+
+
+def _logprobs(token: int, top: int) -> Logprobs:
+    ids = [token + offset for offset in range(top)]
+    return Logprobs(-0.5, b"".join(each.to_bytes(4, "little") for each in ids), tuple(-0.5 - at for at in range(top)))
+
+
+__all__ = ["FakeWorker", "FinishReason", "formula"]
