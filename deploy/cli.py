@@ -150,7 +150,7 @@ def _worker(config: WorkerConfig) -> int:
 
 
 def _openable(config: R) -> R:
-    """The same with the built-in model where none is named; a missing or unsupported model is refused here already."""
+    """The same with the built-in model where none is named; a model that cannot be served is refused here already."""
     from common.checkpoint import open_checkpoint
     from deploy import builtin
 
@@ -158,7 +158,11 @@ def _openable(config: R) -> R:
     named, notice = builtin.with_model(config, os.environ)
     if notice:
         print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
-    open_checkpoint(named.model, named.revision, named.trust_remote_code)
+    checkpoint = open_checkpoint(named.model, named.revision, named.trust_remote_code)
+    if isinstance(named, WorkerConfig):
+        from deploy.preflight import check_memory
+
+        check_memory(checkpoint, named, named.workers_on_host)
     return named
 
 

@@ -4,9 +4,9 @@
        │ a worker cannot start          │ a child dies: started again, with backoff
        └──► exit 1, in at most five lines
 
-What can be found wrong without starting anything is found before (:func:`preflight`). Draining stops the coordinator
-first: it refuses new requests and finishes the running ones, which needs the workers; then they go. A second signal
-kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
+What can be found wrong without starting anything is found before (:mod:`deploy.preflight`). Draining stops the
+coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then they go. A second
+signal kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from common.checkpoint import open_checkpoint
 from common.config import UpConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
@@ -31,6 +28,7 @@ from common.log import setup_logging
 from common.messages import Role
 from deploy import builtin, cores
 from deploy.client import Server
+from deploy.preflight import check_up
 from deploy.screen import Lines, Screen, Serving, Terminal, WorkerFacts
 from deploy.unit import Unit
 
@@ -48,48 +46,42 @@ def run(config: UpConfig) -> int:
         setup_logging(config.log_level, config.log_format, "up", sys.stdout)
     screen: Screen = Terminal(console) if console.is_terminal else Lines()
     config, notice = builtin.with_model(config, os.environ)
-    config = preflight(config)
+    fleet = plan(config)
+    config = check_up(config, len(fleet))
     screen.begin(f"tandem: {config.served_name} ({config.model})", notice)
     try:
-        return asyncio.run(Supervisor(config, screen).run())
+        return asyncio.run(Supervisor(config, fleet, screen).run())
     finally:
         screen.close()
 
 
-def preflight(config: UpConfig) -> UpConfig:
-    """Refuses what can be seen to fail before anything is started; fills in free ports for port 0."""
-    config.check_binds()
-    open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    http_port = claim_port(config.host, config.port, "--port")
-    control_port = claim_port("127.0.0.1", config.control_port, "--control-port")
-    if http_port == control_port:
-        raise StartError(
-            f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
-        )
-    return replace(config, port=http_port, control_port=control_port)
+class Member(NamedTuple):
+    """One worker of the fleet."""
+
+    label: str
+    role: Role
+    share: cores.Share
 
 
-def claim_port(host: str, port: int, flag: str) -> int:
-    """``port`` if it can be listened on, or a free one for 0."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {host}:{port}",
-            error.strerror or str(error),
-            f"stop what uses that port, or choose another with {flag}",
-        ) from error
+def plan(config: UpConfig) -> list[Member]:
+    """Which workers there will be, and which cores each gets."""
+    allowed = cores.usable_cores()
+    mine = [core for core in config.cores or allowed if core in allowed]
+    if not mine:
+        raise StartError(f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus")
+    quota = cores.core_quota()
+    prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
+    counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
+    names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
+    shares = cores.deal(mine, len(names), quota, config.threads)
+    return [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
 
 
 class Supervisor:
     """All units of one ``tandem up``, from the first process to the last."""
 
-    def __init__(self, config: UpConfig, screen: Screen) -> None:
-        self._config, self._screen = config, screen
+    def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
+        self._config, self._fleet, self._screen = config, fleet, screen
         self._units: list[Unit] = []
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._chatting = False
@@ -100,7 +92,7 @@ class Supervisor:
 
     async def run(self) -> int:
         self._listen_to_signals()
-        self._units = self._plan()
+        self._units = self._make_units()
         keepers = [asyncio.create_task(unit.keep()) for unit in self._units]
         serving = asyncio.create_task(self._come_up())
         stopped = asyncio.create_task(self._stop.wait())
@@ -120,24 +112,16 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*keepers, serving, stopped, return_exceptions=True)
 
-    def _plan(self) -> list[Unit]:
-        """The coordinator and the workers, each with its share of the cores."""
-        config = self._config
-        allowed = cores.usable_cores()
-        mine = [core for core in config.cores or allowed if core in allowed]
-        if not mine:
-            raise StartError(
-                f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus"
-            )
-        quota = cores.core_quota()
-        prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
-        counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
-        roles = [role for role, count in counts for _ in range(count)]
-        shares = cores.deal(mine, len(roles), quota, config.threads)
-        expected = {"expect_prefill": prefill, "expect_decode": decode, "expect_colocated": colocated}
-        units = [Unit("coordinator", config.for_coordinator(**expected), cores.Share(None, 0), self._screen)]
-        for index, (role, share) in enumerate(zip(roles, shares, strict=True)):
-            label = f"{role}-{index - roles.index(role)}"
+    def _make_units(self) -> list[Unit]:
+        """The coordinator and the workers."""
+        config, roles = self._config, [member.role for member in self._fleet]
+        door = config.for_coordinator(
+            expect_prefill=roles.count("prefill"),
+            expect_decode=roles.count("decode"),
+            expect_colocated=roles.count("colocated"),
+        )
+        units = [Unit("coordinator", door, cores.Share(None, 0), self._screen)]
+        for label, role, share in self._fleet:
             worker = config.for_worker(
                 role,
                 WorkerName(label),

@@ -104,6 +104,14 @@ def test_a_busy_port(flag: str, busy_port: int, built_in: dict[str, str]) -> Non
     assert time.monotonic() - started < LIMIT_S
 
 
+@pytest.mark.parametrize("command", ["up", "prefill"])
+def test_too_little_memory_for_one_request(command: str, built_in: dict[str, str]) -> None:
+    started = time.monotonic()
+    words = ("--max-model-len", "8192", "--kv-cache-memory", "1MiB")
+    assert_refused(tandem(command, *words, **built_in), "too little memory", "--kv-cache-memory")
+    assert time.monotonic() - started < LIMIT_S
+
+
 def test_two_ports_that_are_one(built_in: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -14,9 +14,9 @@ from rich.console import Console
 from common.errors import StartError
 from common.log import JsonFormatter, TextFormatter
 from deploy import builtin, cores, status
+from deploy.preflight import claim_port
 from deploy.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.unit import how_it_ended
-from deploy.up import claim_port
 
 
 @pytest.mark.parametrize(

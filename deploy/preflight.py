@@ -1,0 +1,60 @@
+"""What can be seen to fail before anything heavy is imported or started; all of it raises StartError, in words."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+from common import device
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.config import UpConfig, WorkerConfig
+from common.errors import StartError
+from common.kv.budget import fit
+from common.kv.layout import KvLayout
+
+
+def check_up(config: UpConfig, workers: int) -> UpConfig:
+    """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0."""
+    config.check_binds()
+    check_memory(open_checkpoint(config.model, config.revision, config.trust_remote_code), config, workers)
+    http_port = claim_port(config.host, config.port, "--port")
+    control_port = claim_port("127.0.0.1", config.control_port, "--control-port")
+    if http_port == control_port:
+        raise StartError(
+            f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
+        )
+    return replace(config, port=http_port, control_port=control_port)
+
+
+def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int) -> None:
+    """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later.
+
+    Models whose configuration does not tell the shape of their KV are left to the engine.
+    """
+    if (layers := checkpoint.kv_layers()) is None:
+        return
+    dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe())
+    fit(
+        KvLayout(layers, dtype, config.block_size),
+        checkpoint.max_position,
+        config.max_model_len,
+        kv_bytes=config.kv_cache_memory or device.kv_budget(workers),
+        num_kv_blocks=config.num_kv_blocks,
+        limit=checkpoint.position_limit,
+    )
+
+
+def claim_port(host: str, port: int, flag: str) -> int:
+    """``port`` if it can be listened on, or a free one for 0."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port}",
+            error.strerror or str(error),
+            f"stop what uses that port, or choose another with {flag}",
+        ) from error
