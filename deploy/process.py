@@ -62,6 +62,7 @@ async def start(
             stderr=asyncio.subprocess.STDOUT,
             limit=_MEBIBYTE,
             pass_fds=(writing,),
+            process_group=0,  # a terminal's Ctrl-C goes to the launcher alone
             env={**os.environ, **environment},
         )
     except BaseException:
@@ -86,7 +87,7 @@ def run(launch: Launch, label: str) -> int:
             setup_logging(served.log_level, served.log_format, label)
             from coordinator.app import run as run_coordinator
 
-            return run_coordinator(served)
+            return run_coordinator(served, lambda url, control: status.ready(url=url, control=control))
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)
         from deploy.worker import run as run_worker

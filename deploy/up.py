@@ -5,8 +5,8 @@
        └──► exit 1, in at most five lines
 
 What can be found wrong without starting anything is found before (:mod:`deploy.preflight`). Draining stops the
-coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then they go. A second
-signal kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
+coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then those go. A
+second signal kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""The real ``tandem up`` with the built-in model: it serves, heals, drains, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.builtin import ensure_model
+from deploy.client import Refused, Server
+
+pytestmark = pytest.mark.e2e
+START_S = 90.0
+
+
+class Up:
+    """One running ``tandem up`` on free ports, its output in a file."""
+
+    def __init__(self, directory: Path, *words: str) -> None:
+        self._output = directory / "up.log"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--control-port", "0", *words]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**clean, "XDG_CACHE_HOME": str(directory.parent)},
+            )
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def server(self) -> Server:
+        """The server, once the first screen is out."""
+        wait_for(lambda: "try: tandem chat" in self.said or self.process.poll() is not None, START_S)
+        found = re.search(r"serving \S+ on (http://\S+)", self.said)
+        assert found is not None, self.said
+        return Server(found[1], timeout_s=60.0)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def ask(server: Server, tokens: int) -> Iterator[dict[str, Any]]:
+    messages = [{"role": "user", "content": "Hello"}]
+    return server.chat({"model": server.model(), "messages": messages, "max_tokens": tokens, "ignore_eos": True})
+
+
+def workers(server: Server) -> dict[str, dict[str, Any]]:
+    """The workers that are ready, by name."""
+    status, body = server.get("/admin/workers")
+    assert status == 200
+    return {worker["id"]: worker for worker in body["workers"] if worker["state"] == "ready"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cache")
+    ensure_model({"XDG_CACHE_HOME": str(directory)})
+    return directory
+
+
+@pytest.fixture
+def start(cache: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start_one(*words: str) -> Up:
+        directory = cache / f"up-{time.monotonic_ns()}"
+        directory.mkdir()
+        started.append(Up(directory, "--num-kv-blocks", "1024", *words))
+        return started[-1]
+
+    yield start_one
+    for up in started:
+        up.end()
+
+
+def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
+    up = start()
+    server = up.server()
+    assert "random" in up.said
+    chunks = list(ask(server, 4))
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]] == [None] * 4 + ["length"]
+
+    before = workers(server)
+    assert set(before) == {"prefill-0", "decode-0"}
+    os.kill(before["decode-0"]["pid"], signal.SIGKILL)
+
+    def healed() -> bool:
+        now = workers(server).get("decode-0")
+        return now is not None and now["incarnation"] != before["decode-0"]["incarnation"]
+
+    wait_for(healed, START_S)
+    assert "decode-0 ended (SIGKILL" in up.said
+    assert len(list(ask(server, 4))) == len(chunks)
+
+    family = up.children()
+    assert len(family) >= 3
+    running = ask(server, 200)
+    next(running)
+    up.process.send_signal(signal.SIGINT)
+    assert len(list(running)) >= 199  # what runs is finished first
+    assert up.process.wait(30) == 0
+    assert not any(child.is_running() for child in family)
+
+
+def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
+    up = start("--colocated", "1", "--drain-timeout", "60")
+    server = up.server()
+    assert set(workers(server)) == {"colocated-0"}
+    family = up.children()
+    running = ask(server, 8000)
+    next(running)
+    up.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stopping" in up.said, 5)
+    up.process.send_signal(signal.SIGTERM)
+    up.process.wait(10)
+    assert not any(child.is_running() for child in family)
+    with pytest.raises(Refused):
+        list(running)
+
+
+def test_nothing_survives_a_killed_launcher(start: Callable[..., Up]) -> None:
+    up = start()
+    wait_for(lambda: len(up.children()) == 3, 30)
+    time.sleep(0.5)  # some are still importing, before they could tell the kernel: those look for their parent
+    family = up.children()
+    up.process.kill()
+    up.process.wait()
+    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in family), 10)
+
+
+def test_a_worker_that_cannot_start_ends_it_in_words(start: Callable[..., Up], cache: Path) -> None:
+    model = cache / "broken"
+    shutil.copytree(ensure_model({"XDG_CACHE_HOME": str(cache)}), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6}))
+    up = start(str(model))
+    assert up.process.wait(START_S) == 1
+    last = up.said.strip().splitlines()[-3:]
+    assert [line.split(":")[0].strip() for line in last] == ["error", "why", "do"], up.said
+    assert "Traceback" not in up.said
