@@ -5,7 +5,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
 # A quiet pip that still shows errors.
-PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
+PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
