@@ -139,6 +139,7 @@ class Worker(abc.ABC):
         """Serves until drained or stopped; leaves nothing behind."""
         with self._signals():
             try:
+                self._publish()  # the heart starts in the first turn: its first beat must not tell of a pool of nothing
                 while not self._finished():
                     self._wait(self.turn())
             finally:
