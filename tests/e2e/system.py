@@ -1,0 +1,329 @@
+"""A whole system as an operator starts it, and a client as a user writes one.
+
+:class:`System` runs ``tandem up`` (or any other ``tandem`` command) in processes of its own, waits until it is ready,
+keeps what it logs, stops it, and makes sure that no process is left. :class:`Client` speaks HTTP and returns what tests
+look at: token ids, log-probabilities, finish reasons, usage, headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from common.request import SamplingParams
+from tests.models import EOS
+
+ROOT = Path(__file__).parents[2]
+READY_S = 90.0
+STOP_S = 30.0
+MODEL_LEN = 2048
+SMALL = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "600", "--max-model-len", str(MODEL_LEN))
+"""Flags of a system that is quick to start and has room for what tests ask."""
+_URL = re.compile(r"http://127\.0\.0\.1:\d+")
+
+
+@dataclass
+class Process:
+    """One ``tandem`` command and its descendants, logging into a file."""
+
+    log: Path
+    popen: subprocess.Popen[bytes]
+    family: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, log: Path, *words: str | Path) -> Process:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        with log.open("ab") as out:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli", *map(str, words)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=environment | {"HF_HUB_OFFLINE": "1"},
+            )
+        return cls(log, popen)
+
+    @property
+    def text(self) -> str:
+        """Everything logged so far."""
+        return self.log.read_text(errors="replace")
+
+    def look_around(self) -> None:
+        """Remembers every descendant there is now."""
+        try:
+            mine = psutil.Process(self.popen.pid)
+            for process in (mine, *mine.children(recursive=True)):
+                self.family.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass
+
+    def check_alive(self) -> None:
+        assert self.popen.poll() is None, f"exited with {self.popen.returncode}:\n{self.text}"
+
+    def stop(self) -> None:
+        """Asks it to leave; AssertionError if it does not, is not clean, or leaves a process behind."""
+        self.look_around()
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+        try:
+            code = self.popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still there {STOP_S} s after SIGTERM:\n{self.text}") from None
+        left = psutil.wait_procs(self.others(), timeout=5)[1]
+        self.kill()
+        assert not left, f"processes left behind: {left}\n{self.text}"
+        assert code == 0, f"exit code {code}:\n{self.text}"
+
+    def others(self) -> list[psutil.Process]:
+        return [process for process in self.family.values() if process.pid != self.popen.pid]
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        self.look_around()
+        for process in self.family.values():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.popen.wait()
+
+
+@dataclass
+class System:
+    """A running system; ``url`` is its door."""
+
+    process: Process
+    url: str
+    name: str = "model"
+
+    @classmethod
+    @contextmanager
+    def up(cls, directory: Path, model: Path, *flags: str, small: Sequence[str] = SMALL) -> Iterator[System]:
+        """``tandem up MODEL FLAGS`` on free ports, for the duration of the block."""
+        words = ["up", model, "--port", "0", "--control-port", "0", "--served-model-name", cls.name, *small, *flags]
+        with cls.running(directory / "up.log", *words) as system:
+            yield system
+
+    @classmethod
+    @contextmanager
+    def running(cls, log: Path, *words: str | Path) -> Iterator[System]:
+        """Any command that ends up serving HTTP on a port that it logs."""
+        process = Process.start(log, *words)
+        try:
+            system = cls(process, cls._find_url(process))
+            asyncio.run(system.wait_ready())
+            yield system
+        except BaseException:
+            process.kill()
+            raise
+        process.stop()
+
+    @staticmethod
+    def _find_url(process: Process) -> str:
+        deadline = time.monotonic() + READY_S
+        while not (found := _URL.search(process.text)):
+            process.check_alive()
+            assert time.monotonic() < deadline, f"no address within {READY_S} s:\n{process.text}"
+            time.sleep(0.05)
+        return found.group()
+
+    async def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        async with self.client() as client:
+            while await client.ready() != 200:
+                self.process.check_alive()
+                assert time.monotonic() < deadline, f"not ready within {READY_S} s:\n{self.process.text}"
+                await asyncio.sleep(0.1)
+        self.process.look_around()
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
+            yield Client(session, self)
+
+
+@dataclass
+class Choice:
+    """One choice of an answer. ``top`` are the most likely tokens' logprobs per position, in falling order."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[float]] = field(default_factory=list)
+    chunks: int = 0
+
+
+@dataclass
+class Answer:
+    """What came back. ``prompt`` are the ids of the prompt that each choice continues."""
+
+    status: int
+    headers: dict[str, str]
+    choices: list[Choice]
+    prompt: list[int]
+    usage: dict[str, Any]
+    metrics: dict[str, Any]
+    body: dict[str, Any]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def path(self) -> str:
+        return self.headers["x-tandem-path"]
+
+    @property
+    def cached(self) -> int:
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+class Client:
+    """A user of one system."""
+
+    def __init__(self, session: aiohttp.ClientSession, system: System) -> None:
+        self.session, self.system = session, system
+
+    # -- generating ---------------------------------------------------------------------------------------------------
+
+    async def post(self, path: str, **fields: Any) -> aiohttp.ClientResponse:
+        """One request as it is; the caller reads the response."""
+        return await self.session.post(path, json={"model": self.system.name, **fields})
+
+    async def complete(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
+        """POST /v1/completions, not streaming; AssertionError unless 200."""
+        return await self._whole("/v1/completions", prompt=prompt, **fields)
+
+    async def chat(self, text: str, **fields: Any) -> Answer:
+        """POST /v1/chat/completions with one user message, not streaming."""
+        return await self._whole("/v1/chat/completions", messages=[{"role": "user", "content": text}], **fields)
+
+    async def stream(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
+        """POST /v1/completions, streaming: everything that came, in one answer."""
+        fields = {"stream_options": {"include_usage": True}, **fields}
+        response = await self.post("/v1/completions", prompt=prompt, stream=True, return_token_ids=True, **fields)
+        async with response:
+            assert response.status == 200, await response.text()
+            answer = Answer(200, dict(response.headers), [], [], {}, {}, {})
+            async for event in events(response):
+                assert "error" not in event, event
+                answer.usage = event.get("usage") or answer.usage
+                answer.metrics = event.get("tandem") or answer.metrics
+                for part in event["choices"]:
+                    while len(answer.choices) <= part["index"]:
+                        answer.choices.append(Choice())
+                    _add_chunk(answer, answer.choices[part["index"]], part)
+            return answer
+
+    async def _whole(self, path: str, **fields: Any) -> Answer:
+        response = await self.post(path, return_token_ids=True, **fields)
+        async with response:
+            body = await response.json()
+            assert response.status == 200, body
+            choices = [_choice(part) for part in body["choices"]]
+            prompt = body.get("prompt_token_ids") or body["choices"][0]["prompt_token_ids"]
+            headers = dict(response.headers)
+            return Answer(200, headers, choices, prompt, body["usage"], body.get("tandem", {}), body)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> int:
+        """The status of GET /ready, 0 when nobody listens."""
+        try:
+            async with self.session.get("/ready") as response:
+                return response.status
+        except aiohttp.ClientConnectionError:
+            return 0
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """GET /admin/workers, by id."""
+        async with self.session.get("/admin/workers") as response:
+            assert response.status == 200, await response.text()
+            return {worker["id"]: worker for worker in (await response.json())["workers"]}
+
+    async def until_idle(self, within_s: float) -> None:
+        """Until no worker holds a block or has work; AssertionError with the state after ``within_s``."""
+        deadline = time.monotonic() + within_s
+        while busy := [worker for worker in (await self.workers()).values() if not _idle(worker)]:
+            assert time.monotonic() < deadline, f"not idle within {within_s} s: {busy}\n{self.system.process.text}"
+            await asyncio.sleep(0.05)
+
+
+def _idle(worker: dict[str, Any]) -> bool:
+    blocks = worker["kv_blocks"]
+    assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"], blocks
+    return not (blocks["held"] or worker["running"] or worker["waiting"])
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The data of a server-sent event stream, checked to end with [DONE]."""
+    done = False
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            assert not done, "something after [DONE]"
+            if line.strip() == b"data: [DONE]":
+                done = True
+            else:
+                yield json.loads(line[6:])
+    assert done, "the stream ended without [DONE]"
+
+
+def _choice(part: dict[str, Any]) -> Choice:
+    choice = Choice(part["token_ids"], part.get("text", ""), part["finish_reason"])
+    if "message" in part:
+        choice.text = part["message"]["content"]
+    _add_logprobs(choice, part["logprobs"])
+    return choice
+
+
+def _add_chunk(answer: Answer, choice: Choice, part: dict[str, Any]) -> None:
+    answer.prompt = part.get("prompt_token_ids") or answer.prompt
+    assert choice.finish_reason is None, "a chunk after the finish reason"
+    choice.token_ids += part.get("token_ids", [])
+    choice.text += part["text"]
+    choice.finish_reason = part["finish_reason"]
+    choice.chunks += bool(part.get("token_ids"))
+    _add_logprobs(choice, part["logprobs"])
+
+
+def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
+    """Both of OpenAI's shapes: chat's list, and the columns of completions (whose top ones may share a text)."""
+    if logprobs is None:
+        return
+    if "content" in logprobs:
+        for entry in logprobs["content"]:
+            choice.logprobs.append(entry["logprob"])
+            choice.top.append([top["logprob"] for top in entry["top_logprobs"]])
+    else:
+        choice.logprobs += logprobs["token_logprobs"]
+
+
+_WIRE_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
+_WIRE_FIELDS += ("presence_penalty", "min_tokens", "seed", "ignore_eos")
+
+
+def sampling_of(fields: dict[str, Any]) -> SamplingParams:
+    """What a request with these JSON fields asks of the sampler."""
+    chosen = {name: fields[name] for name in _WIRE_FIELDS if name in fields}
+    bias = {int(token): float(value) for token, value in fields.get("logit_bias", {}).items()}
+    stops = tuple(fields.get("stop_token_ids", ()))
+    return SamplingParams(**{"seed": 0} | chosen, logit_bias=bias, stop_token_ids=stops, eos_token_ids=(EOS,))
