@@ -21,7 +21,7 @@ from common.config import CoordinatorConfig
 from common.errors import StartError
 from coordinator.dispatch import Dispatcher, shutting_down
 from coordinator.gateway import Gateway
-from coordinator.http import MAX_HEADER_BYTES, SERVICES, Services, make_app
+from coordinator.http import SERVICES, Services, make_app, make_runner
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
 from coordinator.registry import Registry
@@ -31,7 +31,6 @@ from coordinator.served import ServedModel
 log = logging.getLogger("tandem.coordinator")
 
 BACKLOG = 4_096
-_LAST_WORDS_S = 1.0
 
 
 def run(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None = None) -> int:
@@ -49,16 +48,7 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         async with running(config) as services:
-            app = make_app(services)
-            web_runner = web.AppRunner(
-                app,
-                handler_cancellation=True,
-                access_log=None,
-                keepalive_timeout=75.0,
-                max_line_size=MAX_HEADER_BYTES,
-                max_field_size=MAX_HEADER_BYTES,
-                shutdown_timeout=_LAST_WORDS_S,
-            )
+            web_runner = make_runner(make_app(services))
             await web_runner.setup()
             try:
                 await web.SockSite(web_runner, listener, backlog=BACKLOG).start()

@@ -1,8 +1,8 @@
 """Every request between the HTTP side and the workers.
 
 Owns the queue, the tickets (one per request: its life, its part of the ledger, its clock readings), the timers.
-Decisions are made by the pure cores (:mod:`lifecycle`, :mod:`router`, :mod:`registry`, :mod:`limits`); this file carries
-them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a :class:`Client`.
+Decisions are made by the pure cores (:mod:`lifecycle`, :mod:`router`, :mod:`registry`, :mod:`limits`); this file
+carries them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a :class:`Client`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every HTTP request passes: its id, its right to be here, and the shape of errors.
 
-Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser on this
-machine (only without keys), and the translation of every exception to OpenAI's error object. A stack trace never leaves.
+Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser here
+ (only without keys), and the translation of every exception to OpenAI's error object. A stack trace never leaves.
 """
 
 from __future__ import annotations

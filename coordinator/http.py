@@ -17,6 +17,8 @@ from aiohttp import web
 from common.config import CoordinatorConfig
 from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
+from common.kv.prefix import ChainKey
+from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.dispatch import Dispatcher, Ticket, shutting_down
 from coordinator.fields import Json, parse_json
@@ -30,6 +32,8 @@ from coordinator.sse import KEEPALIVE_S, EventStream
 
 BODY_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 16 << 10
+KEEPALIVE_CONNECTION_S = 75.0
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,19 @@ def make_app(services: Services) -> web.Application:
     return app
 
 
+def make_runner(app: web.Application) -> web.AppRunner:
+    """How the application is served: a client that leaves cancels its handler."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_CONNECTION_S,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        shutdown_timeout=_LAST_WORDS_S,
+    )
+
+
 async def read_body(request: web.Request) -> Json:
     """The JSON object of a POST; RequestError for whatever else was sent."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
@@ -90,7 +107,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model.check_name(options.model)
     prompts = [await model.chat_prompt(body)]
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
-    return await _answer(request, arrived_at, prompts, options, shape)
+    return await _answer(request, arrived_at, prompts, "messages", options, shape)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -106,7 +123,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         texts = [given if isinstance(given, str) else model.text.decode(given) for given in body.prompts]
         echoes = [text for text in texts for _ in range(options.n)]
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
-    return await _answer(request, arrived_at, prompts, options, shape)
+    return await _answer(request, arrived_at, prompts, "prompt", options, shape)
 
 
 def _refuse_when_draining(services: Services) -> None:
@@ -119,14 +136,23 @@ def _head(prefix: str, model: ServedModel) -> Head:
 
 
 async def _answer(
-    request: web.Request, arrived_at: float, prompts: Sequence[list[int]], options: Options, shape: Shape
+    request: web.Request,
+    arrived_at: float,
+    prompts: Sequence[list[int]],
+    prompt_field: str,
+    options: Options,
+    shape: Shape,
 ) -> web.StreamResponse:
     """Tickets for ``prompts``, submitted together; the reply as a whole or as a stream."""
     services = request.app[SERVICES]
-    text = services.model.text
-    choices = [Choice(at, prompts[at // options.n], options, text) for at in range(len(prompts) * options.n)]
+    model = services.model
+    choices = [Choice(at, prompts[at // options.n], options, model.text) for at in range(len(prompts) * options.n)]
     reply = (StreamReply if options.stream else WholeReply)(options, shape, choices)
-    tickets = [await _ticket(services, arrived_at, prompt, options, reply) for prompt in prompts]
+    tickets = []
+    for prompt in prompts:
+        sampling = model.sampling(options, len(prompt), prompt_field)
+        chain = await model.prefix_chain(prompt, options.cache_salt)
+        tickets.append(_ticket(services, arrived_at, prompt, sampling, chain, options, reply))
     reply.expect(tickets)
     services.dispatcher.submit(tickets)
     try:
@@ -142,10 +168,15 @@ async def _answer(
     return json_response(reply.body(), headers=_headers(request, reply))
 
 
-async def _ticket(services: Services, arrived_at: float, prompt: list[int], options: Options, reply: Reply) -> Ticket:
-    model = services.model
-    sampling = model.sampling(options, len(prompt))
-    chain = await model.prefix_chain(prompt, options.cache_salt)
+def _ticket(
+    services: Services,
+    arrived_at: float,
+    prompt: list[int],
+    sampling: SamplingParams,
+    chain: Sequence[ChainKey],
+    options: Options,
+    reply: Reply,
+) -> Ticket:
     return Ticket(
         id=new_request_id(),
         prompt=pack_tokens(prompt),

@@ -8,7 +8,6 @@ from common.errors import RequestError
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
 from coordinator.http import SERVICES, Services, read_body
-from coordinator.messages import parse_messages
 from coordinator.openai import ChatBody, parse_chat, token_ids
 from coordinator.registry import Worker
 from coordinator.served import product_version
@@ -70,7 +69,6 @@ async def tokenize(request: web.Request) -> web.Response:
 
 def _as_chat(body: Json) -> ChatBody:
     kept = ("model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-    parse_messages(Fields(body))
     return parse_chat({name: body[name] for name in kept if name in body})
 
 
@@ -119,8 +117,8 @@ def _not_ready(services: Services) -> str | None:
         return None
     if not registry.ready("decode"):
         return "No decode worker is ready."
-    needs_prefill = config.local_prefill != "always" and config.expect_prefill + config.expect_colocated > 0
-    if (needs_prefill or config.no_prefill_policy != "local") and not registry.ready("prefill"):
+    asked_without = config.expect_decode > 0 and not config.expect_prefill and config.no_prefill_policy == "local"
+    if config.local_prefill != "always" and not asked_without and not registry.ready("prefill"):
         return "No prefill worker is ready."
     return None
 

@@ -124,10 +124,10 @@ class ServedModel:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    def sampling(self, options: Options, prompt_tokens: int) -> SamplingParams:
+    def sampling(self, options: Options, prompt_tokens: int, prompt_field: str) -> SamplingParams:
         """Sampling for one prompt; RequestError when prompt and output do not fit the context."""
         asked = options.sampling
-        max_tokens = self._max_tokens(asked, prompt_tokens)
+        max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field)
         self._check_ids(asked)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed & _SEED_MASK
         chosen = {name: getattr(asked, name) for name in _FALLBACK}
@@ -150,19 +150,16 @@ class ServedModel:
             logprobs=asked.logprobs,
         )
 
-    def _max_tokens(self, asked: Sampling, prompt_tokens: int) -> int:
+    def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str) -> int:
         limit = self.context_length
         room = limit - prompt_tokens
         wanted = room if asked.max_tokens is None else asked.max_tokens
-        if room < 1 or wanted > room:
-            asks = "" if room < 1 else f" and 'max_tokens' asks for {wanted} more"
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}{asks}. "
-                + ("Shorten the prompt." if room < 1 else f"At most {room} output tokens fit."),
-                param="messages" if room < 1 and asked.max_tokens is None else "max_tokens" if room >= 1 else "prompt",
-                code="context_length_exceeded",
-            )
-        return wanted
+        if 1 <= wanted <= room:
+            return wanted
+        head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"
+        if room < 1:
+            raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
+        raise _too_long(f"{head} and {wanted} more are asked for. At most {room} output tokens fit.", "max_tokens")
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self.checkpoint.vocab_size
@@ -176,6 +173,10 @@ class ServedModel:
             param=param,
             code="invalid_value",
         )
+
+
+def _too_long(message: str, param: str) -> RequestError:
+    return RequestError(message, param=param, code="context_length_exceeded")
 
 
 def _defaults(checkpoint: Checkpoint) -> dict[str, float]:

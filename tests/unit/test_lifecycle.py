@@ -1,0 +1,156 @@
+"""The life of a request: one door between states, spans taken once and in order, a bounded number of setbacks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvariantBroken
+from common.ids import Incarnation, unpack_tokens
+from common.request import FinishReason
+from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, MOVES, TERMINAL, Accepted, Gap, Life, State
+
+P, D = Incarnation("p"), Incarnation("d")
+RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
+
+
+def placed(choices: int = 1) -> Life:
+    life = Life(choices)
+    life.place("disagg", P, D)
+    life.move(State.PREFILLING)
+    return life
+
+
+def test_the_table_is_closed_and_ends_are_ends() -> None:
+    assert set(MOVES) == set(State)
+    assert all(not MOVES[state] for state in TERMINAL)
+    assert all({State.ABORTED, State.FAILED} <= MOVES[state] for state in State if state not in TERMINAL)
+
+
+def test_a_move_that_is_not_in_the_table_is_a_broken_invariant() -> None:
+    with pytest.raises(InvariantBroken, match="QUEUED to DECODING"):
+        Life(1).move(State.DECODING)
+
+
+def test_the_usual_walk() -> None:
+    life = placed()
+    assert life.accept(0, 0, 0, [7], RUNNING) == Accepted(0, [7], RUNNING)
+    life.spoke(P)
+    assert life.state is State.SHIPPING
+    assert life.accept(0, 0, 0, [7, 8], RUNNING) == Accepted(1, [8], RUNNING)
+    life.spoke(D)
+    assert life.state is State.DECODING
+    assert life.accept(0, 0, 2, [9], STOP) == Accepted(0, [9], STOP)
+    assert life.finished and life.output == [[7, 8, 9]]
+    life.move(State.DONE)
+    assert life.over
+
+
+def test_decode_may_speak_before_prefill() -> None:
+    life = placed()
+    life.accept(0, 0, 0, [7, 8], RUNNING)
+    life.spoke(D)
+    assert life.state is State.DECODING
+    assert life.accept(0, 0, 0, [7], RUNNING) is None
+    life.spoke(P)
+    assert life.state is State.DECODING
+
+
+def test_a_gap_names_what_is_missing_and_takes_nothing() -> None:
+    life = placed()
+    assert life.accept(0, 0, 2, [9], RUNNING) == Gap(0)
+    assert life.output == [[]]
+
+
+def test_an_end_may_come_without_new_tokens() -> None:
+    life = placed()
+    life.accept(0, 0, 0, [1, 2], RUNNING)
+    assert life.accept(0, 0, 1, [2], LENGTH) == Accepted(1, [], LENGTH)
+    assert life.finished
+
+
+@pytest.mark.parametrize(("choice", "attempt"), [(0, 1), (1, 0), (-1, 0), (5, 0)])
+def test_spans_of_nobody_are_dropped(choice: int, attempt: int) -> None:
+    assert placed().accept(choice, attempt, 0, [1], RUNNING) is None
+
+
+def test_nothing_is_taken_after_the_end_of_a_choice() -> None:
+    life = placed(2)
+    life.accept(0, 0, 0, [1], STOP)
+    assert life.accept(0, 0, 1, [2], RUNNING) is None
+    life.end_choice(1)
+    assert life.finished
+    assert life.accept(1, 0, 0, [1], RUNNING) is None
+
+
+def test_a_setback_fences_the_old_attempt_and_keeps_what_was_said() -> None:
+    life = placed(2)
+    life.accept(0, 0, 0, [1, 2], RUNNING)
+    assert life.setback() == "retry"
+    assert (life.state, life.attempt, life.workers) == (State.QUEUED, 1, ())
+    assert [unpack_tokens(each) for each in life.emitted()] == [[1, 2], []]
+    assert life.accept(0, 0, 2, [3], RUNNING) is None
+    life.place("disagg", P, D)
+    life.move(State.PREFILLING)
+    assert life.accept(0, 0, 2, [3], RUNNING) is None
+    assert life.accept(0, 1, 2, [3], RUNNING) == Accepted(0, [3], RUNNING)
+
+
+def test_retries_before_the_first_token_are_few() -> None:
+    life = placed()
+    for _ in range(MAX_RETRIES):
+        assert life.setback() == "retry"
+        life.place("disagg", P, D)
+    assert life.setback() == "spent"
+
+
+def test_migrations_have_a_budget_of_their_own() -> None:
+    life = placed()
+    assert life.setback() == "retry"
+    life.place("disagg", P, D)
+    life.accept(0, 1, 0, [1], RUNNING)
+    for _ in range(MAX_MIGRATIONS):
+        assert life.setback() == "retry"
+        life.place("disagg", P, D)
+    assert life.setback() == "spent"
+
+
+def test_two_crashes_are_a_quarantine() -> None:
+    life = placed()
+    assert life.setback(crashed=True) == "retry"
+    life.place("disagg", P, D)
+    assert life.setback(crashed=True) == "quarantined"
+
+
+def test_prefill_is_needed_until_decode_has_the_kv() -> None:
+    life = placed()
+    assert life.needs(P) and life.needs(D) and not life.needs(Incarnation("other"))
+    life.accept(0, 0, 0, [1], RUNNING)
+    life.spoke(P)
+    assert life.needs(P)
+    life.decoding()
+    assert not life.needs(P) and life.needs(D)
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 6)), max_size=60),
+    lost=st.sets(st.integers(0, 59), max_size=3),
+)
+def test_whatever_arrives_the_output_is_a_prefix_of_the_truth(
+    spans: list[tuple[int, int, int]], lost: set[int]
+) -> None:
+    """Spans of any attempt, in any order, any number of times: only the right tokens, each once."""
+    truth = list(range(100, 120))
+    life, seen = placed(), list[int]()
+    for index, (attempt, start, count) in enumerate(spans):
+        if index in lost and life.setback() == "retry":
+            life.place("disagg", P, D)
+            life.move(State.PREFILLING)
+        news = life.accept(0, attempt, start, truth[start : start + count], RUNNING)
+        if isinstance(news, Accepted):
+            assert attempt == life.attempt and news.ids == truth[start + news.skip : start + count]
+            seen += news.ids
+        elif isinstance(news, Gap):
+            assert news.start == len(seen) < start
+    assert seen == life.output[0] == truth[: len(seen)]

@@ -1,0 +1,154 @@
+"""Workers: who may join, who is gone, what they have cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.errors import InvariantBroken
+from common.ids import Incarnation, WorkerName
+from common.kv.prefix import chain_root, extend_chain
+from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from coordinator.registry import SILENCE_S, SWEEP_S, Joined, Refused, Registry, Worker, WorkerState
+
+
+def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **changes: Any) -> Hello:
+    base = Hello(
+        protocol=PROTOCOL,
+        name=WorkerName(name),
+        incarnation=Incarnation(incarnation),
+        role=role,
+        model="m",
+        fingerprint="f",
+        layout="l",
+        pid=1,
+        host="h",
+        host_id="h",
+        data_address="",
+        links=("shm",),
+        kv_blocks=100,
+        block_size=16,
+        max_model_len=1000,
+        vocab_size=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        device="cpu",
+        dtype="float32",
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def join(registry: Registry, *args: Any, now: float = 0.0, **changes: Any) -> Worker:
+    verdict = registry.join(hello(*args, **changes), now)
+    assert isinstance(verdict, Joined), verdict
+    registry.welcome(verdict.worker)
+    return verdict.worker
+
+
+def beat(incarnation: str, **changes: Any) -> Heartbeat:
+    base = Heartbeat(Incarnation(incarnation), 0, b"", 90, 4, 6, 1, 0, 0, -1, False)
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_a_worker_is_ready_once_it_was_welcomed() -> None:
+    registry = Registry("f")
+    verdict = registry.join(hello(), 0.0)
+    assert isinstance(verdict, Joined) and verdict.worker.state is WorkerState.JOINING
+    assert registry.ready("decode") == []
+    registry.welcome(verdict.worker)
+    assert registry.ready("decode") == [verdict.worker]
+    assert registry.seen["decode"] == {"d0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": PROTOCOL + 1}, "protocol"),
+        ({"fingerprint": "other"}, "fingerprint"),
+        ({"layout": "other"}, "layout"),
+        ({"vocab_size": 9}, "vocab_size"),
+        ({"block_size": 24}, "block size"),
+        ({"kv_blocks": 0}, "blocks"),
+    ],
+)
+def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    registry = Registry("f")
+    join(registry)
+    verdict = registry.join(hello("d1", "i1", **changes), 0.0)
+    assert isinstance(verdict, Refused) and words in verdict.reason
+    assert len(registry) == 1
+
+
+def test_without_a_model_of_its_own_the_registry_takes_the_first_workers() -> None:
+    registry = Registry(None)
+    join(registry, fingerprint="x")
+    assert isinstance(registry.join(hello("d1", "i1", fingerprint="y"), 0.0), Refused)
+
+
+def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    registry.sweep(0.0)
+    assert registry.sweep(SWEEP_S) == []
+    assert registry.sweep(SWEEP_S + 10) == [], "we were not listening for ten seconds"
+    now = SWEEP_S + 10
+    while registry.get(worker.id) is not None and now < 100:
+        now += SWEEP_S
+        gone = registry.sweep(now)
+    assert gone == [worker] and worker.state is WorkerState.GONE
+    assert now - (SWEEP_S + 10) <= SILENCE_S + 2 * SWEEP_S
+
+
+def test_a_heartbeat_keeps_a_worker() -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    for step in range(40):
+        registry.heard(worker, step * SWEEP_S)
+        assert registry.sweep(step * SWEEP_S) == []
+
+
+def test_a_restart_replaces_the_earlier_incarnation_for_good() -> None:
+    registry = Registry("f")
+    old = join(registry)
+    verdict = registry.join(hello("d0", "i1"), 1.0)
+    assert isinstance(verdict, Joined) and verdict.replaced is old
+    assert old.state is WorkerState.GONE and registry.was_replaced(old.id)
+    assert isinstance(registry.join(hello("d0", "i0"), 1.0), Refused), "two processes must not push each other out"
+
+
+def test_hello_again_starts_anew() -> None:
+    registry = Registry("f")
+    old = join(registry)
+    again = join(registry)
+    assert again is not old and registry.get(old.id) is again and not registry.was_replaced(old.id)
+
+
+def test_draining_takes_a_worker_out_of_the_ready_ones() -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    registry.beat(worker, beat("i0", draining=True))
+    assert worker.state is WorkerState.DRAINING and registry.ready("decode") == []
+    registry.beat(worker, beat("i0", draining=True))
+    assert worker.blocks == (90, 4, 6)
+    with pytest.raises(InvariantBroken):
+        worker.move(WorkerState.READY)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_the_longest_announced_prefix_in_whole_blocks(block_size: int) -> None:
+    registry = Registry("f")
+    worker = join(registry, block_size=block_size)
+    tokens = list(range(100))
+    chain = extend_chain(chain_root("", "f", "float32"), [], tokens)
+    ends = [chain[end // 16 - 1] for end in range(block_size, 97, block_size)]
+    registry.cached(worker, Cached(b"".join(ends), b""))
+    assert worker.cached_prefix(chain, 99) == 96
+    assert worker.cached_prefix(chain, 95) == 96 - block_size
+    other = extend_chain(chain_root("salt", "f", "float32"), [], tokens)
+    assert worker.cached_prefix(other, 99) == 0
+    registry.cached(worker, Cached(b"", ends[0]))
+    assert worker.cached_prefix(chain, 99) == 0
+    with pytest.raises(ValueError, match="whole"):
+        registry.cached(worker, Cached(b"x", b""))

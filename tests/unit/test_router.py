@@ -1,0 +1,206 @@
+"""Placement and the ledger, and the bounds of the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import RequestError
+from common.kv.prefix import chain_root, extend_chain
+from common.messages import Cached
+from coordinator.limits import MAX_RETRY_S, Admission
+from coordinator.registry import Registry, Worker
+from coordinator.router import HORIZON_TOKENS, LOCAL_QUEUE_TOKENS, Need, NoWorkers, Placement, Promise, Router, Wait
+from tests.unit.test_registry import join
+
+
+def house(prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: Any) -> tuple[Router, list[Worker]]:
+    registry = Registry("f")
+    workers = [join(registry, f"p{n}", f"p{n}", "prefill") for n in range(prefills)]
+    workers += [join(registry, f"d{n}", f"d{n}", "decode") for n in range(decodes)]
+    workers += [join(registry, f"c{n}", f"c{n}", "colocated") for n in range(colocated)]
+    return Router(registry, **options), workers
+
+
+def place(router: Router, need: Need) -> tuple[Placement, Promise]:
+    placement = router.place(need)
+    assert isinstance(placement, Placement), placement
+    return placement, router.promise(need, placement)
+
+
+def chain(tokens: int, salt: str = "") -> list[bytes]:
+    return extend_chain(chain_root(salt, "f", "float32"), [], list(range(tokens)))
+
+
+def announce(router: Router, worker: Worker, keys: list[bytes]) -> None:
+    router.registry.cached(worker, Cached(b"".join(keys), b""))
+
+
+def test_a_request_goes_to_a_pair() -> None:
+    router, (prefill, decode) = house()
+    placement = router.place(Need(100, 10, 1))
+    assert isinstance(placement, Placement)
+    assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, decode)
+
+
+def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
+    router, (first, second, _) = house(prefills=2)
+    placement, promise = place(router, Need(500, 10, 1))
+    assert placement.prefill is first
+    assert place(router, Need(100, 10, 1))[0].prefill is second
+    assert place(router, Need(100, 10, 1))[0].prefill is second
+    router.prefilled(promise)
+    assert place(router, Need(100, 10, 1))[0].prefill is first
+
+
+def test_a_cached_prefix_is_worth_a_queue() -> None:
+    router, (first, second, _) = house(prefills=2)
+    keys = chain(400)
+    announce(router, second, keys)
+    place(router, Need(50, 10, 1))  # stands at the first
+    router.account(second).prefill_tokens += 200
+    placement = router.place(Need(400, 10, 1, keys))
+    assert isinstance(placement, Placement) and placement.prefill is second
+    router.account(second).prefill_tokens += 400
+    placement = router.place(Need(400, 10, 1, keys))
+    assert isinstance(placement, Placement) and placement.prefill is first
+
+
+def test_decode_goes_where_the_most_blocks_are_left() -> None:
+    router, (_, first, second) = house(decodes=2)
+    assert place(router, Need(160, 160, 1))[0].decode is first
+    assert place(router, Need(160, 160, 1))[0].decode is second
+    assert place(router, Need(16, 16, 1))[0].decode is first
+
+
+def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
+    router, _ = house()
+    promises = [place(router, Need(400, 400, 1))[1] for _ in range(2)]  # 50 of 100 blocks each
+    assert isinstance(router.place(Need(16, 16, 1)), Wait)
+    router.release(promises[0])
+    router.release(promises[0])
+    assert isinstance(router.place(Need(400, 400, 1)), Placement)
+    assert isinstance(router.place(Need(400, 401 + 16, 1)), Wait)
+
+
+def test_slots_are_promised_with_a_little_slack() -> None:
+    router, _ = house()
+    for _ in range(10):  # 8 slots, a quarter more
+        place(router, Need(1, 1, 1))
+    assert isinstance(router.place(Need(1, 1, 1)), Wait)
+
+
+def test_the_promise_stops_at_the_horizon() -> None:
+    assert Need(16, 10_000, 1).blocks(16) == 1 + HORIZON_TOKENS // 16
+    assert Need(16, 16, 1).blocks(16) == 2
+    assert Need(24, 16, 3).blocks(16) == 1 + 3 * 2, "the full block is shared, the partial one is not"
+
+
+def test_a_request_alone_is_never_held_back() -> None:
+    router, _ = house()
+    assert isinstance(router.place(Need(900, 5000, 8)), Placement)
+
+
+def test_roles_that_are_missing() -> None:
+    router, _ = house(prefills=0, decodes=0)
+    assert router.place(Need(1, 1, 1)) == NoWorkers("decode")
+    assert router.missing_role() == "decode"
+    router, _ = house(prefills=1, decodes=0)
+    assert router.place(Need(1, 1, 1)) == NoWorkers("decode")
+    router, _ = house(prefills=0)
+    placement = router.place(Need(1, 1, 1))
+    assert isinstance(placement, Placement) and placement.path == "local" and router.missing_role() is None
+    router, _ = house(prefills=0, no_prefill="reject")
+    assert router.place(Need(1, 1, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
+    router, _ = house(prefills=0, no_prefill="wait")
+    assert isinstance(router.place(Need(1, 1, 1)), Wait)
+
+
+def test_colocated_workers_alone_and_beside_pools() -> None:
+    router, (worker,) = house(0, 0, 1)
+    placement, _ = place(router, Need(100, 10, 1))
+    assert (placement.path, placement.prefill, placement.decode) == ("colocated", None, worker)
+    router, (_, _, colocated) = house(1, 1, 1)
+    assert place(router, Need(800, 700, 1))[0].path == "disagg"
+    placement, _ = place(router, Need(800, 700, 1))
+    assert placement.path == "colocated" and placement.decode is colocated
+
+
+def test_local_prefill_always_and_never() -> None:
+    router, _ = house(local_prefill="always")
+    assert place(router, Need(1000, 10, 1))[0].path == "local"
+    router, (_, decode) = house(local_prefill="never")
+    keys = chain(320)
+    announce(router, decode, keys)
+    assert place(router, Need(330, 10, 1, keys))[0].path == "disagg"
+
+
+def test_local_prefill_auto_needs_a_reason() -> None:
+    router, (_, decode) = house()
+    assert place(router, Need(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
+    keys = chain(320)
+    announce(router, decode, keys)
+    placement, _ = place(router, Need(330, 10, 1, keys))
+    assert placement.path == "local" and "cached" in placement.why
+    assert place(router, Need(600, 10, 1, keys))[0].path == "disagg"
+
+
+def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() -> None:
+    router, (_, busy, _) = house(decodes=2)
+    placement, _ = place(router, Need(LOCAL_QUEUE_TOKENS, 10, 1))
+    assert placement.decode is busy
+    assert place(router, Need(8, 10, 1))[0].path == "local"
+    assert place(router, Need(8, 10, 1))[0].path == "disagg", "now it is not idle any more"
+
+
+def test_the_ledger_of_a_lost_worker_goes_with_it() -> None:
+    router, (_, decode) = house()
+    _, promise = place(router, Need(100, 10, 1))
+    router.registry.gone(decode)
+    router.forget(decode)
+    join(router.registry, "d0", "d9")
+    router.release(promise)
+    assert all(account.blocks >= 0 for account in router.accounts.values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.integers(1, 4), st.booleans()), max_size=40))
+def test_the_ledger_never_promises_too_much_and_returns_to_zero(
+    requests: list[tuple[int, int, int, bool]],
+) -> None:
+    router, workers = house(2, 2, 1)
+    promises: list[Promise] = []
+    for tokens, output, choices, releases in requests:
+        need = Need(tokens, output, choices)
+        if isinstance(placement := router.place(need), Placement):
+            alone = router.account(placement.decode).sequences == 0
+            promises.append(router.promise(need, placement))
+            account, pool = router.account(placement.decode), placement.decode.hello.kv_blocks
+            assert alone or account.blocks <= pool
+        if releases and promises:
+            router.release(promises.pop(0))
+    for promise in promises:
+        router.release(promise)
+    for worker in workers:
+        account = router.account(worker)
+        assert (account.blocks, account.sequences, account.prefill_tokens) == (0, 0, 0)
+
+
+def test_admission_is_bounded_and_says_when_to_come_back() -> None:
+    admission = Admission(max_requests=2, max_tokens=100)
+    admission.enter(1, 500)  # longer than the bound, but the queue was empty
+    with pytest.raises(RequestError) as refused:
+        admission.enter(1, 10)
+    assert refused.value.status == 429 and refused.value.code == "server_is_overloaded"
+    assert 0 < (refused.value.retry_after_s or 0) <= MAX_RETRY_S
+    admission.leave(500, 0.0, placed=True)
+    admission.enter(2, 100)
+    with pytest.raises(RequestError):
+        admission.enter(1, 0)
+    admission.back(10)
+    assert (admission.requests, admission.tokens) == (3, 110), "a retry was admitted before"
+    for now in range(3):
+        admission.leave(0, float(now), placed=True)
+    assert admission.requests == 0
