@@ -6,6 +6,7 @@ Probing imports no torch; only :func:`pin` touches it, because torch owns the in
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 from collections.abc import Collection
@@ -16,6 +17,7 @@ from pathlib import Path
 GIB = 1 << 30
 KV_LIMIT_BYTES = 4 * GIB
 """Most KV memory that a CPU worker takes by itself."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,19 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def keep_freed_memory() -> None:
+    """Makes the C library keep what is freed instead of giving it back to the kernel after every large buffer.
+
+    A step's buffers of several MiB would otherwise be mapped and faulted in page by page each time, which measured as
+    much as the work done in them. To be called after loading, whose larger leftovers are given back first.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, GIB), (_M_TOP_PAD, 64 << 20)):
+            libc.mallopt(option, value)
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:

@@ -1,9 +1,8 @@
 """Attention over block tables in plain torch, shaped for CPUs.
 
 Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers, and scores and outputs
-are batched matrix products in the model's own dtype with the query heads of a group folded into rows; softmax is float32.
-On AVX-512 cores this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for
-windows, softcaps, sinks and unequal head sizes.
+are batched matrix products in the model's own dtype with the query heads of a group folded into rows. On AVX-512 cores this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for windows,
+softcaps, sinks and unequal head sizes.
 
 - Prefill spans are walked in tiles of rows, so that a tile's scores stay in cache and columns no row can see are not computed.
 - Decode rows are grouped by length: a group is padded to its longest member, and a new group begins when that would waste
@@ -20,11 +19,13 @@ import torch
 from common.attention.interface import Params, Span
 from common.kv.store import KvStore
 
-TILE_SCORES = 3 << 18
-"""Scores of one prefill tile, all heads: 3 MiB in float32 measured best."""
-TILE_ROWS = (16, 96)
+TILE_SCORES = 3 << 20
+TILE_ROWS = (32, 96)
+"""Scores of one prefill tile, all heads, and its rows: large enough for the products, small enough for the cache."""
 GROUP_WASTE = 1024
 """Padded positions that cost about as much as the operators of one more group."""
+GROUP_BYTES = 1 << 20
+"""Keys of one decode group: what is gathered, turned and multiplied should still be in the second-level cache."""
 
 
 @dataclass(slots=True)
@@ -32,14 +33,14 @@ class DecodeGroup:
     """Decode rows that share one padded gather.
 
     ``rows`` int64 [n]; ``blocks`` int64 [n * blocks each], padded by repeating; ``span`` positions per row after the
-    gather; ``mask`` float32 [n, 1, 1, span], 0 or -inf; ``dead`` int64: flat positions no row may see (they can hold
-    anything, even NaN, and are zeroed).
+    gather; ``hidden`` bool [n, 1, 1, span], None if all is visible; ``dead`` int64: flat positions that no row may see
+    (they can hold anything, even NaN, and are zeroed).
     """
 
     rows: torch.Tensor
     blocks: torch.Tensor
     span: int
-    mask: torch.Tensor
+    hidden: torch.Tensor | None
     dead: torch.Tensor
 
 
@@ -47,7 +48,7 @@ class DecodeGroup:
 class Tile:
     """Rows ``[row, row + rows)`` of the step against gathered positions ``[low, high)`` of their span.
 
-    ``mask`` float32 [rows, 1, high - masked] is added to the columns from ``masked`` on; None if all is visible.
+    ``hidden`` bool [rows, 1, high - masked] covers the columns from ``masked`` on; None if all is visible.
     """
 
     row: int
@@ -55,7 +56,7 @@ class Tile:
     low: int
     high: int
     masked: int
-    mask: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class CpuAttention:
 
     def attend(self, plan: CpuPlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
         heads, v_dim = query.shape[1], self.store.layout.layers[layer].v_dim
-        window = self._plan_window(plan, params.window, heads)
+        window = self._plan_window(plan, params.window, layer, heads)
         if len(window.decode) == 1 and not window.prefill and window.decode[0].rows.shape[0] == query.shape[0]:
             return self._decode(window.decode[0], layer, query, params)
         out = query.new_empty(query.shape[0], heads, v_dim)
@@ -106,11 +107,13 @@ class CpuAttention:
             self._prefill(span, layer, query, params, out)
         return out
 
-    def _plan_window(self, plan: CpuPlan, window: int | None, heads: int) -> WindowPlan:
+    def _plan_window(self, plan: CpuPlan, window: int | None, layer: int, heads: int) -> WindowPlan:
         if (found := plan.by_window.get((window, heads))) is None:
-            size = self.store.layout.block_size
+            layout = self.store.layout
+            size, shape = layout.block_size, layout.layers[layer]
+            limit = GROUP_BYTES // (shape.kv_heads * shape.k_dim * layout.element_bytes)
             found = WindowPlan(
-                [_group(spans, window, size) for spans in _by_length(plan.decode, window, size)],
+                [_group(spans, window, size) for spans in _by_length(plan.decode, window, size, limit)],
                 [_tiles(span, window, size, heads) for span in plan.prefill],
             )
             plan.by_window[window, heads] = found
@@ -126,8 +129,8 @@ class CpuAttention:
         kv_heads = key.shape[1]
         k = key.view(n, group.span, kv_heads, -1).transpose(1, 2).contiguous()
         v = value.view(n, group.span, kv_heads, -1).transpose(1, 2).contiguous()
-        q = query.reshape(n, kv_heads, heads // kv_heads, -1)
-        weights = _weights(torch.matmul(q, k.transpose(2, 3)), group.mask, params, (1, kv_heads, -1, 1))
+        q = (query * params.scaling).view(n, kv_heads, heads // kv_heads, -1)
+        weights = _weights(torch.matmul(q, k.transpose(2, 3)), group.hidden, 0, params, (1, kv_heads, -1, 1))
         return torch.matmul(weights.to(v.dtype), v).reshape(n, heads, -1)
 
     def _prefill(
@@ -139,43 +142,36 @@ class CpuAttention:
         k, v = key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()  # [kv_heads, S, dim]
         for tile in span.tiles:
             rows = slice(tile.row, tile.row + tile.rows)
-            q = query[rows].reshape(tile.rows, kv_heads, group, -1).transpose(0, 1).reshape(kv_heads, tile.rows * group, -1)
-            scores = torch.bmm(q, k[:, tile.low : tile.high].transpose(1, 2)).view(kv_heads, tile.rows, group, -1)
-            weights = _tile_weights(scores, tile, params).view(kv_heads, tile.rows * group, -1).to(v.dtype)
-            result = torch.bmm(weights, v[:, tile.low : tile.high]).view(kv_heads, tile.rows, group, -1)
-            out[rows] = result.transpose(0, 1).reshape(tile.rows, kv_heads * group, -1)
+            q = (query[rows] * params.scaling).view(tile.rows, kv_heads, group, -1).transpose(0, 1)
+            flat = q.reshape(kv_heads, tile.rows * group, -1)
+            scores = torch.bmm(flat, k[:, tile.low : tile.high].transpose(1, 2)).view(kv_heads, tile.rows, group, -1)
+            weights = _weights(scores, tile.hidden, tile.masked - tile.low, params, (kv_heads, 1, -1, 1))
+            result = torch.bmm(weights.to(v.dtype).flatten(1, 2), v[:, tile.low : tile.high])
+            out[rows] = result.view(kv_heads, tile.rows, group, -1).transpose(0, 1).flatten(1, 2)
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------
 
 
 def _weights(
-    scores: torch.Tensor, mask: torch.Tensor, params: Params, sink_shape: tuple[int, ...]
+    scores: torch.Tensor, hidden: torch.Tensor | None, masked: int, params: Params, sink_shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Softmax over the last dimension of scaled, capped and masked ``scores``, in float32; ``mask`` broadcasts."""
-    if params.softcap is None:
-        return _softmax(torch.add(mask, scores, alpha=params.scaling), params.sinks, sink_shape)
-    return _softmax(_capped(scores, params).add_(mask), params.sinks, sink_shape)
+    """Softmax over the last dimension of scaled ``scores``.
 
-
-def _tile_weights(scores: torch.Tensor, tile: Tile, params: Params) -> torch.Tensor:
-    """The same for a tile, [kv_heads, rows, group, columns]: only the columns from ``tile.masked`` on have a mask."""
-    scaled = _capped(scores, params) if params.softcap is not None else scores.float().mul_(params.scaling)
-    if tile.mask is not None:
-        scaled[..., tile.masked - tile.low :].add_(tile.mask)
-    return _softmax(scaled, params.sinks, (scores.shape[0], 1, -1, 1))
-
-
-def _capped(scores: torch.Tensor, params: Params) -> torch.Tensor:
-    assert params.softcap is not None
-    return scores.float().mul_(params.scaling / params.softcap).tanh_().mul_(params.softcap)
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, sink_shape: tuple[int, ...]) -> torch.Tensor:
-    """Softmax, where given with a sink: ``softmax([scores, sink])`` without its last column."""
-    if sinks is None:
+    ``hidden`` (bool, broadcasts) covers the columns from ``masked`` on. Without a softcap or sinks it stays in the
+    scores' own dtype: torch's kernel computes in float32 inside and rounds once, as a detour over float32 would.
+    """
+    if params.softcap is not None:
+        scores = scores.float().div_(params.softcap).tanh_().mul_(params.softcap)
+    if hidden is not None:
+        scores[..., masked:].masked_fill_(hidden, -torch.inf)
+    if params.sinks is None:
         return torch.softmax(scores, dim=-1)
-    sink = sinks.float().view(sink_shape)
+    return _softmax_with_sink(scores.float(), params.sinks.float().view(sink_shape))
+
+
+def _softmax_with_sink(scores: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """``softmax([scores, sink])`` without its last column."""
     highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
     weights = scores.sub_(highest).exp_()
     return weights.div_(weights.sum(dim=-1, keepdim=True) + (sink - highest).exp_())
@@ -189,15 +185,15 @@ def _first_seen(position: int, window: int | None) -> int:
     return max(0, position - window + 1) if window is not None else 0
 
 
-def _by_length(spans: list[Span], window: int | None, size: int) -> list[list[Span]]:
-    """Decode spans in groups of similar gathered length, the longest first."""
+def _by_length(spans: list[Span], window: int | None, size: int, limit: int) -> list[list[Span]]:
+    """Decode spans in groups of similar gathered length, the longest first, of at most ``limit`` positions each."""
     groups: list[list[Span]] = []
     longest = waste = 0
     for length, _, span in sorted(
         ((span.end - _first_seen(span.start, window) // size * size, -span.row, span) for span in spans), reverse=True
     ):
         waste += longest - length
-        if not groups or waste > GROUP_WASTE:
+        if not groups or waste > GROUP_WASTE or longest * (len(groups[-1]) + 1) > limit:
             groups.append([])
             longest, waste = length, 0
         groups[-1].append(span)
@@ -220,12 +216,11 @@ def _group(spans: list[Span], window: int | None, size: int) -> DecodeGroup:
     position = torch.arange(each * size)
     dead = position >= bounds[:, 1:]
     hidden = dead | (position < bounds[:, :1])
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     return DecodeGroup(
         torch.tensor([span.row for span in spans]),
         torch.tensor(blocks),
         each * size,
-        mask[:, None, None, :],
+        hidden[:, None, None, :] if bool(hidden.any()) else None,
         dead.flatten().nonzero().squeeze(1),
     )
 
@@ -255,5 +250,4 @@ def _tile(row: int, rows: int, position: int, window: int | None, origin: int) -
     hidden = column > own
     if window is not None:
         hidden |= column <= own - window
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return Tile(row, rows, low - origin, high - origin, masked - origin, mask[:, None, :])
+    return Tile(row, rows, low - origin, high - origin, masked - origin, hidden[:, None, :])

@@ -258,6 +258,7 @@ def load_engine(
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, f"attention {backend.name}", *notes]
     if packed:
         engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
+    device.keep_freed_memory()
     engine.verify(checkpoint, seen)
     return engine
 
