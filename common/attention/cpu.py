@@ -215,7 +215,7 @@ def _group(spans: list[Span], window: int | None, size: int) -> DecodeGroup:
     bounds = torch.tensor(seen)
     position = torch.arange(each * size)
     dead = position >= bounds[:, 1:]
-    hidden = dead | (position < bounds[:, :1])
+    hidden = dead if window is None else dead | (position < bounds[:, :1])
     return DecodeGroup(
         torch.tensor([span.row for span in spans]),
         torch.tensor(blocks),

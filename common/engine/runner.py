@@ -115,6 +115,7 @@ class Engine:
         return forward(self.model, step.input_ids, step.position_ids, keep)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
+        logits = logits.float()  # argmax and amax are several times faster than in bfloat16
         finite: list[bool] = torch.isfinite(logits.amax(dim=-1)).tolist()
         if not all(finite):
             for index, good in zip(sampled, finite, strict=True):
