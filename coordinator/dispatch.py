@@ -100,7 +100,8 @@ class Ticket:
 
     def need(self) -> Need:
         emitted = max(map(len, self.life.output))
-        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain)
+        diverged = self.n > 1 and self.life.started
+        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain, diverged)
 
 
 class Dispatcher:
@@ -270,6 +271,7 @@ class Dispatcher:
             cache_salt=ticket.cache_salt,
             priority=ticket.priority,
             deadline_ms=max(1, int((ticket.deadline_at - now) * 1000)),
+            ended=tuple(choice for choice, finish in enumerate(ticket.life.finish) if finish),
         )
 
     def _send(self, ticket: Ticket, worker: Worker, message: Message) -> bool:

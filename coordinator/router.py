@@ -35,12 +35,14 @@ SLOT_SLACK = 1.25
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
-    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys."""
+    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its choices
+    go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt."""
 
     tokens: int
     output: int
     choices: int
     chain: Sequence[ChainKey] = ()
+    diverged: bool = False
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
         """Blocks to promise: the prompt once, each choice's growth on its own."""
@@ -149,6 +151,8 @@ class Router:
             return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
         if self.local_prefill == "always":
             return Placement("local", None, decode, "local prefill: always")
+        if need.diverged:
+            return Placement("local", None, decode, "its choices have diverged")
         prefills = self.registry.ready("prefill")
         if not prefills:
             if self.no_prefill == "local":

@@ -138,6 +138,13 @@ def test_local_prefill_always_and_never() -> None:
     assert place(router, Need(330, 10, 1, keys))[0].path == "disagg"
 
 
+def test_choices_that_have_diverged_stay_on_one_worker() -> None:
+    router, (_, decode) = house(local_prefill="never")
+    placement = router.place(Need(100, 10, 3, diverged=True))
+    assert isinstance(placement, Placement)
+    assert (placement.path, placement.prefill, placement.decode) == ("local", None, decode)
+
+
 def test_local_prefill_auto_needs_a_reason() -> None:
     router, (_, decode) = house()
     assert place(router, Need(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
