@@ -22,12 +22,14 @@ from common.kv.layout import LayerLayout
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 HUB_TIMEOUT_S = 4.0
+RESTORE = "restore the file from where the model came from"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_HEADER_BYTES = 100 << 20
 _UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _STATEFUL = (
-    "mamba", "rwkv", "jamba", "bamba", "zamba", "recurrent_gemma", "falcon_h1", "nemotron_h", "lfm2", "granitemoehybrid",
+    "mamba", "rwkv", "jamba", "bamba", "zamba", "recurrent_gemma", "falcon_h1", "nemotron_h", "lfm2",
+    "granitemoehybrid",
     "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "xlstm", "minimax",
 )  # fmt: skip
 """Beginnings of model types whose layers carry a state besides keys and values."""
@@ -120,7 +122,8 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
     path = directory if directory.is_dir() else _download(model, revision)
     config = _read_json(path / "config.json")
     if config is None:
-        raise StartError(f"cannot serve {model}", f"{path} has no config.json", "give the directory of a transformers checkpoint")
+        todo = "give the directory of a transformers checkpoint"
+        raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
     refuse_unsupported(model, config, trust_remote_code)
     weights = _weight_files(model, path)
     return Checkpoint(
@@ -148,7 +151,8 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
     elif not trust_remote_code and not _known(architecture):
         why = f"{architecture or kind or 'its architecture'} is not a decoder-only language model of transformers"
     if why:
-        raise StartError(f"cannot serve {model}", why, "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)")
+        todo = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
+        raise StartError(f"cannot serve {model}", why, todo)
 
 
 def _known(architecture: str) -> bool:
@@ -172,7 +176,8 @@ def _known(architecture: str) -> bool:
 def _download(model: str, revision: str | None) -> Path:
     """The local snapshot of a hub repository; StartError when it is not one, or the hub cannot be reached."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
-        raise StartError(f"cannot open {model}", "there is no such directory", "check the path, or give a hub id (owner/name)")
+        todo = "check the path, or give a hub id (owner/name)"
+        raise StartError(f"cannot open {model}", "there is no such directory", todo)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download  # half a second, so only when it is needed
 
@@ -195,9 +200,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StartError(f"cannot read {path}", str(error), "restore the file from where the model came from") from error
+        raise StartError(f"cannot read {path}", str(error), RESTORE) from error
     if not isinstance(content, dict):
-        raise StartError(f"cannot read {path}", "it is not a JSON object", "restore the file from where the model came from")
+        raise StartError(f"cannot read {path}", "it is not a JSON object", RESTORE)
     return content
 
 
@@ -213,7 +218,8 @@ def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
     if not files:
         other = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
         why = "its weights are pickled files, which can run code" if other else "it has no weights"
-        raise StartError(f"cannot serve {model}", f"{why}: {path} has no *.safetensors", "use a checkpoint in safetensors format")
+        todo = "use a checkpoint in safetensors format"
+        raise StartError(f"cannot serve {model}", f"{why}: {path} has no *.safetensors", todo)
     return tuple(files)
 
 

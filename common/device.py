@@ -185,7 +185,7 @@ def keep_freed_memory() -> None:
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:
-    """Binds this process to ``cpus`` and gives torch ``threads`` intra-op threads (default: one per core); the count."""
+    """Binds this process to ``cpus`` and gives torch ``threads`` threads (default: one per core); how many."""
     calm_threads()
     if cpus:
         os.sched_setaffinity(0, cpus)

@@ -1,12 +1,14 @@
 """Attention over block tables in plain torch, shaped for CPUs.
 
-Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers, and scores and outputs
-are batched matrix products in the model's own dtype with the query heads of a group folded into rows. On AVX-512 cores this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for windows,
+Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers; scores and outputs
+are batched matrix products in the model's own dtype, with the query heads of a group folded into rows. On AVX-512 cores
+this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for windows,
 softcaps, sinks and unequal head sizes.
 
-- Prefill spans are walked in tiles of rows, so that a tile's scores stay in cache and columns no row can see are not computed.
-- Decode rows are grouped by length: a group is padded to its longest member, and a new group begins when that would waste
-  more than about a thousand positions, so one long sequence does not make short ones slow.
+- Prefill spans are walked in tiles of rows, so that a tile's scores stay in cache and columns that no row can see are
+  not computed.
+- Decode rows are grouped by length. A group is padded to its longest member; a new group begins when that would waste
+  more than about a thousand positions, so that one long sequence does not make short ones slow.
 """
 
 from __future__ import annotations
@@ -133,9 +135,7 @@ class CpuAttention:
         weights = _weights(torch.matmul(q, k.transpose(2, 3)), group.hidden, 0, params, (1, kv_heads, -1, 1))
         return torch.matmul(weights.to(v.dtype), v).reshape(n, heads, -1)
 
-    def _prefill(
-        self, span: PrefillSpan, layer: int, query: torch.Tensor, params: Params, out: torch.Tensor
-    ) -> None:
+    def _prefill(self, span: PrefillSpan, layer: int, query: torch.Tensor, params: Params, out: torch.Tensor) -> None:
         """Fills the rows of one span in ``out``."""
         key, value = self.store.gather(layer, span.blocks)
         kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]

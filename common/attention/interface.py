@@ -1,8 +1,8 @@
 """What an attention backend promises, and the seam to transformers.
 
-A step is one flat row of T tokens made of *spans*: consecutive positions of one sequence. A backend plans once per step
-(block gathers, masks, grouping) and is then called once per layer with the queries of all rows; keys and values of the
-step's own rows are already in the pool by then. It reads positions ``[0, end)`` of a span's own sequence and nothing else.
+A step is one flat row of T tokens made of *spans*: consecutive positions of one sequence. A backend plans once per
+step (block gathers, masks, grouping) and is then called once per layer with the queries of all rows; by then the keys and
+values of these rows are in the pool. It reads positions ``[0, end)`` of a span's own sequence and nothing else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class LayerAttention(Protocol):
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
-        """``query`` [T, heads, k_dim], ``key`` [T, kv_heads, k_dim], ``value`` [T, kv_heads, v_dim] to [T, heads, v_dim]."""
+        """``query`` [T, heads, k_dim], ``key`` [T, kv_heads, k_dim] and ``value`` [T, kv_heads, v_dim] to
+        [T, heads, v_dim]."""
 
 
 def from_transformers(

@@ -10,9 +10,7 @@ from common.attention.interface import Params, Span
 from common.kv.store import KvStore
 
 
-def attend_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, params: Params
-) -> torch.Tensor:
+def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, params: Params) -> torch.Tensor:
     """Causal attention of ``query`` [L, heads, k_dim] at positions ``start``... over all positions of one sequence,
     ``key`` [S, kv_heads, k_dim] and ``value`` [S, kv_heads, v_dim]; float32 [L, heads, v_dim]."""
     heads, rows, group = query.shape[1], query.shape[0], query.shape[1] // key.shape[1]

@@ -69,5 +69,7 @@ def rows_to_sample(batch: Batch, sampled: Sequence[int]) -> list[SampleRow]:
     for place, index in enumerate(sampled):
         sequence = batch.segments[index].sequence
         sampling = sequence.request.sampling
-        rows += [SampleRow(place, sampling, choice, sequence.tokens, sequence.prompt_length) for choice in sequence.choices]
+        rows += [
+            SampleRow(place, sampling, choice, sequence.tokens, sequence.prompt_length) for choice in sequence.choices
+        ]
     return rows

@@ -64,7 +64,13 @@ class Engine:
     """Runs steps. ``notes`` are the choices that were made automatically, each with its reason."""
 
     def __init__(
-        self, model: nn.Module, store: KvStore, backend: AttentionBackend, fingerprint: str, vocab_size: int, max_model_len: int
+        self,
+        model: nn.Module,
+        store: KvStore,
+        backend: AttentionBackend,
+        fingerprint: str,
+        vocab_size: int,
+        max_model_len: int,
     ) -> None:
         self.model, self.store = model, store
         self.memory: KvMemory = store.memory
@@ -145,7 +151,8 @@ class Engine:
                     result.errors[index] = f"{type(own).__name__}: {own}"
                     continue
                 result.tokens[index], result.logprobs[index] = alone.tokens[0], alone.logprobs[0]
-                result.errors |= {index: text for text in alone.errors.values()}
+                if alone.errors:
+                    result.errors[index] = alone.errors[0]
             else:
                 result.errors[index] = f"{type(error).__name__}: {error}"
         return result
@@ -223,7 +230,7 @@ def load_engine(
     """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): weights are packed for
-    it. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for, or for the model's own length
+    it. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for or for the model's own length
     (not for what the pool holds), so that workers with pools of different size agree.
     """
     machine = device.probe()
@@ -252,9 +259,7 @@ def load_engine(
     assert plan is not None
     store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
     backend = select_backend("cpu", store, attention)
-    engine = Engine(
-        model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len
-    )
+    engine = Engine(model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, f"attention {backend.name}", *notes]
     if packed:
@@ -265,7 +270,7 @@ def load_engine(
 
 
 def _fingerprint(checkpoint: Checkpoint, rotary: str) -> str:
-    """The checkpoint's, and the frozen rotary frequencies' if there are any: keys of other frequencies mean another thing."""
+    """The checkpoint's, with the frozen rotary frequencies if there are any: they change what keys mean."""
     if not rotary:
         return checkpoint.fingerprint
     return hashlib.blake2b(f"{checkpoint.fingerprint}|{rotary}".encode(), digest_size=8).hexdigest()

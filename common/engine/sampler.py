@@ -1,12 +1,13 @@
 """The next token of every row, vectorised over the batch.
 
-Names, meanings and order are vLLM's: min_tokens mask, logit_bias, penalties (repetition over prompt and output, frequency
-and presence over output), temperature, min_p, top_k, top_p. Logprobs are the model's own distribution, before all of that.
+Names, meanings and order are vLLM's: min_tokens mask, logit_bias, penalties (repetition over prompt and output,
+frequency and presence over output), temperature, min_p, top_k, top_p. Logprobs are the model's own distribution, before
+all of that.
 
-Noise is a pure function of (seed, choice, position): one uniform number per row, turned into a token by the inverse of the
-cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption or a
-retry continues with the same tokens; and because the order does not depend on the probabilities, logits that differ in
-the last bits pick another token only when the number falls within that difference of a boundary.
+Noise is a pure function of (seed, choice, position): one uniform number per row, turned into a token by the inverse of
+the cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption or
+a retry continues with the same tokens; and because the order does not depend on the probabilities, logits that differ
+in the last bits pick another token only when the number falls within that difference of a boundary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from common.sequence import TokenLogprobs
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
+_HEAD = 1024
+"""Most likely tokens among which a top_p cut is looked for first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,9 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = tokens.unique()
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        logits[seen] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
     output, counts = tokens[row.prompt_length :].unique(return_counts=True)
     if output.numel():
         logits[output] -= sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -174,9 +179,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     _cut_top(scaled, rows)
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum_(dim=-1)
     total = cumulative[:, -1:]
-    noise = uniforms(
-        [row.sampling.seed for row in rows], [row.choice for row in rows], [row.position for row in rows]
-    )
+    noise = uniforms([row.sampling.seed for row in rows], [row.choice for row in rows], [row.position for row in rows])
     # a product that rounds up to the total would point behind the last token that has any probability
     wanted = torch.minimum(torch.from_numpy(noise)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
@@ -205,10 +208,26 @@ def _cut_top(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _cut_top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """A token stays while those before it, the most likely first, have not reached ``top_p``; the best always stays."""
-    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    probabilities = torch.softmax(ordered, dim=-1)
-    before = probabilities.double().cumsum_(dim=-1).sub_(probabilities)
-    gone = before >= top_p[:, None].double()
-    gone[:, 0] = False
-    return scaled.scatter(1, order, ordered.masked_fill_(gone, -torch.inf))
+    """A token stays while those before it, the most likely first, have not reached ``top_p``; the best always stays.
+
+    Among equals the lower id comes first. The cut nearly always lies among the ``_HEAD`` best, and finding these is
+    many times cheaper than sorting a large vocabulary; rows where it lies deeper are done again with all.
+    """
+    vocabulary = scaled.shape[1]
+    result, deeper = _cut_within(scaled, top_p, min(_HEAD, vocabulary))
+    if deeper.any():
+        result[deeper], _ = _cut_within(scaled[deeper], top_p[deeper], vocabulary)
+    return result
+
+
+def _cut_within(scaled: torch.Tensor, top_p: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cut if it lies among the ``head`` best tokens, and which rows [n] have theirs deeper (not cut rightly)."""
+    best = torch.topk(scaled, head, dim=-1).values
+    probabilities = (best - torch.logsumexp(scaled, dim=-1, keepdim=True)).double().exp_()
+    stays = probabilities.cumsum(dim=-1).sub_(probabilities) < top_p[:, None].double()
+    stays[:, 0] = True
+    worst = best.gather(1, stays.sum(dim=-1, keepdim=True) - 1)  # the value of the last token that stays
+    equals = ((best == worst) & stays).sum(dim=-1, keepdim=True)
+    tied = scaled == worst
+    keep = (scaled > worst) | (tied & (tied.cumsum(dim=-1) <= equals))
+    return scaled.masked_fill(~keep, -torch.inf), stays.all(dim=-1) & (head < scaled.shape[1])

@@ -38,7 +38,7 @@ def fit(
     num_kv_blocks: int | None = None,
     limit: int | None = None,
 ) -> Budget:
-    """Sizes a pool of ``kv_bytes`` (or exactly ``num_kv_blocks``); StartError when one full-length request does not fit.
+    """Sizes a pool of ``kv_bytes`` (or exactly ``num_kv_blocks``); StartError if one full-length request does not fit.
 
     ``model_length`` is the model's own context, ``limit`` the longest that may be asked for (default: the same).
     """
@@ -60,7 +60,8 @@ def fit(
             f"there are {human_bytes(blocks * layout.block_bytes if num_kv_blocks else kv_bytes)} ({room:,} tokens)",
             "lower --max-model-len, or raise --kv-cache-memory or --num-kv-blocks",
         )
-    notes = [f"KV pool {human_bytes(blocks * layout.block_bytes)}: {room:,} tokens, {room // wanted} full-length requests"]
+    size = human_bytes(blocks * layout.block_bytes)
+    notes = [f"KV pool {size}: {room:,} tokens, {room // wanted} full-length requests"]
     if max_model_len is None and wanted < model_length:
         notes.append(f"max-model-len {wanted:,}: the model's {model_length:,} cut to what the pool holds")
     return Budget(blocks, wanted, tuple(notes))

@@ -1,6 +1,6 @@
 """Torch tensors over the shared bytes of a KV pool.
 
-The views cover the block-major layout of :mod:`common.kv.layout` in place: nothing is copied or touched at start, so the
+The views cover the block-major layout of :mod:`common.kv.layout` in place: nothing is copied or touched at start, so
 pages of blocks that were never used cost no memory. Must not know which block belongs to whom.
 """
 
@@ -73,7 +73,8 @@ class KvStore:
 def _views(flat: torch.Tensor, layout: KvLayout, blocks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Key and value views of each layer over ``flat``, all elements of the pool."""
     stride = layout.block_bytes // layout.element_bytes
-    keys, values = [], []
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for layer, offset in zip(layout.layers, layout.layer_offsets, strict=True):
         at = offset // layout.element_bytes
         for dim, views in ((layer.k_dim, keys), (layer.v_dim, values)):
@@ -81,4 +82,3 @@ def _views(flat: torch.Tensor, layout: KvLayout, blocks: int) -> tuple[list[torc
             views.append(flat.as_strided(shape, (stride, layer.kv_heads * dim, dim, 1), at))
             at += layout.block_size * layer.kv_heads * dim
     return keys, values
-

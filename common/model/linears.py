@@ -57,9 +57,9 @@ def pack_linears(model: nn.Module, rows: int) -> int:
 
 
 def _linear_weight(module: nn.Module) -> torch.Tensor | None:
-    """The [out, in] weight of a plain linear layer; None for anything else, subclasses too: they may compute otherwise."""
+    """The [out, in] weight of a plain linear layer; None for anything else, even subclasses: they may differ."""
     if type(module) is nn.Linear:
         return module.weight
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        return module.weight.t()  # type: ignore[operator, union-attr]
+        return module.weight.t()  # type: ignore[operator]
     return None

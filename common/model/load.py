@@ -40,8 +40,9 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(ATTENTION, from_transformers)
+    auto: Any = transformers.AutoModelForCausalLM
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             checkpoint.path,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,

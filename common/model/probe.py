@@ -1,8 +1,8 @@
 """What a loaded model really does, found out by running it on 32 tokens before it serves anybody.
 
-Flags of transformers do not say reliably whether an architecture works with our attention. So it is tried: attention must
-be called exactly once per layer, and the logits must equal those of transformers' own eager attention. The engine then
-repeats the comparison through its paged pool, in chunks and beside another sequence, which finds any other state.
+Flags of transformers do not say reliably whether an architecture works with our attention. So it is tried: attention
+must be called exactly once per layer, and the logits must equal those of transformers' own eager attention. The engine
+then repeats the comparison through its paged pool, in chunks and beside another sequence, which finds any other state.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Probe:
     logits: torch.Tensor
 
 
-def forward(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """Logits of one flat row: ``input_ids`` and ``position_ids`` int64 [1, T], the rows ``keep`` or all; [rows, vocab]."""
+def forward(
+    model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits [rows, vocab] of a flat row, ``input_ids`` and ``position_ids`` int64 [1, T]; of rows ``keep`` or all."""
     extra: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
     logits: torch.Tensor = out.logits[0]

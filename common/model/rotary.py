@@ -1,10 +1,10 @@
 """Rotary embeddings that choose their frequencies from the longest position of a batch, frozen.
 
 ``longrope`` and ``dynamic`` look at the largest position in the row they are given. In a flat row that is some other
-request's, so a long neighbour would change a short request, and keys computed before and after would not match. They are
-frozen at load as if every sequence had the full context length: ``longrope`` takes its long factors exactly when that
-length exceeds the one it was first trained for (vLLM's rule too), ``dynamic`` the base of that length. For ``dynamic`` at
-the model's own length nothing changes; asking for more stretches all requests alike.
+request's, so a long neighbour would change a short request, and keys computed before and after would not match. They
+are frozen at load as if every sequence had the full context length: ``longrope`` takes its long factors exactly when
+that length exceeds the one it was first trained for (vLLM's rule too), ``dynamic`` the base of that length. For
+``dynamic`` at the model's own length nothing changes; asking for more stretches all requests alike.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ def freeze_rotary(model: nn.Module, length: int) -> tuple[list[str], str]:
 
 
 def _looking_kinds(module: Any) -> list[tuple[str, str | None]]:
-    """The (kind, layer type) pairs of a rotary module that look at the batch; layer type None where there is but one."""
+    """The (kind, layer type) pairs of a rotary module that look at the batch; layer type None if there is but one."""
     kinds = getattr(module, "rope_type", None)
-    pairs = [(kinds, None)] if isinstance(kinds, str) else [(v, k) for k, v in kinds.items()] if isinstance(kinds, dict) else []
+    pairs: list[tuple[str, str | None]] = []
+    if isinstance(kinds, str):
+        pairs = [(kinds, None)]
+    elif isinstance(kinds, dict):
+        pairs = [(kind, layer) for layer, kind in kinds.items()]
     return [(kind, layer) for kind, layer in pairs if kind == "longrope" or "dynamic" in kind]
 
 
@@ -46,9 +50,8 @@ def _freeze(module: Any, layer_type: str | None, length: int) -> torch.Tensor:
     if layer_type is None:
         module(torch.zeros(1), last)
         module.rope_type = "default"
-        frequencies: torch.Tensor = module.inv_freq
-        return frequencies
-    module(torch.zeros(1), last, layer_type)
-    module.rope_type = {**module.rope_type, layer_type: "default"}
-    frequencies = getattr(module, f"{layer_type}_inv_freq")
+    else:
+        module(torch.zeros(1), last, layer_type)
+        module.rope_type = {**module.rope_type, layer_type: "default"}
+    frequencies: torch.Tensor = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
     return frequencies

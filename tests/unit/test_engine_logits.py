@@ -121,9 +121,7 @@ def test_every_composition_gives_the_reference_logits(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_bfloat16_works(
-    kind: str, checkpoint: Callable[[str], Path], make_engine: MakeEngine
-) -> None:
+def test_bfloat16_works(kind: str, checkpoint: Callable[[str], Path], make_engine: MakeEngine) -> None:
     path = checkpoint(kind)
     engine = make_engine(kind, "bfloat16")
     run = Runner(engine, 2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine import sampler
 from common.engine.sampler import SampleRow, sample, uniform, uniforms
 from common.request import SamplingParams
 from tests.reference import cdf_interval, keep_masks, log_softmax, process
@@ -89,6 +90,22 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert sample(logits[row.row : row.row + 1], [alone])[0] == [together[row.row]]
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0, 0.0])
+def test_top_p_cuts_where_sorting_would(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_HEAD", 50)
+    scaled = (torch.randn(20, 700, generator=torch.Generator().manual_seed(9)) * spread).bfloat16().float()
+    top_p = torch.linspace(0.01, 0.999, 20)
+    cut = sampler._cut_top_p(scaled, top_p)
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(ordered.double(), dim=-1)
+    before = probabilities.cumsum(-1) - probabilities
+    margin = (before - top_p[:, None].double()).abs().amin(dim=-1)
+    for row in range(20):
+        if margin[row] > 1e-6:
+            kept = set(order[row][before[row] < top_p[row].double()].tolist()) | {int(order[row, 0])}
+            assert set(cut[row].isfinite().nonzero().flatten().tolist()) == kept
+
+
 def test_noise_is_pure_spread_and_in_range() -> None:
     assert uniform(7, 0, 3) == uniform(7, 0, 3)
     numbers = uniforms(list(range(-500, 500)), [0, 1] * 500, list(range(1000)))
@@ -100,7 +117,9 @@ def test_noise_is_pure_spread_and_in_range() -> None:
 
 def test_noise_never_changes() -> None:
     """A retry may run on a worker of another release: these numbers are part of the contract."""
-    assert [f"{uniform(*key):.15f}" for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 15, 4095))] == GOLDEN
+    assert [
+        f"{uniform(*key):.15f}" for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 15, 4095))
+    ] == GOLDEN
 
 
 GOLDEN = ["0.138709410145554", "0.693512139010229", "0.269130319590454", "0.184366674299577", "0.488254346800094"]
