@@ -41,6 +41,8 @@ HEARTBEAT_MS = 500
 LEASE_MS = 8_000
 MESSAGES_PER_TURN = 512
 """After so many the event loop gets a turn, so that clients are served while workers flood."""
+PROBES_S = (0.01, 0.1)
+"""After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
 """Names no request: a probe that means nothing to whom it reaches."""
 
@@ -94,7 +96,8 @@ class Gateway:
         self._events, self._loop = events, asyncio.get_running_loop()
         self._loop.add_reader(_option(self._socket, zmq.FD), self._wake)
         self._loop.add_reader(_option(self._monitor, zmq.FD), self._watch)
-        self._wake()
+        self._wake()  # the descriptors signal nothing before the sockets have been read once
+        self._watch()
 
     def close(self) -> None:
         if self._loop is not None:
@@ -245,7 +248,7 @@ class Gateway:
     # -- lost connections -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A connection was closed, the monitor does not say whose: whoever cannot be reached now was it."""
+        """A connection was closed; the monitor does not say whose."""
         closed = False
         while True:
             try:
@@ -253,8 +256,14 @@ class Gateway:
                 closed = True
             except zmq.Again:
                 break
-        if closed:
-            for worker in list(self.registry):
+        if closed and self._loop is not None:
+            for delay_s in PROBES_S:
+                self._loop.call_later(delay_s, self._probe)
+
+    def _probe(self) -> None:
+        """Whoever cannot be reached is gone."""
+        for worker in list(self.registry):
+            if self._loop is not None:
                 self.send(worker, _NOBODY)
 
 

@@ -35,8 +35,8 @@ SLOT_SLACK = 1.25
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
-    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its choices
-    go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt."""
+    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its
+    choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt."""
 
     tokens: int
     output: int

@@ -137,6 +137,10 @@ class FakeWorker:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
     @property
+    def alive(self) -> bool:
+        return not (self._stop.is_set() or self._silent.is_set())
+
+    @property
     def busy(self) -> int:
         """Requests that are held here."""
         return len(self._jobs)

@@ -1,0 +1,666 @@
+"""The HTTP door over real sockets, with fake workers: answers, streams, errors, and what happens when workers go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.ids import RequestId
+from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Timing, Tokens
+from common.request import Request
+from coordinator.app import drain
+from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
+from tests.fakes.worker import formula
+from tests.unit.coordinator_house import House, open_house, until, valid
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_checkpoint(tmp_path_factory.mktemp("served"), temperature=0.7, top_k=20)
+
+
+@pytest.fixture
+async def house(model: Path) -> AsyncIterator[House]:
+    async with open_house(model, "prefill", "decode") as house:
+        yield house
+
+
+def letters(text: str) -> Any:
+    """A script that says ``text`` and then ends; every character is one token."""
+    from coordinator.text import _BYTE_OF
+
+    byte_tokens = {value: index for index, value in enumerate(sorted(_BYTE_OF), start=8)}
+    chars = {byte: char for char, byte in _BYTE_OF.items()}
+    ids = [byte_tokens[chars[byte]] for byte in text.encode()]
+
+    def script(request: Request, choice: int, position: int) -> int:
+        return ids[position] if position < len(ids) else EOS
+
+    return script
+
+
+async def talkers(house: House, text: str, **options: Any) -> None:
+    for role in ("prefill", "decode"):
+        await house.add(role, script=letters(text), **options)  # type: ignore[arg-type]
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
+    response, body = await house.post(CHAT, {**HELLO, "max_tokens": 6, "return_token_ids": True})
+    assert response.status == 200
+    valid("CreateChatCompletionResponse", body)
+    prompt, ids = body["prompt_token_ids"], body["choices"][0]["token_ids"]
+    (sent,) = house.workers[0].got(Prefill)
+    assert sent.request.prompt_tokens() == prompt
+    assert ids == [formula(sent.request, 0, position) for position in range(6)]
+    assert body["choices"][0]["message"]["content"] == house.services.model.text.decode(ids)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 6,
+        "total_tokens": len(prompt) + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert body["model"] == "tiny" and body["system_fingerprint"].startswith("tandem-")
+    assert response.headers["x-tandem-path"] == "disagg"
+    assert response.headers["x-tandem-prefill"] == "prefill-0"
+    assert response.headers["x-tandem-decode"] == "decode-1"
+    (reserved,) = house.workers[1].got(Reserve)
+    assert reserved.request.id == sent.request.id and reserved.prefill.name == "prefill-0"
+    assert sent.decode.address == "tcp://127.0.0.1:1"
+
+
+async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: House) -> None:
+    await house.post(CHAT, {**HELLO, "max_tokens": 1})
+    await house.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
+    first, second = (sent.request.sampling for sent in house.workers[0].got(Prefill))
+    assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
+    assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
+
+
+async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
+    asked = {**HELLO, "max_tokens": 5, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    response, events = await house.stream(CHAT, asked)
+    for event in events:
+        valid("CreateChatCompletionStreamResponse", event)
+    tokens, (end, usage) = events[:-2], events[-2:]
+    assert len(tokens) == 5
+    assert tokens[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in event["choices"][0]["delta"] for event in tokens[1:])
+    ids = [event["choices"][0]["token_ids"] for event in tokens]
+    assert all(len(each) == 1 for each in ids) and tokens[0]["prompt_token_ids"]
+    said = "".join(event["choices"][0]["delta"]["content"] for event in tokens)
+    assert said == house.services.model.text.decode([each[0] for each in ids])
+    assert end["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert all(event["usage"] is None for event in events[:-1])
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 5
+    assert response.headers["Cache-Control"] == "no-cache" and response.headers["X-Accel-Buffering"] == "no"
+    assert response.headers["x-tandem-path"] == "disagg" and response.headers["x-request-id"]
+    assert len({event["id"] for event in events}) == 1
+
+
+async def test_usage_in_every_chunk(house: House) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    _, events = await house.stream(TEXT, {"prompt": "hi", "max_tokens": 3, "stream_options": options})
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
+
+
+async def test_completions_of_several_prompts_and_choices(house: House) -> None:
+    asked = {"prompt": ["one", "two three"], "n": 2, "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
+    _, body = await house.post(TEXT, asked)
+    valid("CreateCompletionResponse", body)
+    choices = body["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    requests = [sent.request for sent in house.workers[0].got(Prefill)]
+    for index, choice in enumerate(choices):
+        request = requests[index // 2]
+        assert choice["prompt_token_ids"] == request.prompt_tokens()
+        assert choice["token_ids"] == [formula(request, index % 2, at) for at in range(3)]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["top_logprobs"]) == 3
+    assert body["usage"]["completion_tokens"] == 12
+
+
+async def test_streamed_completions_of_several_choices(house: House) -> None:
+    _, events = await house.stream(TEXT, {"prompt": [[40, 41], [42]], "n": 2, "max_tokens": 2, "logprobs": 0})
+    for event in events:
+        valid("CreateCompletionStreamResponse", event)
+    for index in range(4):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
+        assert all(choice["logprobs"]["token_logprobs"] == [-0.5] for choice in mine[:2])
+
+
+async def test_chat_logprobs(house: House) -> None:
+    asked = {**HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    _, body = await house.post(CHAT, asked)
+    valid("CreateChatCompletionResponse", body)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == 2 and [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
+    _, events = await house.stream(CHAT, asked)
+    streamed = [event["choices"][0]["logprobs"]["content"][0] for event in events[:-1]]
+    assert [entry["top_logprobs"] for entry in streamed] == [entry["top_logprobs"] for entry in content]
+
+
+async def test_echo_repeats_the_prompt(house: House) -> None:
+    _, body = await house.post(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 1})
+    assert body["choices"][0]["text"].startswith("hello")
+    _, events = await house.stream(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 2})
+    assert events[0]["choices"][0]["text"].startswith("hello")
+    assert not events[1]["choices"][0]["text"].startswith("hello")
+
+
+async def test_return_metrics_adds_up(house: House) -> None:
+    _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+    stages = body["tandem"]
+    assert stages["path"] == "disagg" and stages["why"] and stages["kv_bytes"] == 4096
+    total = stages["queue_ms"] + stages["tokenize_ms"] + stages["prefill_ms"]
+    assert total == pytest.approx(stages["ttft_ms"], abs=0.01)
+    _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+    assert events[-1]["choices"][0]["finish_reason"] and events[-1]["tandem"]["decode"] == "decode-1"
+    asked = {**HELLO, "max_tokens": 4, "return_metrics": True, "stream_options": {"include_usage": True}}
+    assert (await house.stream(CHAT, asked))[1][-1]["tandem"]["itl_ms_mean"] > 0
+
+
+# -- how a choice ends ------------------------------------------------------------------------------------------------
+
+
+async def test_end_of_sequence_is_not_shown(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "hi")
+        _, body = await house.post(CHAT, {**HELLO, "return_token_ids": True, "skip_special_tokens": False})
+        choice = body["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
+        assert choice["token_ids"][-1] == EOS
+
+
+async def test_the_first_token_may_end_it_on_prefill(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", delay_s=5)
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        assert body["usage"]["completion_tokens"] == 1
+        assert response.headers["x-tandem-path"] == body["tandem"]["path"] == "prefill"
+        assert response.headers["x-tandem-decode"] == "none"
+        await until(lambda: decode.got(Abort), "decode is told")
+        _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        assert events[-1]["tandem"]["path"] == "prefill"
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_ends_it_everywhere_and_never_leaks(model: Path, include: bool) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "some text STOP and more of it" * 5)
+        asked = {**HELLO, "stop": ["xyz", "STOP"], "include_stop_str_in_output": include}
+        wanted = "some text STOP" if include else "some text "
+        _, body = await house.post(CHAT, asked)
+        assert body["choices"][0]["message"]["content"] == wanted
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == len("some text STOP")
+        _, events = await house.stream(CHAT, asked)
+        parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
+        assert len(parts) == len("some text STOP") and "".join(parts) == wanted
+        await until(lambda: len(house.workers[1].got(Abort)) == 2, "decode is told")
+
+
+async def test_stop_strings_wait_for_min_tokens(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "ababab")
+        _, body = await house.post(CHAT, {**HELLO, "stop": "b", "min_tokens": 3})
+        assert body["choices"][0]["message"]["content"] == "aba"
+
+
+async def test_a_character_of_several_tokens_comes_whole(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "é🙂!")
+        _, events = await house.stream(CHAT, HELLO)
+        parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
+        assert parts == ["", "é", "", "", "", "🙂", "!", ""]
+
+
+# -- the way of a request ---------------------------------------------------------------------------------------------
+
+
+async def test_colocated_workers_do_it_all(model: Path) -> None:
+    async with open_house(model, "colocated") as house:
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 3, "n": 3})
+        assert response.headers["x-tandem-path"] == "colocated" and len(body["choices"]) == 3
+        assert len(house.workers[0].got(Generate)) == 1
+
+
+async def test_a_decode_worker_alone_prefills_by_itself(model: Path) -> None:
+    async with open_house(model, "decode") as house:
+        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+        assert response.headers["x-tandem-path"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "role"),
+    [((), {}, "decode"), (("prefill",), {}, "decode"), (("decode",), {"no_prefill_policy": "reject"}, "prefill")],
+)
+async def test_no_worker_of_a_role_is_said_at_once(model: Path, roles: Any, options: Any, role: str) -> None:
+    async with open_house(model, *roles, **options) as house:
+        started = time.monotonic()
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 503 and time.monotonic() - started < 1
+        assert body["error"]["code"] == f"no_{role}_workers" and f"tandem {role}" in body["error"]["message"]
+        assert response.headers["Retry-After"]
+        valid("ErrorResponse", body)
+
+
+async def test_what_does_not_fit_now_waits_in_order_of_priority(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", step_s=0.02, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 16}
+        running = asyncio.create_task(house.post(TEXT, asked))
+        await until(lambda: house.dispatcher.tickets, "the first is placed")
+        done: list[str] = []
+
+        async def later(name: str, priority: int) -> None:
+            await house.post(TEXT, {**asked, "priority": priority})
+            done.append(name)
+
+        tasks = [asyncio.create_task(later("late", 5)), asyncio.create_task(later("early", -5))]
+        await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
+        await asyncio.gather(running, *tasks)
+        assert done == ["early", "late"]
+
+
+async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:
+    async with open_house(model, "prefill", max_queued_requests=1) as house:
+        await house.add("decode", step_s=0.05, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 16}
+        tasks = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(2)]
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        response, body = await house.post(TEXT, asked)
+        assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
+        assert int(response.headers["retry-after-ms"]) > 0
+        await asyncio.gather(*tasks)
+
+
+async def test_a_deadline_is_kept(model: Path) -> None:
+    async with open_house(model, "prefill", request_timeout=0.2) as house:
+        await house.add("decode", step_s=0.05)
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 100})
+        assert response.status == 504 and body["error"]["code"] == "request_timeout"
+        _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 100})
+        assert events[-1]["error"]["code"] == "request_timeout"
+        valid("ErrorResponse", events[-1])
+
+
+async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", step_s=0.05)
+        for stream in (True, False):
+            before = len(decode.got(Abort))
+            asked = {**HELLO, "max_tokens": 1000, "stream": stream}
+            response = asyncio.create_task(house.client.post(f"{house.url}{CHAT}", json=asked))
+            await until(lambda: decode.busy, "it runs")
+            if stream:
+                (await response).close()
+            else:
+                response.cancel()
+            started = time.monotonic()
+            await until(lambda n=before: len(decode.got(Abort)) > n, "decode is told")
+            assert time.monotonic() - started < 0.2
+        await until(lambda: not decode.busy, "decode is free")
+
+
+# -- workers come and go ----------------------------------------------------------------------------------------------
+
+
+async def stream_over(house: House, loss: Any, path: str = "disagg") -> None:
+    """A stream during which ``loss(house)`` happens: nothing missing, nothing twice."""
+    async with house.client.post(
+        f"{house.url}{CHAT}", json={**HELLO, "max_tokens": 40, "stream": True, "return_token_ids": True}
+    ) as response:
+        lines: list[str] = []
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                lines.append(line.decode().removeprefix("data: "))
+            if len(lines) == 10:
+                await loss(house)
+    events = [json.loads(line) for line in lines]
+    assert "error" not in events[-1], events[-1]
+    ids = [event["choices"][0]["token_ids"][0] for event in events[:-1]]
+    request = next(w for w in house.workers if w.got(Prefill) or w.got(Generate)).received
+    sent = next(message for message in request if isinstance(message, Prefill | Generate)).request
+    assert ids == [formula(sent, 0, position) for position in range(40)]
+
+
+async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        first = await house.add("decode", step_s=0.01)
+        await house.add("decode", step_s=0.01)
+
+        async def kill(_: House) -> None:
+            first.stop()
+
+        await stream_over(house, kill)
+        migrated = [sent for sent in house.workers[0].got(Prefill) if sent.attempt == 1]
+        assert migrated and len(migrated[0].request.emitted_tokens(0)) >= 10
+
+
+async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        first = await house.add("decode", step_s=0.01)
+        await house.add("decode", step_s=0.01)
+
+        async def hang(_: House) -> None:
+            first.fall_silent()
+
+        await stream_over(house, hang)
+
+
+async def test_a_worker_that_leaves_politely(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        first = await house.add("decode", step_s=0.01)
+        await house.add("decode", step_s=0.01)
+
+        async def leave(_: House) -> None:
+            first.say(Goodbye(first.hello.incarnation, "drained"))
+
+        await stream_over(house, leave)
+
+
+async def test_a_dead_prefill_worker_costs_a_retry_only(model: Path) -> None:
+    async with open_house(model, "decode") as house:
+        house.workers[0].delay_s = 30
+        slow = await house.add("prefill", delay_s=30)
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 3}))
+        await until(lambda: slow.busy, "it prefills")
+        await house.add("prefill")
+        house.workers[0].delay_s = 0
+        slow.stop()
+        response, body = await asked
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 3
+        assert response.headers["x-tandem-prefill"] == "prefill-2"
+
+
+async def test_two_crashes_are_enough(model: Path) -> None:
+    async with open_house(model) as house:
+        workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        for _ in range(2):
+            await until(lambda: any(worker.busy for worker in workers), "it runs somewhere")
+            victim = next(worker for worker in workers if worker.busy)
+            workers.remove(victim)
+            victim.stop()
+        response, body = await asked
+        assert response.status == 500 and body["error"]["code"] == "request_quarantined"
+
+
+async def test_lost_token_messages_are_asked_for_again(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", step_s=0.02)
+        asked = asyncio.create_task(house.stream(CHAT, {**HELLO, "max_tokens": 60, "return_token_ids": True}))
+        await until(lambda: decode.busy, "it decodes")
+        decode.drop.add(Tokens)
+        await asyncio.sleep(0.1)
+        decode.drop.clear()
+        _, events = await asked
+        sent = house.workers[0].got(Prefill)[0].request
+        ids = [event["choices"][0]["token_ids"][0] for event in events[:-1]]
+        assert ids == [formula(sent, 0, position) for position in range(60)]
+        assert decode.got(Resend)
+
+
+async def test_a_lost_last_message_is_noticed_by_heartbeats(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", drop={Tokens})
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 5}))
+        await until(lambda: len(decode.got(Reserve)) > 1, "it is given again")
+        decode.drop.clear()
+        response, body = await asked
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 5
+
+
+async def test_decode_alone_is_enough_when_prefills_token_is_lost(model: Path) -> None:
+    async with open_house(model, "decode") as house:
+        await house.add("prefill", drop={Tokens, Timing})
+        _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_token_ids": True})
+        assert len(body["choices"][0]["token_ids"]) == 4
+
+
+async def test_a_worker_that_refuses(model: Path) -> None:
+    async with open_house(model) as house:
+        failure = Failed(RequestId(bytes(16)), 0, "no_memory", "full", retriable=True)
+        unwilling = await house.add("colocated", refuse=failure, name="a")
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+        await until(lambda: unwilling.got(Generate), "it was asked")
+        unwilling.refuse = None
+        assert (await asked)[0].status == 200
+        unwilling.refuse = Failed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_worker_of_another_model_is_turned_away(house: House) -> None:
+    stranger = await house.add("decode", fingerprint="other")
+    assert "fingerprint" in stranger.turned
+    _, body = await house.get("/admin/workers")
+    assert [worker["id"] for worker in body["workers"]] == ["prefill-0", "decode-1"]
+
+
+async def test_an_unknown_worker_is_asked_to_say_hello_again(house: House) -> None:
+    decode = house.workers[1]
+    worker = house.services.registry.get(decode.hello.incarnation)
+    assert worker is not None
+    house.services.registry.gone(worker)
+    await until(lambda: decode.got(Rejoin), "it is told")
+    await until(lambda: house.services.registry.ready("decode"), "it is back")
+
+
+async def test_rubbish_on_the_control_socket_is_counted_and_survived(house: House) -> None:
+    import zmq
+
+    gateway = house.dispatcher.gateway
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(gateway.address)
+        frames = ([b""], [b"x"], [b"a", b"b"], [b"\x80\x04\x95"], [b"\x91\xa5hello"], [b"\xdd\xff\xff\xff\xff"])
+        for parts in frames:
+            socket.send_multipart(parts)
+        await until(lambda: gateway.bad_messages == len(frames), "all are counted")
+    assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b"", 400, "invalid_json", None),
+        (b"{", 400, "invalid_json", None),
+        (b'{"messages": NaN}', 400, "invalid_json", None),
+        ({"messages": []}, 400, "invalid_value", "messages"),
+        ({}, 400, "missing_required_parameter", "messages"),
+        ({**HELLO, "temperature": True}, 400, "invalid_type", "temperature"),
+        ({**HELLO, "model": "gpt-4"}, 404, "model_not_found", "model"),
+        ({**HELLO, "max_tokens": POSITIONS}, 400, "context_length_exceeded", "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "context_length_exceeded", "messages"),
+        ({**HELLO, "logit_bias": {str(VOCAB): 1}}, 400, "invalid_value", "logit_bias"),
+        ({**HELLO, "stop_token_ids": [VOCAB]}, 400, "invalid_value", "stop_token_ids"),
+    ],
+)
+async def test_errors_have_openais_shape(house: House, body: Any, status: int, code: str, param: str | None) -> None:
+    response, answer = await house.post(CHAT, body)
+    assert response.status == status
+    error = valid("ErrorResponse", answer)["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert response.headers["x-request-id"] and "Traceback" not in error["message"]
+
+
+async def test_more_errors(house: House) -> None:
+    for path, body, status in [
+        (TEXT, {"prompt": ""}, 400),
+        (TEXT, {"prompt": [VOCAB]}, 400),
+        (TEXT, {"prompt": [5] * POSITIONS}, 400),
+        (TEXT, {"prompt": "x" * (9 << 20)}, 413),
+        ("/v1/embeddings", {}, 404),
+        ("/v1/models", {}, 405),
+        ("/nowhere", {}, 404),
+    ]:
+        response, answer = await house.post(path, body)
+        assert response.status == status, (path, answer)
+        valid("ErrorResponse", answer)
+    response, answer = await house.post(CHAT, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert response.status == 415
+
+
+async def test_more_blocks_than_any_worker_has(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", changes={"kv_blocks": 20})
+        response, body = await house.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert "20" in body["error"]["message"]
+
+
+async def test_request_ids_are_echoed_if_sane(house: House) -> None:
+    for given, same in (("my-id.1", True), ("x" * 200, False), ("a b", False)):
+        response, _ = await house.get("/health", headers={"X-Request-Id": given})
+        assert (response.headers["x-request-id"] == given) is same
+
+
+async def test_ignored_fields_are_named(house: House) -> None:
+    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1, "store": True, "foo": 1})
+    assert response.headers["x-tandem-ignored"] == "store, foo"
+
+
+async def test_other_web_sites_cannot_post_here(house: House) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+        response, body = await house.post(CHAT, HELLO, headers=headers)
+        assert response.status == 403 and body["error"]["code"] == "forbidden_origin"
+    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1}, headers={"Origin": "http://localhost:3000"})
+    assert response.status == 200
+
+
+async def test_with_a_key_everything_is_closed(model: Path) -> None:
+    async with open_house(model, "colocated", api_key="s3cret", admin_api_key="root") as house:
+        good, admin = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer root"}
+        bad = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}, {"Authorization": "Bearer é"}]
+        for path in ("/v1/models", "/metrics", "/version", "/nowhere", "/admin/workers"):
+            for headers in bad:
+                response, body = await house.get(path, headers=headers)
+                assert response.status == 401 and body["error"]["code"] == "invalid_api_key"
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+        assert (await house.get("/v1/models", headers=good))[0].status == 200
+        assert (await house.get("/admin/workers", headers=good))[0].status == 403
+        assert (await house.get("/admin/workers", headers=admin))[0].status == 200
+        assert (await house.get("/health"))[0].status == 200
+        assert (await house.get("/ready"))[0].status == 200
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+async def test_models(house: House) -> None:
+    _, body = await house.get("/v1/models")
+    valid("ListModelsResponse", body)
+    assert body["data"][0]["id"] == "tiny" and body["data"][0]["max_model_len"] == POSITIONS
+    valid("Model", (await house.get("/v1/models/tiny"))[1])
+    assert (await house.get("/v1/models/other"))[0].status == 404
+
+
+async def test_tokens_there_and_back(house: House) -> None:
+    _, body = await house.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == POSITIONS
+    _, back = await house.post("/detokenize", {"tokens": body["tokens"]})
+    assert back == {"prompt": "héllo"}
+    _, body = await house.post("/tokenize", HELLO)
+    assert (await house.post("/detokenize", {"tokens": body["tokens"]}))[1]["prompt"].endswith("<|assistant|>")
+    assert (await house.post("/tokenize", {}))[0].status == 400
+    assert (await house.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
+
+
+async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
+    async with open_house(model, expect_prefill=1, expect_decode=2) as house:
+        for role in ("prefill", "decode"):
+            response, body = await house.get("/ready")
+            assert response.status == 503 and "0 of" in body["error"]["message"]
+            await house.add(role)  # type: ignore[arg-type]
+        assert "1 of 2 decode" in (await house.get("/ready"))[1]["error"]["message"]
+        await house.add("decode")
+        assert (await house.get("/ready"))[0].status == 200
+
+
+async def test_workers_as_they_see_themselves(house: House) -> None:
+    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
+    _, body = await house.get("/admin/workers")
+    for worker in body["workers"]:
+        blocks = worker["kv_blocks"]
+        assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
+        assert worker["state"] == "ready" and worker["links"] == ["shm", "zmq"] and worker["incarnation"]
+
+
+async def test_metrics_have_vllms_names(house: House) -> None:
+    await house.post(CHAT, {**HELLO, "max_tokens": 4})
+    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
+    async with house.client.get(f"{house.url}/metrics") as response:
+        page = await response.text()
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        'vllm:cache_config_info{block_size="16",model_name="tiny",num_gpu_blocks="256"}',
+        "vllm:time_to_first_token_seconds_bucket",
+        'vllm:inter_token_latency_seconds_bucket{le="0.001"',
+        "vllm:request_time_per_output_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_sum",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:request_prefill_time_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+        "vllm:request_prompt_tokens_count",
+        "vllm:request_generation_tokens_count",
+        "vllm:prompt_tokens_total",
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:prefix_cache_queries_total{model_name="tiny"} 20.0',
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'tandem_stage_seconds_bucket{le="0.01",stage="transfer"}',
+        'tandem_kv_transfer_bytes_total{transport="shm"} 4096.0',
+        "tandem_kv_transfer_seconds_count",
+        'tandem_kv_blocks{role="decode",state="free",worker="decode-1"}',
+        'tandem_requests_total{outcome="done",path="disagg"} 1.0',
+        'tandem_workers{role="prefill",state="ready"} 1.0',
+        "tandem_migrations_total",
+        "tandem_event_loop_lag_seconds_count",
+    ):
+        assert name in page, name
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(model: Path) -> None:
+    async with open_house(model, "prefill", drain_timeout=5.0) as house:
+        await house.add("decode", step_s=0.02)
+        asked = asyncio.create_task(house.stream(CHAT, {**HELLO, "max_tokens": 20}))
+        await until(lambda: house.workers[1].busy, "it runs")
+        draining = asyncio.create_task(drain(house.services, asyncio.Event()))
+        await until(lambda: house.dispatcher.draining, "it drains")
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 503 and body["error"]["code"] == "server_shutting_down"
+        assert response.headers["Connection"] == "close"
+        assert (await house.get("/ready"))[0].status == 503
+        _, events = await asked
+        assert len(events) == 21
+        await draining
+
+
+async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model: Path) -> None:
+    async with open_house(model, "prefill", drain_timeout=0.1) as house:
+        await house.add("decode", step_s=0.02)
+        asked = asyncio.create_task(house.stream(CHAT, {**HELLO, "max_tokens": 500}))
+        await until(lambda: house.workers[1].busy, "it runs")
+        await drain(house.services, asyncio.Event())
+        _, events = await asked
+        assert events[-1]["error"]["code"] == "server_shutting_down"
