@@ -76,6 +76,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
+            response.read()  # the end of the body, so that the server does not see us hang up
             return
         chunk = _parse(data)
         if not isinstance(chunk, dict):

@@ -55,6 +55,12 @@ def run(config: UpConfig) -> int:
         screen.close()
 
 
+def reachable(host: str) -> str:
+    """How a client on this machine writes the address of a socket bound to ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - looked up, not bound
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 class Member(NamedTuple):
     """One worker of the fleet."""
 
@@ -85,24 +91,20 @@ class Supervisor:
         self._units: list[Unit] = []
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._chatting = False
-        shown = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host  # noqa: S104 - compared, not bound
-        shown = f"[{shown}]" if ":" in shown and not shown.startswith("[") else shown
-        self._url = f"http://{shown}:{config.port}"
+        self._url = f"http://{reachable(config.host)}:{config.port}"
         self._keyed = bool(config.api_keys())
 
     async def run(self) -> int:
         self._listen_to_signals()
         self._units = self._make_units()
         keepers = [asyncio.create_task(unit.keep()) for unit in self._units]
-        serving = asyncio.create_task(self._come_up())
+        serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             while not self._stop.is_set():
                 done, _ = await asyncio.wait({*keepers, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # a failed start ends everything
-                if serving in done:
-                    serving = asyncio.create_task(self._stay())
             await self._drain(keepers, at_once=not all(unit.facts.done() for unit in self._units))
             return 0
         finally:
@@ -134,6 +136,14 @@ class Supervisor:
         return units
 
     # -- coming up ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Comes up, and stays until told to stop; with ``--chat``, until the conversation in this terminal ends."""
+        await self._come_up()
+        if self._config.chat:
+            await self._chat()
+            self._stop.set()
+        await self._stop.wait()
 
     async def _come_up(self) -> None:
         """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
@@ -175,11 +185,7 @@ class Supervisor:
         sends = [worker for worker in workers if worker.get("role") == "prefill"]
         return [link for worker in sends for link in (worker.get("links") or [])[:1]]
 
-    async def _stay(self) -> None:
-        """Until told to stop; with ``--chat``, until the conversation in this terminal ends."""
-        if not self._config.chat:
-            await self._stop.wait()
-            return
+    async def _chat(self) -> None:
         self._chatting = True
         key = next(iter(self._config.api_keys()), None)
         environment = {**os.environ, **({"TANDEM_API_KEY": key} if key else {})}
@@ -191,7 +197,6 @@ class Supervisor:
             if child.returncode is None:
                 child.terminate()
             self._chatting = False
-            self._stop.set()
 
     # -- going down ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from deploy import builtin, cores, status
 from deploy.preflight import claim_port
 from deploy.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.unit import how_it_ended
+from deploy.up import reachable
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,15 @@ def test_a_free_port_is_found() -> None:
     assert claim_port("127.0.0.1", 0, "--port") > 0
     with pytest.raises(StartError, match="cannot listen"):
         claim_port("no.such.host.invalid", 80, "--port")
+
+
+def test_addresses_that_clients_can_use() -> None:
+    assert [reachable(host) for host in ("0.0.0.0", "::", "10.0.0.1", "[::1]")] == [
+        "127.0.0.1",
+        "[::1]",
+        "10.0.0.1",
+        "[::1]",
+    ]
 
 
 SERVING = Serving(
