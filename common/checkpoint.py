@@ -110,8 +110,10 @@ class Checkpoint:
         if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
             return None
         if "kv_lora_rank" in config:
-            keys = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-            return (LayerLayout(heads, keys, config["v_head_dim"]),) * layers
+            nope, rope, value = (config.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+            if not (isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int)):
+                return None
+            return (LayerLayout(heads, nope + rope, value),) * layers
         dim = config.get("head_dim") or hidden // heads
         return (LayerLayout(config.get("num_key_value_heads") or heads, dim, dim),) * layers
 

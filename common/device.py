@@ -34,10 +34,15 @@ class Device:
 
 def probe() -> Device:
     """This machine as a worker sees it: the first CUDA device if there is one, else the CPU."""
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
     if (gpu := _first_gpu()) is not None:
         name, free = gpu
-        return Device("cuda", name, cpus, True, True, free)
+        return Device("cuda", name, tuple(sorted(os.sched_getaffinity(0))), True, True, free)
+    return probe_cpu()
+
+
+def probe_cpu() -> Device:
+    """The processor, whether or not there is a GPU beside it."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
     flags = cpu_flags()
     has_bf16 = bool(flags & {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
     return Device("cpu", cpu_name(), cpus, has_bf16, bool(flags & {"avx512_fp16", "amx_fp16"}), free_memory())

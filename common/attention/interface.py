@@ -1,7 +1,7 @@
 """What an attention backend promises, and the seam to transformers.
 
-A step is one flat row of T tokens made of *spans*: consecutive positions of one sequence. A backend plans once per
-step (block gathers, masks, grouping) and is then called once per layer with the queries of all rows; by then the keys and
+A step is one flat row of T tokens made of *spans*: consecutive positions of one sequence. A backend plans once per step
+(block gathers, masks, grouping) and is then called once per layer with the queries of all rows; by then the keys and
 values of these rows are in the pool. It reads positions ``[0, end)`` of a span's own sequence and nothing else.
 """
 

@@ -45,7 +45,7 @@ class PagedAttention:
         self.store, self.backend = store, backend
         self.on_layer: Callable[[int], None] | None = None
         self.stored = 0
-        """Layers of this step whose keys and values are in the pool."""
+        """Layers of this step whose keys and values are in the pool and announced."""
 
     def begin(self, step: FlatStep) -> None:
         self._slots, self._plan, self.stored = step.slots, self.backend.plan(step.spans), 0
@@ -54,9 +54,9 @@ class PagedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
         self.store.write(layer, key, value, self._slots)
-        self.stored = layer + 1
         if self.on_layer is not None:
             self.on_layer(layer)
+        self.stored = layer + 1
         return self.backend.attend(self._plan, layer, query, params)
 
 
@@ -233,7 +233,7 @@ def load_engine(
     it. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for or for the model's own length
     (not for what the pool holds), so that workers with pools of different size agree.
     """
-    machine = device.probe()
+    machine = device.probe_cpu()
     chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
     dtype_of(chosen)
     budget_bytes = kv_bytes if kv_bytes is not None else device.kv_budget()

@@ -5,9 +5,9 @@ frequency and presence over output), temperature, min_p, top_k, top_p. Logprobs 
 all of that.
 
 Noise is a pure function of (seed, choice, position): one uniform number per row, turned into a token by the inverse of
-the cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption or
-a retry continues with the same tokens; and because the order does not depend on the probabilities, logits that differ
-in the last bits pick another token only when the number falls within that difference of a boundary.
+the cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption
+or a retry continues with the same tokens; and because the order does not depend on the probabilities, logits that
+differ in the last bits pick another token only when the number falls within that difference of a boundary.
 """
 
 from __future__ import annotations
