@@ -26,7 +26,7 @@ from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.model.linears import pack_linears
-from common.model.load import Progress, dtype_of, load_model
+from common.model.load import Progress, detach_from_files, dtype_of, load_model
 from common.model.probe import Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
 from common.request import Request, SamplingParams
@@ -255,6 +255,7 @@ def load_engine(
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     seen = probe(model, checkpoint)
     packed = pack_linears(model, batch_hint)
+    detach_from_files(model)
     plan = budget(seen.layers)
     assert plan is not None
     store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
@@ -270,7 +271,7 @@ def load_engine(
 
 
 def _fingerprint(checkpoint: Checkpoint, rotary: str) -> str:
-    """The checkpoint's, with the frozen rotary frequencies if there are any: they change what keys mean."""
+    """The checkpoint's, and behind a dot the frozen rotary frequencies if there are any: they change what keys mean."""
     if not rotary:
         return checkpoint.fingerprint
-    return hashlib.blake2b(f"{checkpoint.fingerprint}|{rotary}".encode(), digest_size=8).hexdigest()
+    return f"{checkpoint.fingerprint}.{hashlib.blake2b(rotary.encode(), digest_size=8).hexdigest()}"

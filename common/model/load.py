@@ -87,6 +87,31 @@ def _check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         )
 
 
+def detach_from_files(model: nn.Module) -> int:
+    """Copies weights that still lie in a mapped safetensors file into memory of their own; how many.
+
+    To be called after packing, when few are left. A mapping would keep the whole file resident, and a file that is
+    overwritten in place would change the weights or kill the process.
+    """
+    mapped = _mapped_ranges(".safetensors")
+    count = 0
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and any(start <= weight.data_ptr() < end for start, end in mapped):
+            weight.data = weight.data.clone()
+            count += 1
+    return count
+
+
+def _mapped_ranges(suffix: str) -> list[tuple[int, int]]:
+    """Address ranges of this process that are mappings of files whose name ends in ``suffix``."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(suffix):
+            start, _, end = line.split()[0].partition("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    return ranges
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 

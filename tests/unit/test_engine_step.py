@@ -13,6 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.engine.runner import Engine, load_engine, sequence_of
 from common.errors import StartError
 from common.ids import BlockId, new_request_id, pack_tokens
+from common.model.load import detach_from_files
 from common.request import Request, SamplingParams
 from common.sequence import Batch, Segment, Sequence
 from tests.reference import Reference, greedy
@@ -160,6 +161,10 @@ def test_missing_weights_are_not_made_up(checkpoint: Callable[[str], Path], tmp_
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StartError, match="weights are missing"):
         load(path)
+
+
+def test_no_weight_stays_in_the_file(engine: Engine) -> None:
+    assert detach_from_files(engine.model) == 0
 
 
 def test_a_nobodys_sequence_is_greedy() -> None:
