@@ -142,7 +142,7 @@ class Registry:
                 if len(self._replaced) > _FORGOTTEN:
                     del self._replaced[next(iter(self._replaced))]
         if self.fingerprint is None:
-            self.fingerprint = hello.fingerprint
+            self.fingerprint = _checkpoint(hello.fingerprint)
         worker = self._workers[hello.incarnation] = Worker(hello, now_s)
         return Joined(worker, old)
 
@@ -189,7 +189,7 @@ class Registry:
             return f"protocol {hello.protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
         if hello.incarnation in self._replaced:
             return f"another process has taken the name {hello.name}: give every worker a name of its own"
-        if self.fingerprint is not None and hello.fingerprint != self.fingerprint:
+        if self.fingerprint is not None and _checkpoint(hello.fingerprint) != self.fingerprint:
             return (
                 f"fingerprint {hello.fingerprint} of model {hello.model}, but {self.fingerprint} is served here: "
                 "start the worker with the same model and revision as the coordinator"
@@ -201,11 +201,17 @@ class Registry:
         peer = next((worker for worker in self if worker.id != hello.incarnation), None)
         if peer is None:
             return None
-        for name in ("layout", "vocab_size"):
+        for name in ("fingerprint", "layout", "vocab_size"):
             mine, theirs = getattr(hello, name), getattr(peer.hello, name)
             if mine != theirs:
                 return f"{name} {mine}, but {peer.hello.name} has {theirs}: workers of one model must have the same"
         return None
+
+
+def _checkpoint(fingerprint: str) -> str:
+    """What a coordinator, which loads no model, can know of a worker's fingerprint: behind a dot stands what loading
+    decided (frozen rotary frequencies), and there workers must agree with each other."""
+    return fingerprint.partition(".")[0]
 
 
 def _keys(joined: bytes) -> Iterator[ChainKey]:
