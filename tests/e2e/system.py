@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ class System:
         process = Process.start(log, *words)
         try:
             system = cls(process, cls._find_url(process))
-            asyncio.run(system.wait_ready())
+            system.wait_ready()
             yield system
         except BaseException:
             process.kill()
@@ -143,14 +144,20 @@ class System:
             time.sleep(0.05)
         return found.group()
 
-    async def wait_ready(self) -> None:
+    def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_S
-        async with self.client() as client:
-            while await client.ready() != 200:
-                self.process.check_alive()
-                assert time.monotonic() < deadline, f"not ready within {READY_S} s:\n{self.process.text}"
-                await asyncio.sleep(0.1)
+        while not self._is_ready():
+            self.process.check_alive()
+            assert time.monotonic() < deadline, f"not ready within {READY_S} s:\n{self.process.text}"
+            time.sleep(0.1)
         self.process.look_around()
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:  # nobody listens yet, or 503
+            return False
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
@@ -318,7 +325,8 @@ def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
 
 
 _WIRE_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
-_WIRE_FIELDS += ("presence_penalty", "min_tokens", "seed", "ignore_eos")
+_WIRE_FIELDS += ("presence_penalty", "min_tokens", "ignore_eos")
+SEED_MASK = (1 << 63) - 1  # a negative seed is as good as any: the door folds it into 63 bits
 
 
 def sampling_of(fields: dict[str, Any]) -> SamplingParams:
@@ -326,4 +334,5 @@ def sampling_of(fields: dict[str, Any]) -> SamplingParams:
     chosen = {name: fields[name] for name in _WIRE_FIELDS if name in fields}
     bias = {int(token): float(value) for token, value in fields.get("logit_bias", {}).items()}
     stops = tuple(fields.get("stop_token_ids", ()))
-    return SamplingParams(**{"seed": 0} | chosen, logit_bias=bias, stop_token_ids=stops, eos_token_ids=(EOS,))
+    chosen["seed"] = fields.get("seed", 0) & SEED_MASK
+    return SamplingParams(**chosen, logit_bias=bias, stop_token_ids=stops, eos_token_ids=(EOS,))

@@ -1,0 +1,143 @@
+"""Workers join and leave a running system, each started by hand with its own command."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.system import MODEL_LEN, READY_S, Client, Process, System, sampling_of
+from tests.e2e.test_tokens import prompt_of
+from tests.reference import Reference
+
+pytestmark = pytest.mark.e2e
+
+FIELDS = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+_CONTROL = re.compile(r"workers at tcp://\S*?:(\d+)\b")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("llama")
+
+
+class Cluster:
+    """A coordinator and the workers that were started for it."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.directory, self.model = directory, model
+        self.workers: dict[str, Process] = {}
+        words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
+        self.coordinator = Process.start(directory / "coordinator.log", *words)
+        self.system = System(self.coordinator, System._find_url(self.coordinator))
+        found = _CONTROL.search(self.coordinator.text)
+        assert found, self.coordinator.text
+        self.control = f"127.0.0.1:{found[1]}"
+
+    def start(self, role: str, name: str, *flags: str) -> None:
+        words = [role, self.model, "--coordinator", self.control, "--name", name, "--threads", "1"]
+        words += ["--dtype", "float32", "--num-kv-blocks", "300", "--max-model-len", str(MODEL_LEN), *flags]
+        words += ["--served-model-name", System.name]
+        self.workers[name] = Process.start(self.directory / f"{name}.log", *words)
+
+    async def until_ready(self, client: Client, *names: str) -> None:
+        deadline = time.monotonic() + READY_S
+        while not set(names) <= {name for name, w in (await client.workers()).items() if w["state"] == "ready"}:
+            for name in names:
+                self.workers[name].check_alive()
+            assert time.monotonic() < deadline, f"{names} have not joined:\n{self.coordinator.text}"
+            await asyncio.sleep(0.05)
+
+    async def until_gone(self, client: Client, name: str) -> None:
+        deadline = time.monotonic() + 10
+        while (worker := (await client.workers()).get(name)) and worker["state"] == "ready":
+            assert time.monotonic() < deadline, f"{name} is still there: {worker}"
+            await asyncio.sleep(0.05)
+
+    def stop(self, name: str) -> None:
+        self.workers.pop(name).stop()
+
+    def stop_all(self) -> None:
+        for name in list(self.workers):
+            self.stop(name)
+        self.coordinator.stop()
+
+    def kill_all(self) -> None:
+        for process in (*self.workers.values(), self.coordinator):
+            process.kill()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
+    with _cluster(tmp_path, model) as made:
+        yield made
+
+
+@contextmanager
+def _cluster(directory: Path, model: Path) -> Iterator[Cluster]:
+    made = Cluster(directory, model)
+    try:
+        yield made
+        made.stop_all()
+    finally:
+        made.kill_all()
+
+
+async def test_workers_join_and_leave_a_running_system(
+    cluster: Cluster, oracle: Callable[[str], Reference], model: Path
+) -> None:
+    reference = oracle("llama")
+
+    async def ask(client: Client, length: int) -> tuple[str, str | None]:
+        answer = await client.complete(prompt_of(length, 60), **FIELDS)
+        reference.check(answer.prompt, answer.ids, sampling_of(FIELDS))
+        return answer.path, answer.headers.get("x-tandem-decode")
+
+    async with cluster.system.client() as client:
+        assert await client.ready() == 503, "nobody has joined"
+        started = time.monotonic()
+        async with await client.post("/v1/completions", prompt=[9, 9], **FIELDS) as response:
+            assert response.status == 503
+            assert "decode" in (await response.json())["error"]["message"]
+        assert time.monotonic() - started < 5, "a missing role is answered at once, not at the deadline"
+
+        cluster.start("decode", "d0")
+        cluster.start("prefill", "p0", "--block-size", "32")  # they need not be alike
+        await cluster.until_ready(client, "d0", "p0")
+        assert await client.ready() == 200
+        assert await ask(client, 700) == ("disagg", "d0")
+
+        await asyncio.to_thread(cluster.stop, "p0")
+        await cluster.until_gone(client, "p0")
+        assert await ask(client, 701) == ("local", "d0"), "without a prefill worker, decode does it all"
+
+        cluster.start("decode", "d1")
+        cluster.start("prefill", "p1", "--kv-transport", "zmq")
+        await cluster.until_ready(client, "d1", "p1")
+        paths = await asyncio.gather(*(ask(client, 600 + i) for i in range(8)))
+        assert {decode for _, decode in paths} == {"d0", "d1"}, "the new one gets its share"
+
+        running = asyncio.gather(*(ask(client, 500 + i) for i in range(8)))
+        await asyncio.to_thread(cluster.stop, "d0")
+        assert len(await running) == 8, "nobody's request fails when a worker leaves"
+        await cluster.until_gone(client, "d0")
+        assert await ask(client, 702) == ("disagg", "d1")
+
+
+async def test_a_worker_of_another_model_is_refused(cluster: Cluster, checkpoint: Callable[[str], Path]) -> None:
+    async with cluster.system.client() as client:
+        cluster.start("decode", "d0")
+        await cluster.until_ready(client, "d0")
+        cluster.model = checkpoint("llama-untied")
+        cluster.start("decode", "stranger")
+        stranger = cluster.workers.pop("stranger")
+        assert await asyncio.to_thread(stranger.popen.wait, READY_S) != 0
+        lines = [line for line in stranger.text.splitlines() if line.lstrip().startswith(("error:", "why:", "do:"))]
+        assert len(lines) == 3, stranger.text
+        assert "refuse" in lines[0]
+        assert set(await client.workers()) == {"d0"}
