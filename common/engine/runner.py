@@ -35,7 +35,8 @@ from common.sequence import Sequence as Tokens
 
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """What torch and modelling code raise when one request's numbers are impossible or too large."""
-_WARM_UP_ROWS = 512
+_WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
+"""Enough to compile the kernels; a model of billions of parameters needs seconds for hundreds of rows on a CPU."""
 
 
 class PagedAttention:
@@ -181,7 +182,7 @@ class Engine:
         prompt = sequence_of([1] * rows)
         self._run(Batch((Segment(prompt, 0, rows),), (blocks,)))
         batch = 1
-        while batch <= self.max_num_seqs:
+        while batch <= min(self.max_num_seqs, _WARM_UP_BATCH):
             self._run(Batch((Segment(prompt, rows - 1, 1),) * batch, (blocks,) * batch))
             batch *= 2
         self.store.clear(blocks)
