@@ -3,8 +3,8 @@
 Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and carry
 no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``.
 
-    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Goodbye
-    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Resend, Drain
+    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
+    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Resend, Measure, Drain
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Grant, Ack, Accept, Cancel
 """
@@ -134,6 +134,15 @@ class Cached(Message, tag="cached"):
     removed: bytes
 
 
+class Measured(Message, tag="measured"):
+    """A hand-off of ``bytes`` bytes to ``decode`` that :class:`Measure` asked for took ``seconds`` over ``link``."""
+
+    decode: Incarnation
+    link: str
+    bytes: Count
+    seconds: float
+
+
 class Goodbye(Message, tag="goodbye"):
     """The worker has drained or stops; its requests are no longer served."""
 
@@ -141,7 +150,7 @@ class Goodbye(Message, tag="goodbye"):
     reason: str
 
 
-FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Goodbye
+FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | Goodbye
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -212,13 +221,23 @@ class Resend(Message, tag="resend"):
     start: Count
 
 
+class Measure(Message, tag="measure"):
+    """Try the link: prefill sends ``tokens`` tokens of whatever lies in free blocks to ``peer``, decode takes them from
+    ``peer`` and drops them. Goes to both, decode first; a worker that is short of blocks stays silent."""
+
+    request: Id
+    attempt: Count
+    peer: Peer
+    tokens: Count
+
+
 class Drain(Message, tag="drain"):
     """Take nothing new, finish what is here, then leave."""
 
     timeout_ms: int
 
 
-ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Resend | Drain
+ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Resend | Measure | Drain
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------
 

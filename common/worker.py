@@ -286,20 +286,23 @@ class Worker(abc.ABC):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM drains, a second one stops; SIGINT is the supervisor's business. Each wakes the poll."""
+        """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll. Under a launcher SIGINT is already ignored
+        and stays so: a terminal sends it to everybody, and only the launcher knows the order."""
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self.poller.register(self._wake_reader, zmq.POLLIN)
-        before = signal.signal(signal.SIGTERM, self._on_sigterm), signal.signal(signal.SIGINT, signal.SIG_IGN)
+        alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
+        before = {number: signal.signal(number, self._on_stop) for number in numbers}
         descriptor = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(descriptor)
-            signal.signal(signal.SIGTERM, before[0])
-            signal.signal(signal.SIGINT, before[1])
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _on_sigterm(self, *_: object) -> None:
+    def _on_stop(self, *_: object) -> None:
         if self.draining_until is not None:
             self._stopped = True
         self.drain(self.settings.drain_timeout_s)

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from common.engine.planner import Sampled
-from common.errors import InvariantBroken
-from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Logprobs, Resend, Reserve, Timing
+from common.errors import InvariantBroken, OutOfBlocks
+from common.ids import SequenceId, TransferId, sequence_holder, transfer_holder, unpack_tokens
+from common.kv.table import BlockTable
+from common.messages import Abort, Commit, Generate, Hello, Logprobs, Measure, Resend, Reserve, Timing
 from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence
 from common.spans import SpanWriter, to_wire
@@ -54,6 +55,7 @@ class DecodeWorker(Worker):
 
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
+        self._trials: dict[TransferId, BlockTable] = {}
         self._done: OrderedDict[SequenceId, Sequence] = OrderedDict()
         self.reservations = Reservations(self.cache)
         self.receiver = Receiver(
@@ -72,7 +74,7 @@ class DecodeWorker(Worker):
         self.receiver.close()
 
     def holdings(self) -> set[TransferId]:
-        return set(self._lives)
+        return {*self._lives, *self._trials}
 
     def waiting(self) -> int:
         return self.planner.waiting + len(self.reservations)
@@ -89,6 +91,8 @@ class DecodeWorker(Worker):
                 self.abort(TransferId(request, attempt))
             case Resend(request=request, attempt=attempt, choice=choice, start=start):
                 self._resend(SequenceId(request, choice, attempt), start)
+            case Measure():
+                self._measure(message, now)
             case _:
                 log.warning("a decode worker has no use for a %s message", type(message).__name__)
 
@@ -114,10 +118,26 @@ class DecodeWorker(Worker):
         """What one choice can come to hold: its prompt and every token but the last."""
         return min(request.prompt_length + request.sampling.max_tokens, self.engine.max_model_len)
 
+    def _measure(self, message: Measure, now: float) -> None:
+        """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""
+        transfer = TransferId(message.request, message.attempt)
+        if transfer in self.holdings() or not message.tokens:
+            return
+        table = self.cache.open(transfer_holder(transfer), [], "")
+        try:
+            self.cache.grow(table, message.tokens)
+        except OutOfBlocks:
+            self.cache.close(table)
+            return
+        self._trials[transfer] = table
+        self.receiver.expect(transfer, message.tokens, 0, table.blocks, now)
+
     def abort(self, transfer: TransferId) -> None:
+        self.receiver.cancel(transfer, "aborted")
+        if trial := self._trials.pop(transfer, None):
+            self.cache.close(trial)
         if self._lives.pop(transfer, None) is None:
             return
-        self.receiver.cancel(transfer, "aborted")
         self.reservations.drop(transfer)
         for sequence in self.sequences(transfer):
             self.planner.finish(sequence)
@@ -137,9 +157,15 @@ class DecodeWorker(Worker):
     def move_kv(self, now: float) -> None:
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUSY_PUMP_S if self.planner.running else IDLE_PUMP_S):
+            if trial := self._trials.pop(end.transfer, None):
+                self.cache.close(trial)
+                continue
             match end:
                 case Landed():
                     self._land(end.transfer, end.commit, now)
+                case Failed(told=True):  # the sender knows more, and reports it if it is a failure
+                    log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
+                    self.abort(end.transfer)
                 case Failed():
                     log.warning("hand-off %s failed: %s", end.transfer, end.reason)
                     self.count("kv_transfer_failures")

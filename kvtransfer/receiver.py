@@ -41,10 +41,11 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The hand-off is over without success; the reservation's blocks must be dropped."""
+    """The hand-off is over without success; the reservation's blocks must be dropped. ``told``: by the sender."""
 
     transfer: TransferId
     reason: str
+    told: bool
 
 
 @dataclass(slots=True)
@@ -287,4 +288,4 @@ class Receiver:
         del self._incoming[transfer]
         if tell and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
-        self._ended.append(Failed(transfer, reason))
+        self._ended.append(Failed(transfer, reason, told=not tell))

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.engine.planner import Sampled
-from common.ids import TransferId, pack_tokens, transfer_holder
+from common.errors import OutOfBlocks
+from common.ids import Incarnation, TransferId, pack_tokens, transfer_holder
 from common.kv.table import BlockTable
-from common.messages import Abort, Peer, Prefill, Resend, Timing
+from common.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing
 from common.request import FinishReason
 from common.sequence import Batch, Sequence
 from common.spans import SpanWriter, stop_id, to_wire
@@ -29,6 +30,14 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A hand-off of meaningless blocks that measures the link to ``decode``."""
+
+    decode: Incarnation
+    table: BlockTable
 
 
 @dataclass(slots=True)
@@ -47,6 +56,7 @@ class PrefillWorker(Worker):
 
     def open_links(self) -> None:
         self._prompts: dict[TransferId, _Prompt] = {}
+        self._trials: dict[TransferId, _Trial] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
         self._pumped_at = 0.0
@@ -64,7 +74,7 @@ class PrefillWorker(Worker):
         self.sender.close()
 
     def holdings(self) -> set[TransferId]:
-        return set(self._prompts)
+        return {*self._prompts, *self._trials}
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +86,8 @@ class PrefillWorker(Worker):
                 self.abort(TransferId(request, attempt))
             case Resend(request=request, attempt=attempt, start=start):
                 self._resend(TransferId(request, attempt), start)
+            case Measure():
+                self._measure(message, now)
             case _:
                 log.warning("a prefill worker has no use for a %s message", type(message).__name__)
 
@@ -92,6 +104,8 @@ class PrefillWorker(Worker):
         self._drop(transfer)
 
     def _drop(self, transfer: TransferId) -> None:
+        if trial := self._trials.pop(transfer, None):
+            self.cache.close(trial.table)
         prompt = self._prompts.pop(transfer, None)
         if prompt is None:
             return
@@ -188,6 +202,11 @@ class PrefillWorker(Worker):
         self._pump(now)
         ended, self._ended = self._ended, []
         for end in ended:
+            if trial := self._trials.get(end.transfer):
+                self._drop(end.transfer)
+                if isinstance(end, Shipped):
+                    self.membership.send(Measured(trial.decode, end.link, end.bytes, end.seconds))
+                continue
             if end.transfer not in self._prompts:
                 continue
             self._drop(end.transfer)
@@ -209,7 +228,25 @@ class PrefillWorker(Worker):
         self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
 
     def _lost(self, end: Lost) -> None:
-        self.count("kv_transfer_failures")
-        log.warning("hand-off %s failed: %s", end.transfer, end.reason)
-        if not end.told:  # otherwise decode knows more, and reports it
+        if end.told:  # decode knows more, and reports it if it is a failure
+            log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
+        else:
+            log.warning("hand-off %s failed: %s", end.transfer, end.reason)
+            self.count("kv_transfer_failures")
             self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+
+    def _measure(self, message: Measure, now: float) -> None:
+        """Ships free blocks as they are: the same frames and checks as a real hand-off, without a model."""
+        transfer = TransferId(message.request, message.attempt)
+        if transfer in self.holdings() or not message.tokens:
+            return
+        table = self.cache.open(transfer_holder(transfer), [], "")
+        try:
+            self.cache.grow(table, message.tokens)
+        except OutOfBlocks:
+            self.cache.close(table)
+            return
+        self._trials[transfer] = _Trial(message.peer.incarnation, table)
+        self.sender.open(transfer, message.peer, message.tokens, table.blocks, now)
+        self.sender.computed(transfer, table.blocks, message.tokens, len(self.engine.layout.layers), now)
+        self.sender.finish(transfer, FirstTokens(b"", (), (), ()), now)

@@ -42,6 +42,8 @@ from common.messages import (
     Heartbeat,
     Hello,
     Logprobs,
+    Measure,
+    Measured,
     Message,
     Open,
     Peer,
@@ -211,6 +213,7 @@ EXAMPLES: list[Message] = [
     Timing(_ID, 1, {"queue_ms": 1.5, "cached_tokens": 32.0}, "shm"),  # type: ignore[arg-type]
     Failed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
     Cached(b"a" * 16, b"b" * 16),
+    Measured("0123456789abcdef", "shm", 65_536, 0.002),  # type: ignore[arg-type]
     Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
     Welcome("0123456789abcdef", 500, 8000),  # type: ignore[arg-type]
     Turned("another model"),
@@ -220,6 +223,7 @@ EXAMPLES: list[Message] = [
     Generate(_REQUEST, 1),
     Abort(_ID, 1),  # type: ignore[arg-type]
     Resend(_ID, 1, 0, 5),  # type: ignore[arg-type]
+    Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20),  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ from common.messages import (
     FromWorker,
     Generate,
     Hello,
+    Measure,
+    Measured,
     Message,
     Peer,
     Prefill,
@@ -53,6 +55,7 @@ class Bench:
         self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
         self.failed: dict[tuple[bytes, int], Failed] = {}
         self.timings: list[Timing] = []
+        self.measured: list[Measured] = []
 
     def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
         name = WorkerName(f"{role}-{len(self.workers)}")
@@ -91,6 +94,8 @@ class Bench:
                 self.failed[message.request, message.attempt] = message
             case Timing():
                 self.timings.append(message)
+            case Measured():
+                self.measured.append(message)
 
     def _spans(self, message: Tokens) -> None:
         ids, at = unpack_tokens(message.ids), 0
@@ -297,6 +302,27 @@ def test_choices_that_move_go_on_where_each_was(bench: Bench) -> None:
     assert bench.streams[request.id, 1, 0] == streams[0]
     assert bench.streams[request.id, 1, 2] == streams[2]
     assert (request.id, 1, 1) not in bench.streams
+
+
+def test_a_trial_measures_the_link_and_leaves_nothing(pair: Bench) -> None:
+    identifier = RequestId(b"measure the link")
+    pair.tell("decode-1", Measure(identifier, 0, pair.peer("prefill-0"), 100))
+    pair.tell("prefill-0", Measure(identifier, 0, pair.peer("decode-1"), 100))
+    pair.until(lambda: pair.measured)
+    layout = pair.workers["prefill-0"].engine.layout
+    assert [each.bytes for each in pair.measured] == [100 * layout.token_bytes]
+    assert pair.measured[0].seconds > 0
+    pair.until(pair.quiet)
+    assert pair.workers["decode-1"].cache.pool.counts.cached == 0  # meaningless blocks are never offered to anybody
+
+
+def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
+    for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
+        pair.tell(name, Measure(RequestId(b"measure too much"), 0, pair.peer(other), 1_000_000))
+    request = make_request(40, 3)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
 
 
 def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
