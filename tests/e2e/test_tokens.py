@@ -126,7 +126,8 @@ async def test_twenty_at_once(setup: Setup, system: System, reference: Reference
         await client.until_idle(within_s=2)
     for (prompt, fields), answer in zip(requests, answers, strict=True):
         assert answer.prompt == prompt
-        assert answer.path == setup.path
+        # one that ends with its first token never left the prefill worker
+        assert answer.path == (setup.path if len(answer.ids) > 1 or setup.flags == COLOCATED else "prefill")
         assert answer.usage["prompt_tokens"] == len(prompt)
         assert answer.usage["completion_tokens"] == len(answer.ids)
         check(reference, answer, fields, f"{len(prompt)} tokens, {fields}")
@@ -164,7 +165,7 @@ async def test_the_first_token_may_be_the_last(setup: Setup, system: System, ref
     """Ended by max_tokens, by the end of sequence and by a stop token, where token 1 is sampled."""
     async with system.client() as client:
         for extra, reason in (
-            ({"max_tokens": 1}, "length"),
+            ({"max_tokens": 1, "ignore_eos": True}, "length"),
             ({"max_tokens": 9, "logit_bias": {str(EOS): 100}}, "stop"),
             ({"max_tokens": 9, "logit_bias": {"77": 100}, "stop_token_ids": [77]}, "stop"),
         ):
