@@ -16,13 +16,28 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import RequestError, WireError
-from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, unpack_tokens
+from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_request_id, unpack_tokens
 from common.kv.prefix import ChainKey
-from common.messages import Abort, Failed, Generate, Logprobs, Message, Peer, Prefill, Resend, Reserve, Timing, Tokens
+from common.messages import (
+    Abort,
+    Failed,
+    Generate,
+    Logprobs,
+    Measure,
+    Measured,
+    Message,
+    Peer,
+    Prefill,
+    Resend,
+    Reserve,
+    Timing,
+    Tokens,
+)
 from common.request import FinishReason, Request, SamplingParams
 from coordinator.gateway import Gateway
 from coordinator.lifecycle import Gap, Life, Path, State
 from coordinator.limits import Admission
+from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
 from coordinator.registry import SWEEP_S, Registry, Worker
 from coordinator.router import Need, NoWorkers, Placement, Promise, Router
@@ -34,6 +49,7 @@ WORKERLESS_WAIT_S = 10.0
 RESEND_EVERY_S = 0.2
 MISSED_BEATS = 3
 """A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
+_FINISHES = tuple(FinishReason)
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
 
@@ -82,7 +98,6 @@ class Ticket:
     last_token_at: list[float] = field(init=False)
     asked_at: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
-    link: str = ""
     path: Path = "disagg"
 
     def __post_init__(self) -> None:
@@ -110,6 +125,7 @@ class Dispatcher:
     def __init__(self, gateway: Gateway, router: Router, admission: Admission, metrics: Metrics) -> None:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
+        self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
         self.idle = asyncio.Event()
@@ -117,6 +133,7 @@ class Dispatcher:
         self._queue: list[tuple[int, int, Ticket]] = []
         self._orders = itertools.count()
         self._on: dict[Incarnation, dict[RequestId, Ticket]] = {}
+        self._emptied: dict[Incarnation, int] = {}
         self._loop = asyncio.get_running_loop()
         self._pumping = False
         self._workerless_since: float | None = None
@@ -319,10 +336,25 @@ class Dispatcher:
     # -- what workers say -----------------------------------------------------------------------------------------
 
     def joined(self, worker: Worker) -> None:
+        for trial in self.links.trials(worker, self.registry):
+            self._try(trial)
         self.pump_soon()
+
+    def _try(self, trial: Trial) -> None:
+        """Decode first: it must expect what prefill offers."""
+        request, tokens = new_request_id(), trial.tokens
+        if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill), tokens)):
+            self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode), tokens))
+
+    def measured(self, worker: Worker, message: Measured) -> None:
+        decode = self.registry.get(message.decode)
+        if decode is not None and (trial := self.links.measured(worker, decode, message)) is not None:
+            self._try(trial)
 
     def lost(self, worker: Worker, *, crashed: bool) -> None:
         self.router.forget(worker)
+        self.links.forget(worker)
+        self._emptied.pop(worker.id, None)
         for ticket in list(self._on.pop(worker.id, {}).values()):
             if ticket.life.needs(worker.id):
                 self._setback(ticket, crashed=crashed)
@@ -351,7 +383,7 @@ class Dispatcher:
         now: float,
     ) -> None:
         life, choice, attempt = ticket.life, message.choices[index], message.attempts[index]
-        finish = FinishReason(message.finish[index])
+        finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
             if attempt == life.attempt and life.needs(worker.id):
                 self._setback(ticket, crashed=False)
@@ -363,8 +395,14 @@ class Dispatcher:
             self._ask_again(worker, ticket, choice, news.start, now)
             return
         life.spoke(worker.id)
+        ticket.missed_beats = 0
         self._observe(ticket, choice, len(news.ids), now)
-        ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
+        try:
+            ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
+        except Exception:  # one answer's text must not stop the others
+            log.exception("an answer could not be written")
+            self.fail(ticket, _internal())
+            return
         if ended and not life.over:
             life.end_choice(choice)
             ticket.cut = True
@@ -397,15 +435,14 @@ class Dispatcher:
             self.gateway.send(worker, Resend(ticket.id, ticket.life.attempt, choice, start))
 
     def timing(self, worker: Worker, message: Timing) -> None:
+        if "kv_bytes" in message.values:  # also when its request has ended meanwhile
+            self.metrics.transferred(message)
         ticket = self.tickets.get(message.request)
         if ticket is None or message.attempt != ticket.life.attempt:
             return
         ticket.timings.update(message.values)
-        if message.link:
-            ticket.link = message.link
         if worker.id == ticket.life.decode and ticket.life.path == "disagg":
             ticket.life.decoding()
-            self.metrics.transferred(message)
 
     def failed(self, worker: Worker, message: Failed) -> None:
         ticket = self.tickets.get(message.request)
@@ -420,10 +457,15 @@ class Dispatcher:
             self.fail(ticket, _worker_error(message))
 
     def beat(self, worker: Worker) -> None:
-        """Looks for requests that the worker should have and does not (their last message was lost)."""
-        beat, on = worker.beat, self._on.get(worker.id)
-        if beat is None or not on:
+        """Looks for requests that the worker should have and does not (their last message was lost).
+
+        Counts only beats between which everything that had arrived was read: under a backlog a heartbeat overtakes
+        the tokens that explain it.
+        """
+        beat, on, emptied = worker.beat, self._on.get(worker.id), self.gateway.times_emptied
+        if beat is None or not on or self._emptied.get(worker.id) == emptied:
             return
+        self._emptied[worker.id] = emptied
         live = beat.live
         known = {live[at : at + REQUEST_ID_BYTES] for at in range(0, len(live), REQUEST_ID_BYTES)}
         for ticket in list(on.values()):
@@ -467,17 +509,19 @@ def _checked_ids(message: Tokens) -> list[int]:
     """The token ids of a message whose columns fit together; WireError otherwise."""
     rows = len(message.counts)
     columns = (message.choices, message.attempts, message.starts, message.finish, message.stop_ids)
-    if any(len(column) != rows for column in columns) or len(message.requests) != rows * REQUEST_ID_BYTES:
+    if {rows, *map(len, columns)} != {rows} or len(message.requests) != rows * REQUEST_ID_BYTES:
         raise WireError("columns of different lengths")
     try:
         ids = unpack_tokens(message.ids)
     except ValueError as error:
         raise WireError(str(error)) from error
-    if min(message.counts, default=0) < 0 or min(message.starts, default=0) < 0 or sum(message.counts) != len(ids):
+    if not rows:
+        return ids
+    if min(message.counts) < 0 or min(message.starts) < 0 or sum(message.counts) != len(ids):
         raise WireError("counts that do not match the tokens")
     if message.logprobs and len(message.logprobs) != len(ids):
         raise WireError("log-probabilities that do not match the tokens")
-    if not 0 <= min(message.finish, default=0) <= max(message.finish, default=0) <= max(FinishReason):
+    if min(message.finish) < 0 or max(message.finish) >= len(_FINISHES):
         raise WireError("an unknown finish reason")
     return ids
 
@@ -499,6 +543,10 @@ def no_workers(role: str) -> RequestError:
         code=f"no_{role}_workers",
         retry_after_s=1.0,
     )
+
+
+def _internal() -> RequestError:
+    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 
 def _given_up(verdict: str) -> RequestError:

@@ -25,6 +25,7 @@ from common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Measured,
     Message,
     Rejoin,
     Timing,
@@ -60,6 +61,8 @@ class Events(Protocol):
 
     def failed(self, worker: Worker, message: Failed) -> None: ...
 
+    def measured(self, worker: Worker, message: Measured) -> None: ...
+
     def beat(self, worker: Worker) -> None: ...
 
 
@@ -77,6 +80,8 @@ class Gateway:
         self.registry = registry
         self.incarnation = new_incarnation()
         self.bad_messages = 0
+        self.times_emptied = 0
+        """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
         self._events: Events | None = None
@@ -87,7 +92,8 @@ class Gateway:
         except StartError:
             self._context.term()
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
 
@@ -149,7 +155,11 @@ class Gateway:
 
     def _wake(self) -> None:
         self._scheduled = False
-        if self._loop is not None and self._read():
+        if self._loop is None:
+            return
+        try:
+            self._read()
+        finally:  # whatever went wrong with one message, the next ones are read
             self._rearm()
 
     def _rearm(self) -> None:
@@ -160,27 +170,28 @@ class Gateway:
             self._scheduled = True
             self._loop.call_soon(self._wake)
 
-    def _read(self) -> bool:
-        """Dispatches what has arrived; True if there may be more."""
+    def _read(self) -> None:
+        """Dispatches what has arrived, up to MESSAGES_PER_TURN."""
+        assert self._loop is not None
+        now_s = self._loop.time()
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return False
+                self.times_emptied += 1
+                return
             try:
-                self._dispatch(frames)
+                self._dispatch(frames, now_s)
             except WireError as error:
                 self.bad_messages += 1
                 log.warning("dropped a message from %r: %s", frames[0][:64], error)
-        return True
 
-    def _dispatch(self, frames: list[bytes]) -> None:
+    def _dispatch(self, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
             raise WireError(f"{len(frames)} parts, two expected")
         frame, data = frames
         message: FromWorker = decode(data, FromWorker)
         incarnation = _incarnation(frame)
-        now_s = asyncio.get_running_loop().time()
         if isinstance(message, Hello):
             self._hello(frame, message, now_s)
             return
@@ -191,7 +202,9 @@ class Gateway:
         self.registry.heard(worker, now_s)
         self._deliver(worker, message)
 
-    def _deliver(self, worker: Worker, message: Tokens | Heartbeat | Timing | Failed | Cached | Goodbye) -> None:
+    def _deliver(
+        self, worker: Worker, message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Goodbye
+    ) -> None:
         events = self._events
         assert events is not None
         match message:
@@ -204,6 +217,8 @@ class Gateway:
                 events.timing(worker, message)
             case Failed():
                 events.failed(worker, message)
+            case Measured():
+                events.measured(worker, message)
             case Cached():
                 try:
                     self.registry.cached(worker, message)
@@ -273,6 +288,7 @@ def _option(socket: zmq.Socket[Any], option: int) -> int:
     return value
 
 
+@functools.lru_cache(maxsize=4096)
 def _incarnation(frame: bytes) -> Incarnation:
     """The incarnation in an identity ``name|incarnation`` or ``name|incarnation|hb``."""
     try:

@@ -8,6 +8,7 @@ from common.errors import RequestError
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
 from coordinator.http import SERVICES, Services, read_body
+from coordinator.links import Links
 from coordinator.openai import ChatBody, parse_chat, token_ids
 from coordinator.registry import Worker
 from coordinator.served import product_version
@@ -136,10 +137,13 @@ async def version(request: web.Request) -> web.Response:
 
 @routes.get("/admin/workers")
 async def workers(request: web.Request) -> web.Response:
-    return json_response({"workers": [_worker(worker) for worker in request.app[SERVICES].registry]})
+    services = request.app[SERVICES]
+    links = services.dispatcher.links
+    return json_response({"workers": [_worker(worker, links) for worker in services.registry]})
 
 
-def _worker(worker: Worker) -> Json:
+def _worker(worker: Worker, links: Links) -> Json:
+    """``links``: what was measured, else the transports that the worker speaks, best first."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -154,7 +158,7 @@ def _worker(worker: Worker) -> Json:
         "running": beat.running if beat else 0,
         "waiting": beat.waiting if beat else 0,
         "incarnation": hello.incarnation,
-        "links": list(hello.links),
+        "links": links.of(worker) or hello.links,
         "device": hello.device,
         "dtype": hello.dtype,
         "counters": dict(beat.counters) if beat else {},

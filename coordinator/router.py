@@ -173,8 +173,10 @@ class Router:
 
     def _fits(self, need: Need, worker: Worker) -> bool:
         account, hello = self.account(worker), worker.hello
+        if need.blocks(hello.block_size, need.output) > hello.kv_blocks:
+            return False  # not even alone; what fits nowhere is refused at the door
         if account.sequences == 0:
-            return True  # alone on the worker: what cannot fit there at all is refused at the door
+            return True  # more choices than slots take turns
         slots = int(hello.max_num_seqs * SLOT_SLACK)
         blocks = need.blocks(hello.block_size, self.horizon)
         return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots

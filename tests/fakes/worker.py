@@ -28,6 +28,8 @@ from common.messages import (
     Heartbeat,
     Hello,
     Logprobs,
+    Measure,
+    Measured,
     Message,
     Prefill,
     Rejoin,
@@ -167,9 +169,7 @@ class FakeWorker:
             now = time.monotonic()
             while self._outbox:
                 send(control, self._outbox.popleft())
-            for job in list(self._jobs.values()):
-                if job.due <= now:
-                    self._step(control, job, now)
+            self._step(control, now)
             if self.joined.is_set() and now >= beat_at:
                 send(beats, self._beat())
                 beat_at = now + self.beat_s
@@ -199,6 +199,8 @@ class FakeWorker:
                 self._jobs.pop(TransferId(request, attempt), None)
             case Resend(request=request, attempt=attempt, choice=choice, start=start):
                 self._resend(control, TransferId(request, attempt), choice, start)
+            case Measure(peer=peer, tokens=tokens) if self.role == "prefill":
+                send(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
             case Drain():
                 send(control, Goodbye(self.hello.incarnation, "drained"))
 
@@ -211,11 +213,23 @@ class FakeWorker:
         start = max(sequence.output_length for sequence in sequences)
         self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
 
-    def _step(self, control: zmq.Socket[Any], job: Job, now: float) -> None:
-        if not job.spoken:
-            job.spoken = True
-            self._say(control, Timing(job.transfer.request, job.transfer.attempt, self._timings(), "shm"))
+    def _step(self, control: zmq.Socket[Any], now: float) -> None:
+        """One token for every choice of every job that is due, in one message."""
+        due = [job for job in self._jobs.values() if job.due <= now]
         spans = SpanWriter()
+        for job in due:
+            if not job.spoken:
+                job.spoken = True
+                self._say(control, Timing(job.transfer.request, job.transfer.attempt, self._timings(), "shm"))
+            self._advance(job, spans)
+            job.due = now + self.step_s
+        if due:
+            self._say(control, spans.message())
+        for job in due:
+            if job.only_first or all(sequence.finish for sequence in job.sequences):
+                self._done.append(self._jobs.pop(job.transfer))
+
+    def _advance(self, job: Job, spans: SpanWriter) -> None:
         for sequence in job.sequences:
             if sequence.finish:
                 continue
@@ -223,10 +237,6 @@ class FakeWorker:
             sequence.append(self.script(sequence.request, sequence.choice, start))
             wanted = sequence.request.sampling.logprobs
             spans.add(sequence, start, [_logprobs(sequence.tokens[-1], wanted)] if wanted is not None else [])
-        self._say(control, spans.message())
-        if job.only_first or all(sequence.finish for sequence in job.sequences):
-            self._done.append(self._jobs.pop(job.transfer))
-        job.due = now + self.step_s
 
     def _resend(self, control: zmq.Socket[Any], transfer: TransferId, choice: int, start: int) -> None:
         job = self._jobs.get(transfer) or next((job for job in self._done if job.transfer == transfer), None)

@@ -561,6 +561,19 @@ async def test_with_a_key_everything_is_closed(model: Path) -> None:
         assert (await house.get("/ready"))[0].status == 200
 
 
+async def test_a_reader_that_stopped_reading_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.sse.STALL_S", 0.3)
+    asked = json.dumps({"prompt": "x", "stream": True, "n": 16, "logprobs": 20, "max_tokens": 2000, "ignore_eos": True})
+    async with open_house(model) as house:
+        worker = await house.add("colocated", changes={"kv_blocks": 4096})
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]), limit=1024)
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n\r\n"
+        writer.write((head + asked).encode())
+        await reader.readexactly(20)
+        await until(lambda: worker.got(Abort), "it is cut and stopped", 20)
+        writer.close()
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
@@ -600,7 +613,10 @@ async def test_workers_as_they_see_themselves(house: House) -> None:
     for worker in body["workers"]:
         blocks = worker["kv_blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
-        assert worker["state"] == "ready" and worker["links"] == ["shm", "zmq"] and worker["incarnation"]
+        assert worker["state"] == "ready" and worker["incarnation"]
+    prefill, decode = body["workers"]
+    assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
+    assert decode["links"] == ["shm", "zmq"]
 
 
 async def test_metrics_have_vllms_names(house: House) -> None:

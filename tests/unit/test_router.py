@@ -99,9 +99,20 @@ def test_the_promise_stops_at_the_horizon() -> None:
     assert Need(24, 16, 3).blocks(16) == 1 + 3 * 2, "the full block is shared, the partial one is not"
 
 
-def test_a_request_alone_is_never_held_back() -> None:
+def test_a_request_alone_is_not_held_back_by_slots() -> None:
     router, _ = house()
-    assert isinstance(router.place(Need(900, 5000, 8)), Placement)
+    assert isinstance(router.place(Need(16, 16, 16)), Placement), "sixteen choices, eight slots"
+
+
+def test_a_request_never_goes_where_it_could_not_end() -> None:
+    registry = Registry("f")
+    join(registry, "small", "small", "colocated", kv_blocks=20)
+    large = join(registry, "large", "large", "colocated", kv_blocks=200)
+    router, need = Router(registry, horizon=1600), Need(16, 640, 1)
+    assert router.largest(need) == (41, 200)
+    for _ in range(4):
+        assert place(router, need)[0].decode is large
+    assert isinstance(router.place(need), Wait)
 
 
 def test_roles_that_are_missing() -> None:
