@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Protocol
 
 from common.errors import RequestError, WireError
@@ -69,7 +70,7 @@ class Client(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request on its way. Times in seconds of the event loop's clock."""
+    """One request on its way. Times are ``time.monotonic`` (uvloop's own clock counts whole ms)."""
 
     id: RequestId
     prompt: bytes
@@ -142,8 +143,7 @@ class Dispatcher:
 
     def start(self) -> None:
         self.gateway.start(self)
-        self._due = self._loop.time() + SWEEP_S
-        self._ticks = self._loop.call_at(self._due, self._tick)
+        self._next_tick()
 
     def close(self) -> None:
         if self._ticks is not None:
@@ -165,7 +165,7 @@ class Dispatcher:
         for ticket in tickets:
             ticket.order = next(self._orders)
             self.tickets[ticket.id] = ticket
-            ticket.timer = self._loop.call_at(ticket.deadline_at, self._expire, ticket)
+            ticket.timer = self._loop.call_later(ticket.deadline_at - monotonic(), self._expire, ticket)
             self._enqueue(ticket)
         self.idle.clear()
         self.pump()
@@ -212,7 +212,7 @@ class Dispatcher:
         if tell_workers:
             self._tell(ticket.life.workers, Abort(ticket.id, ticket.life.attempt))
         ticket.life.move(state)
-        ticket.finished_at = self._loop.time()
+        ticket.finished_at = monotonic()
         self._take_off(ticket)
         if ticket.timer is not None:
             ticket.timer.cancel()
@@ -229,7 +229,7 @@ class Dispatcher:
 
     def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
         ticket.queued = False
-        self.admission.leave(ticket.prompt_length, self._loop.time(), placed=placed)
+        self.admission.leave(ticket.prompt_length, monotonic(), placed=placed)
 
     def pump_soon(self) -> None:
         """Places what fits, once, after the running callbacks: many endings in one turn cost one look at the queue."""
@@ -256,11 +256,11 @@ class Dispatcher:
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:
-            self._workerless_since = self._loop.time()
+            self._workerless_since = monotonic()
 
     def _place(self, ticket: Ticket, placement: Placement) -> None:
         """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
-        life, now = ticket.life, self._loop.time()
+        life, now = ticket.life, monotonic()
         ticket.placement, ticket.path = placement, placement.path
         ticket.promise = self.router.promise(ticket.need(), placement)
         if ticket.placed_at is None:
@@ -363,7 +363,7 @@ class Dispatcher:
     def tokens(self, worker: Worker, message: Tokens) -> None:
         """One step's spans; WireError if the columns do not match."""
         ids = _checked_ids(message)
-        now = self._loop.time()
+        now = monotonic()
         logprobs = message.logprobs
         at = 0
         for index, count in enumerate(message.counts):
@@ -485,13 +485,16 @@ class Dispatcher:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        now = self._loop.time()
+        now = monotonic()
         self.metrics.loop_lag(max(0.0, now - self._due))
         self.gateway.sweep(now)
         if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
             self._give_up_waiting()
-        self._due = now + SWEEP_S
-        self._ticks = self._loop.call_at(self._due, self._tick)
+        self._next_tick()
+
+    def _next_tick(self) -> None:
+        self._due = monotonic() + SWEEP_S
+        self._ticks = self._loop.call_later(SWEEP_S, self._tick)
 
     def _give_up_waiting(self) -> None:
         role = self.router.missing_role()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from time import monotonic
 from typing import Any, Protocol, assert_never
 
 import zmq
@@ -172,8 +173,7 @@ class Gateway:
 
     def _read(self) -> None:
         """Dispatches what has arrived, up to MESSAGES_PER_TURN."""
-        assert self._loop is not None
-        now_s = self._loop.time()
+        now_s = monotonic()
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)

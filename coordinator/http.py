@@ -99,7 +99,7 @@ async def read_body(request: web.Request) -> Json:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    arrived_at = asyncio.get_running_loop().time()
+    arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
     body = parse_chat(await read_body(request))
@@ -111,7 +111,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    arrived_at = asyncio.get_running_loop().time()
+    arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
     body = parse_completion(await read_body(request))
@@ -187,7 +187,7 @@ def _ticket(
         chain=chain,
         client=reply,
         arrived_at=arrived_at,
-        tokenized_at=asyncio.get_running_loop().time(),
+        tokenized_at=time.monotonic(),
         deadline_at=arrived_at + services.config.request_timeout,
     )
 
