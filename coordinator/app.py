@@ -19,11 +19,12 @@ from aiohttp import web
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError
-from coordinator.dispatch import Dispatcher, shutting_down
+from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway
 from coordinator.http import SERVICES, Services, make_app, make_runner
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
+from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
 from coordinator.router import Router
 from coordinator.served import ServedModel

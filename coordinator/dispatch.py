@@ -2,7 +2,7 @@
 
 Owns the queue, the tickets (one per request: its life, its part of the ledger, its clock readings), the timers.
 Decisions are made by the pure cores (:mod:`lifecycle`, :mod:`router`, :mod:`registry`, :mod:`limits`); this file
-carries them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a :class:`Client`.
+carries them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a ``Client``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import heapq
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
 
 from common.errors import RequestError, WireError
 from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_request_id, unpack_tokens
-from common.kv.prefix import ChainKey
 from common.messages import (
     Abort,
     Failed,
@@ -34,14 +31,16 @@ from common.messages import (
     Timing,
     Tokens,
 )
-from common.request import FinishReason, Request, SamplingParams
+from common.request import FinishReason, Request
 from coordinator.gateway import Gateway
-from coordinator.lifecycle import Gap, Life, Path, State
+from coordinator.lifecycle import Gap, State
 from coordinator.limits import Admission
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
+from coordinator.refusals import given_up, internal, no_workers, shutting_down, worker_error
 from coordinator.registry import SWEEP_S, Registry, Worker
-from coordinator.router import Need, NoWorkers, Placement, Promise, Router
+from coordinator.router import NoWorkers, Placement, Router
+from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.dispatch")
 
@@ -53,71 +52,6 @@ MISSED_BEATS = 3
 _FINISHES = tuple(FinishReason)
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
-
-
-class Client(Protocol):
-    """Who waits for the tokens of one or more tickets. Called in the event loop; must not wait."""
-
-    def tokens(
-        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
-    ) -> bool:
-        """New tokens of a choice; True if the choice ends with them for a reason of the client's (a stop string)."""
-
-    def done(self, ticket: Ticket) -> None: ...
-
-    def failed(self, ticket: Ticket, error: RequestError) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One request on its way. Times are ``time.monotonic`` (uvloop's own clock counts whole ms)."""
-
-    id: RequestId
-    prompt: bytes
-    sampling: SamplingParams
-    n: int
-    cache_salt: str
-    priority: int
-    chain: Sequence[ChainKey]
-    client: Client
-    arrived_at: float
-    tokenized_at: float
-    deadline_at: float
-    life: Life = field(init=False)
-    order: int = 0
-    queued: bool = False
-    placement: Placement | None = None
-    promise: Promise | None = None
-    timer: asyncio.TimerHandle | None = None
-    cut: bool = False
-    """A choice was ended from this side: the workers do not know."""
-    sent: dict[Incarnation, int] = field(default_factory=dict)
-    missed_beats: int = 0
-    placed_at: float | None = None
-    first_token_at: float | None = None
-    finished_at: float | None = None
-    last_token_at: list[float] = field(init=False)
-    asked_at: float = 0.0
-    timings: dict[str, float] = field(default_factory=dict)
-    path: Path = "disagg"
-
-    def __post_init__(self) -> None:
-        self.life = Life(self.n)
-        self.last_token_at = [0.0] * self.n
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.prompt) // 4
-
-    @property
-    def output_length(self) -> int:
-        """Accepted tokens of all choices."""
-        return sum(map(len, self.life.output))
-
-    def need(self) -> Need:
-        emitted = max(map(len, self.life.output))
-        diverged = self.n > 1 and self.life.started
-        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain, diverged)
 
 
 class Dispatcher:
@@ -321,7 +255,7 @@ class Dispatcher:
         workers, attempt, migrates = life.workers, life.attempt, life.started
         verdict = life.setback(crashed=crashed)
         if verdict != "retry":
-            self.fail(ticket, _given_up(verdict))
+            self.fail(ticket, given_up(verdict))
             return
         self._tell(workers, Abort(ticket.id, attempt))
         self._take_off(ticket)
@@ -401,7 +335,7 @@ class Dispatcher:
             ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
         except Exception:  # one answer's text must not stop the others
             log.exception("an answer could not be written")
-            self.fail(ticket, _internal())
+            self.fail(ticket, internal())
             return
         if ended and not life.over:
             life.end_choice(choice)
@@ -454,7 +388,7 @@ class Dispatcher:
         if message.retriable:
             self._setback(ticket, crashed=False, delay_s=RETRY_DELAY_S)
         else:
-            self.fail(ticket, _worker_error(message))
+            self.fail(ticket, worker_error(message))
 
     def beat(self, worker: Worker) -> None:
         """Looks for requests that the worker should have and does not (their last message was lost).
@@ -527,48 +461,3 @@ def _checked_ids(message: Tokens) -> list[int]:
     if min(message.finish) < 0 or max(message.finish) >= len(_FINISHES):
         raise WireError("an unknown finish reason")
     return ids
-
-
-# -- errors that clients see ------------------------------------------------------------------------------------------
-
-
-def shutting_down() -> RequestError:
-    return RequestError(
-        "The server is shutting down.", status=503, type="server_error", code="server_shutting_down", retry_after_s=1.0
-    )
-
-
-def no_workers(role: str) -> RequestError:
-    return RequestError(
-        f"No {role} worker is ready. Start one with: tandem {role} MODEL --coordinator HOST:PORT",
-        status=503,
-        type="server_error",
-        code=f"no_{role}_workers",
-        retry_after_s=1.0,
-    )
-
-
-def _internal() -> RequestError:
-    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
-
-
-def _given_up(verdict: str) -> RequestError:
-    if verdict == "quarantined":
-        text = "This request was being served by two workers when they died; it is not tried again."
-        return RequestError(text, status=500, type="server_error", code="request_quarantined")
-    text = "The workers that served this request were lost or gave it up, and its retries are spent."
-    return RequestError(text, status=500, type="server_error", code="worker_lost")
-
-
-def _worker_error(message: Failed) -> RequestError:
-    match message.code:
-        case "too_long":
-            return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")
-        case "deadline":
-            return RequestError(
-                "The request's deadline passed on a worker.", status=504, type="timeout_error", code="request_timeout"
-            )
-        case _:
-            return RequestError(
-                "The engine failed on this request.", status=500, type="server_error", code=message.code
-            )

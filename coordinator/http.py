@@ -20,15 +20,17 @@ from common.ids import new_request_id, pack_tokens
 from common.kv.prefix import ChainKey
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
-from coordinator.dispatch import Dispatcher, Ticket, shutting_down
+from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
 from coordinator.guard import REQUEST_ID, guard, json_response
 from coordinator.metrics import Metrics
 from coordinator.openai import Options, parse_chat, parse_completion
+from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.served import ServedModel
 from coordinator.sse import KEEPALIVE_S, EventStream
+from coordinator.ticket import Ticket
 
 BODY_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 16 << 10

@@ -13,9 +13,9 @@ from common.errors import RequestError
 from common.messages import Logprobs
 from common.request import FinishReason
 from coordinator.answers import Choice, Shape, Usage, encode
-from coordinator.dispatch import Ticket
 from coordinator.fields import Json
 from coordinator.openai import Options
+from coordinator.ticket import Ticket
 
 DONE = b"data: [DONE]\n\n"
 

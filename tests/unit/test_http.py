@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import AsyncIterator
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from common.ids import RequestId
-from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Timing, Tokens
+from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Role, Timing, Tokens
 from common.request import Request
 from coordinator.app import drain
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
-from tests.fakes.worker import formula
+from tests.fakes.worker import FakeWorker, formula
 from tests.unit.coordinator_house import House, open_house, until, valid
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -49,8 +50,9 @@ def letters(text: str) -> Any:
 
 
 async def talkers(house: House, text: str, **options: Any) -> None:
-    for role in ("prefill", "decode"):
-        await house.add(role, script=letters(text), **options)  # type: ignore[arg-type]
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        await house.add(role, script=letters(text), **options)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -297,11 +299,15 @@ async def test_a_deadline_is_kept(model: Path) -> None:
         valid("ErrorResponse", events[-1])
 
 
+def _told(worker: FakeWorker, times: int) -> bool:
+    return len(worker.got(Abort)) >= times
+
+
 async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", step_s=0.05)
         for stream in (True, False):
-            before = len(decode.got(Abort))
+            told = len(decode.got(Abort)) + 1
             asked = {**HELLO, "max_tokens": 1000, "stream": stream}
             response = asyncio.create_task(house.client.post(f"{house.url}{CHAT}", json=asked))
             await until(lambda: decode.busy, "it runs")
@@ -310,7 +316,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
             else:
                 response.cancel()
             started = time.monotonic()
-            await until(lambda n=before: len(decode.got(Abort)) > n, "decode is told")
+            await until(functools.partial(_told, decode, told), "decode is told")
             assert time.monotonic() - started < 0.2
         await until(lambda: not decode.busy, "decode is free")
 
@@ -598,10 +604,11 @@ async def test_tokens_there_and_back(house: House) -> None:
 
 async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
     async with open_house(model, expect_prefill=1, expect_decode=2) as house:
-        for role in ("prefill", "decode"):
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
             response, body = await house.get("/ready")
             assert response.status == 503 and "0 of" in body["error"]["message"]
-            await house.add(role)  # type: ignore[arg-type]
+            await house.add(role)
         assert "1 of 2 decode" in (await house.get("/ready"))[1]["error"]["message"]
         await house.add("decode")
         assert (await house.get("/ready"))[0].status == 200

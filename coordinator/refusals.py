@@ -1,0 +1,49 @@
+"""The errors that a request meets on its way to and from workers, in the words and fields that clients see."""
+
+from __future__ import annotations
+
+from common.errors import RequestError
+from common.messages import Failed
+from coordinator.lifecycle import Verdict
+
+
+def shutting_down() -> RequestError:
+    return RequestError(
+        "The server is shutting down.", status=503, type="server_error", code="server_shutting_down", retry_after_s=1.0
+    )
+
+
+def no_workers(role: str) -> RequestError:
+    return RequestError(
+        f"No {role} worker is ready. Start one with: tandem {role} MODEL --coordinator HOST:PORT",
+        status=503,
+        type="server_error",
+        code=f"no_{role}_workers",
+        retry_after_s=1.0,
+    )
+
+
+def internal() -> RequestError:
+    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
+
+
+def given_up(verdict: Verdict) -> RequestError:
+    if verdict == "quarantined":
+        text = "This request was being served by two workers when they died; it is not tried again."
+        return RequestError(text, status=500, type="server_error", code="request_quarantined")
+    text = "The workers that served this request were lost or gave it up, and its retries are spent."
+    return RequestError(text, status=500, type="server_error", code="worker_lost")
+
+
+def worker_error(message: Failed) -> RequestError:
+    match message.code:
+        case "too_long":
+            return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")
+        case "deadline":
+            return RequestError(
+                "The request's deadline passed on a worker.", status=504, type="timeout_error", code="request_timeout"
+            )
+        case _:
+            return RequestError(
+                "The engine failed on this request.", status=500, type="server_error", code=message.code
+            )

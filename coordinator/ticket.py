@@ -1,0 +1,81 @@
+"""One request on its way through the coordinator, and who waits for its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import RequestError
+from common.ids import Incarnation, RequestId
+from common.kv.prefix import ChainKey
+from common.messages import Logprobs
+from common.request import FinishReason, SamplingParams
+from coordinator.lifecycle import Life, Path
+from coordinator.router import Need, Placement, Promise
+
+
+class Client(Protocol):
+    """Who waits for the tokens of one or more tickets. Called in the event loop; must not wait."""
+
+    def tokens(
+        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
+    ) -> bool:
+        """New tokens of a choice; True if the choice ends with them for a reason of the client's (a stop string)."""
+
+    def done(self, ticket: Ticket) -> None: ...
+
+    def failed(self, ticket: Ticket, error: RequestError) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on its way. Times are ``time.monotonic`` (uvloop's own clock counts whole ms)."""
+
+    id: RequestId
+    prompt: bytes
+    sampling: SamplingParams
+    n: int
+    cache_salt: str
+    priority: int
+    chain: Sequence[ChainKey]
+    client: Client
+    arrived_at: float
+    tokenized_at: float
+    deadline_at: float
+    life: Life = field(init=False)
+    order: int = 0
+    queued: bool = False
+    placement: Placement | None = None
+    promise: Promise | None = None
+    timer: asyncio.TimerHandle | None = None
+    cut: bool = False
+    """A choice was ended from this side: the workers do not know."""
+    sent: dict[Incarnation, int] = field(default_factory=dict)
+    missed_beats: int = 0
+    placed_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    last_token_at: list[float] = field(init=False)
+    asked_at: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    path: Path = "disagg"
+
+    def __post_init__(self) -> None:
+        self.life = Life(self.n)
+        self.last_token_at = [0.0] * self.n
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def output_length(self) -> int:
+        """Accepted tokens of all choices."""
+        return sum(map(len, self.life.output))
+
+    def need(self) -> Need:
+        emitted = max(map(len, self.life.output))
+        diverged = self.n > 1 and self.life.started
+        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain, diverged)
