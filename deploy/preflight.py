@@ -33,7 +33,7 @@ def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, worker
     """
     if (layers := checkpoint.kv_layers()) is None:
         return
-    dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe())
+    dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe_cpu())
     fit(
         KvLayout(layers, dtype, config.block_size),
         checkpoint.max_position,

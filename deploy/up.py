@@ -35,6 +35,7 @@ from deploy.unit import Unit
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 30.0
 """From the last worker's "ready" to the coordinator's."""
+LINKS_TIMEOUT_S = 2.0
 LEAVE_GRACE_S = 5.0
 """What a process may take to end beyond the drain timeout, before it is killed."""
 
@@ -154,7 +155,7 @@ class Supervisor:
             for unit in self._units
             if isinstance(unit.config, WorkerConfig)
         )
-        links = tuple(await asyncio.to_thread(self._links))
+        links = await self._measured_links()
         self._screen.serving(Serving(self._config.served_name, self._url, workers, links, self._keyed))
 
     async def _until_ready(self) -> None:
@@ -172,6 +173,15 @@ class Supervisor:
         raise StartError(
             "the workers did not join the coordinator", reason[:300], "look at the log with --log-level debug"
         )
+
+    async def _measured_links(self) -> tuple[object, ...]:
+        """How KV travels between the pools and how fast; the mere names when the measuring takes too long."""
+        deadline = time.monotonic() + LINKS_TIMEOUT_S
+        while True:
+            links = tuple(await asyncio.to_thread(self._links))
+            if all(isinstance(link, dict) for link in links) or time.monotonic() > deadline:
+                return links
+            await asyncio.sleep(POLL_S)
 
     def _links(self) -> Iterable[object]:
         """How KV travels, as the coordinator knows it; nothing when there is nobody to send to."""

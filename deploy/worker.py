@@ -42,7 +42,7 @@ def run(config: WorkerConfig) -> int:
 def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
-    machine = device.probe()
+    machine = device.probe_cpu()
     device.pin(config.cores, config.threads)
     from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
 

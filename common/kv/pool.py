@@ -10,7 +10,7 @@ family of prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-L
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -53,7 +53,9 @@ class BlockPool:
         self.total = total
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(total))
+        # the last one freed is the first one taken: its memory is still warm, and tables dropped from their end come back
+        # in rising order, so that runs of neighbours stay together
+        self._free = [BlockId(i) for i in reversed(range(total))]
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]
         self._held: Counter[Holder] = Counter()  # blocks per holder, CACHE included
@@ -120,7 +122,7 @@ class BlockPool:
 
     def _take_one(self, holder: Holder) -> BlockId:
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
             self.on_evict(block)
