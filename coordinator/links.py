@@ -1,7 +1,8 @@
 """How fast KV travels from each prefill worker to each decode worker, found out by trying.
 
-Pure. When both ends of a pair are ready they are asked to hand over meaningless blocks twice: many for the rate, one
-step for the latency. Nothing waits for the answers; a worker that is short of blocks gives none.
+Pure. When both ends of a pair are ready they are asked to hand over meaningless blocks three times: once for nothing,
+as the first hand-off maps the pool and touches its pages; many for the rate; one step for the latency. Nothing waits
+for the answers; a worker that is short of blocks gives none.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ class Link:
 
     to: WorkerName
     transport: str
-    gb_per_s: float
+    gb_per_s: float | None = None
     latency_us: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        return self.latency_us is not None
 
 
 class Links:
@@ -63,8 +68,10 @@ class Links:
         links = self._links.setdefault(prefill.id, {})
         link = links.get(decode.id)
         if link is None:
-            rate = message.bytes / max(message.seconds, 1e-9) / 1e9
-            links[decode.id] = Link(decode.hello.name, message.link, rate)
+            links[decode.id] = Link(decode.hello.name, message.link)
+            return Trial(prefill, decode, _rate_tokens(prefill, decode))
+        if link.gb_per_s is None:
+            link.gb_per_s = message.bytes / max(message.seconds, 1e-9) / 1e9
             return Trial(prefill, decode, LATENCY_TOKENS)
         if link.latency_us is None:
             link.latency_us = message.seconds * 1e6
@@ -76,8 +83,8 @@ class Links:
             links.pop(worker.id, None)
 
     def of(self, prefill: Worker) -> list[Link]:
-        """What is known about the links of one prefill worker."""
-        return list(self._links.get(prefill.id, {}).values())
+        """What was measured about the links of one prefill worker."""
+        return [link for link in self._links.get(prefill.id, {}).values() if link.measured]
 
 
 def _rate_tokens(prefill: Worker, decode: Worker) -> int:

@@ -126,11 +126,12 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_take_from_the_front_so_that_a_freed_block_rests_longest() -> None:
-    pool = BlockPool(3)
-    (first,) = pool.take(1, HOLDERS[0])
-    pool.drop([first], HOLDERS[0])
-    assert pool.take(3, HOLDERS[0])[-1] == first
+def test_a_table_that_was_dropped_from_its_end_comes_back_as_one_run() -> None:
+    pool = BlockPool(8)
+    assert pool.take(3, HOLDERS[1]) == [0, 1, 2]
+    blocks = pool.take(4, HOLDERS[0])
+    pool.drop(reversed(blocks), HOLDERS[0])
+    assert pool.take(4, HOLDERS[0]) == blocks == [3, 4, 5, 6]
 
 
 def test_a_refusal_names_who_holds_what() -> None:
