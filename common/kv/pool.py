@@ -39,7 +39,7 @@ class BlockPool:
     """Reference counts of ``total`` blocks by named holders.
 
     ``on_evict`` is told about each block that leaves the cache to be reused, before it is given out. ``generations``
-    counts how often each block was taken: a reader who finds another count than it was told reads somebody else's KV.
+    counts how often each block was taken: a reader who finds another count than it was told reads another's KV.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class BlockPool:
         self.total = total
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
-        # the last one freed is the first one taken: its memory is still warm, and tables dropped from their end come back
-        # in rising order, so that runs of neighbours stay together
+        # the last one freed is the first one taken: its memory is still warm, and tables dropped from their end come
+        # back in rising order, so that runs of neighbours stay together
         self._free = [BlockId(i) for i in reversed(range(total))]
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]
