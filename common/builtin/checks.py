@@ -1,0 +1,181 @@
+"""Checkers: is this answer right? One function per kind of check, chosen by the check's ``kind``.
+
+A check is plain JSON, so that golden items can be kept in a file and judged without the corpus that made them:
+
+    {"kind": "exact", "accept": ["fig, kiwi, plum"]}            one of these texts, spacing aside
+    {"kind": "number", "value": -62}                            the result that the answer ends with
+    {"kind": "facts", "accept": [regex...], "reject": [...]}    a sound sentence that says this and none of those
+    {"kind": "json", "schema": {...}, "value": {...}}           JSON that fits the schema, with these values
+    {"kind": "tool_call", "name": ..., "arguments": {...}}      exactly this call
+    {"kind": "story", "must": [word...]}                        different whole sentences that mention these words
+
+A wrong answer fails; so do empty, cut-off, repeating and scrambled ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MAX_FACT_WORDS = 80
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_DOUBLED = re.compile(r"\b([a-z]{3,}) \1\b", re.IGNORECASE)
+"""A word said twice; a short one may be sung."""
+_RESULT = re.compile(
+    r"(?:^|\d ?=|:|\b(?:is|are|equals|has|have|get|gets|remain|leaves))\s*(-?\d+(?:\.\d+)?)(?: [a-z ]{1,30})?[.!]?\s*$"
+)
+"""The last number, as a result is said; alone is fine too."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float),
+    "boolean": (bool,), "array": (list,), "object": (dict,),
+}  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """``right``: the answer is what was asked. ``valid``: at least its form is (JSON fits, the call parses)."""
+
+    right: bool
+    valid: bool
+    why: str = ""
+
+
+class Answer(NamedTuple):
+    """What a server said: text, and calls as (name, arguments) if it parsed them itself."""
+
+    text: str
+    calls: tuple[tuple[str, Any], ...] = ()
+
+
+def check(spec: dict[str, Any], answer: Answer) -> Verdict:
+    """The verdict over one answer."""
+    return _CHECKS[spec["kind"]](spec, answer)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).rstrip(".").strip()
+
+
+def _exact(spec: dict[str, Any], answer: Answer) -> Verdict:
+    right = _plain(answer.text) in {_plain(text) for text in spec["accept"]}
+    return Verdict(right, right, "" if right else f"expected {spec['accept'][0]!r}")
+
+
+def _number(spec: dict[str, Any], answer: Answer) -> Verdict:
+    if _repeats(answer.text.split()):
+        return Verdict(False, False, "repeats itself")
+    found = _RESULT.search(answer.text)
+    if not found:
+        return Verdict(False, False, "no result")
+    right = float(found[1]) == spec["value"]
+    return Verdict(right, True, "" if right else f"expected {spec['value']}, found {found[1]}")
+
+
+def _facts(spec: dict[str, Any], answer: Answer) -> Verdict:
+    if flaw := _flaw(answer.text):
+        return Verdict(False, False, flaw)
+    text = " ".join(answer.text.split())
+    if wrong := next((rule for rule in spec.get("reject", ()) if re.search(rule, text, re.IGNORECASE)), None):
+        return Verdict(False, True, f"says {wrong!r}")
+    right = any(re.search(rule, text, re.IGNORECASE) for rule in spec["accept"])
+    return Verdict(right, True, "" if right else f"does not say {spec['accept'][0]!r}")
+
+
+def _flaw(text: str) -> str:
+    """What is wrong with the form of a few sentences, in words; empty if nothing is."""
+    words = text.split()
+    if not words:
+        return "empty"
+    if len(words) > MAX_FACT_WORDS:
+        return "does not come to an end"
+    if not re.search(r"[.!?]['\")]?$", text.strip()):
+        return "the last sentence is cut off"
+    for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
+        if not re.match(r"['\"(]?[A-Z0-9]", sentence):
+            return f"not a sentence: {sentence!r}"
+    if _repeats(words) or _DOUBLED.search(text):
+        return "repeats itself"
+    return ""
+
+
+def _repeats(words: list[str]) -> bool:
+    """Whether runs of four words come back."""
+    runs = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
+    return len(runs) - len(set(runs)) > 1
+
+
+def _story(spec: dict[str, Any], answer: Answer) -> Verdict:
+    text = answer.text.strip()
+    sentences = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"'])\s+(?=[A-Z])", text)
+    if not re.search(r"[.!?]['\")]?$", text):
+        return Verdict(False, False, "the last sentence is cut off")
+    if not 4 <= len(sentences) <= 25 or len(text.split()) > 250:
+        return Verdict(False, False, f"{len(sentences)} sentences")
+    if len(set(sentences)) < len(sentences):
+        return Verdict(False, False, "repeats a sentence")
+    if not all(re.match(r"['\"(]?[A-Z]", sentence) for sentence in sentences):
+        return Verdict(False, False, "a sentence has no beginning")
+    missing = [word for word in spec["must"] if not re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE)]
+    return Verdict(not missing, True, f"does not mention {missing[0]!r}" if missing else "")
+
+
+# -- JSON and calls ---------------------------------------------------------------------------------------------------
+
+
+def _json(spec: dict[str, Any], answer: Answer) -> Verdict:
+    try:
+        value = json.loads(answer.text)
+    except ValueError as error:
+        return Verdict(False, False, f"not JSON: {error}")
+    if not fits(value, spec["schema"]):
+        return Verdict(False, False, "does not fit the schema")
+    right = same(value, spec["value"])
+    return Verdict(right, True, "" if right else f"expected {json.dumps(spec['value'])}")
+
+
+def _tool_call(spec: dict[str, Any], answer: Answer) -> Verdict:
+    calls = list(answer.calls)
+    for body in _CALL.findall(answer.text):
+        try:
+            call = json.loads(body)
+            calls.append((call["name"], call["arguments"]))
+        except (ValueError, KeyError, TypeError):
+            return Verdict(False, False, "the call does not parse")
+    if len(calls) != 1:
+        return Verdict(False, False, f"{len(calls)} calls")
+    name, arguments = calls[0]
+    if not isinstance(arguments, dict):
+        return Verdict(False, False, "the arguments are no object")
+    right = name == spec["name"] and same(arguments, spec["arguments"])
+    return Verdict(right, True, "" if right else f"expected {spec['name']}({json.dumps(spec['arguments'])})")
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether ``value`` fits the part of JSON Schema that the corpus uses: type, enum, properties, required, items."""
+    kind = schema.get("type")
+    if kind and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if isinstance(value, list):
+        return all(fits(each, schema.get("items", {})) for each in value)
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        missing = [name for name in schema.get("required", ()) if name not in value]
+        unknown = schema.get("additionalProperties", True) is False and set(value) - set(known)
+        return not missing and not unknown and all(fits(value[name], known[name]) for name in value if name in known)
+    return True
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal as JSON: ``true`` is not 1."""
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
+
+
+_CHECKS: dict[str, Callable[[dict[str, Any], Answer], Verdict]] = {
+    "exact": _exact, "number": _number, "facts": _facts, "story": _story, "json": _json, "tool_call": _tool_call,
+}  # fmt: skip
