@@ -1,0 +1,134 @@
+"""``tandem eval`` against a server that knows the answers, and against one that was damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from bench import evaluate as module
+from bench.evaluate import GOLDEN, Report, drops, evaluate, read_golden, table
+from common.errors import StartError
+
+Serve = Callable[[Callable[[dict[str, Any]], dict[str, Any]]], Any]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """``await serve(answer)`` is the URL of a server whose answer to a golden record is ``answer(record)``."""
+    servers: list[TestServer] = []
+
+    async def start(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+        known = {json.dumps(record["messages"]): record for record in read_golden(GOLDEN)[0]}
+
+        async def complete(request: web.Request) -> web.Response:
+            body = await request.json()
+            assert body["temperature"] == 0 and body["stream"] is False and body["model"] == "tiny"
+            record = known[json.dumps(body["messages"])]
+            assert body.get("tools") == record.get("tools")
+            message = answer(record)
+            if "error" in message:
+                return web.json_response(message, status=503)
+            return web.json_response({"choices": [{"message": message}], "system_fingerprint": "fp"})
+
+        async def models(_: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": "tiny"}]})
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", complete)
+        app.router.add_get("/v1/models", models)
+        servers.append(TestServer(app))
+        await servers[-1].start_server()
+        return str(servers[-1].make_url("/"))
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+def knows(record: dict[str, Any]) -> dict[str, Any]:
+    return dict(record["reference"])
+
+
+def unparsed(record: dict[str, Any]) -> dict[str, Any]:
+    """As a server without a tool parser answers: the call is text."""
+    message = knows(record)
+    for call in message.pop("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        message["content"] = (
+            f'<tool_call>{{"name": "{call["function"]["name"]}", "arguments": {arguments}}}</tool_call>'
+        )
+    return message
+
+
+@pytest.mark.parametrize("answer", [knows, unparsed])
+async def test_right_answers_are_all_right(serve: Serve, answer: Callable[..., dict[str, Any]]) -> None:
+    report = await evaluate(await serve(answer))
+    assert report.total.right == report.total.items == len(read_golden(GOLDEN)[0])
+    assert report.failures == []
+    assert report.fingerprint == "fp"
+
+
+async def test_a_damaged_server_shows_as_a_drop(serve: Serve, tmp_path: Path) -> None:
+    good = await evaluate(await serve(knows))
+    (tmp_path / "base.json").write_text(json.dumps(good.as_json()))
+    baseline = Report.load(tmp_path / "base.json")
+    bad = await evaluate(await serve(lambda record: {"content": "It is blue blue blue"}))
+    assert bad.total.right == 0
+    assert len(drops(bad, baseline, 0.01, 0.05)) == len(good.skills) + 1
+    assert drops(good, baseline, 0.01, 0.05) == []
+    assert table(bad, baseline).row_count == len(good.skills) + 1
+
+
+async def test_small_changes_are_tolerated_and_larger_ones_are_not(serve: Serve) -> None:
+    good = await evaluate(await serve(knows), skills=["world"])
+    first = read_golden(GOLDEN, ["world"])[0][0]["messages"]
+    near = await evaluate(
+        await serve(lambda r: {"content": "No."} if r["messages"] == first else knows(r)), skills=["world"]
+    )
+    assert near.failures[0]["said"] == "No."
+    assert drops(near, good, 0.03, 0.05) == []
+    assert drops(near, good, 0.01, 0.05) == ["all fell from 100.0% to 98.0%"]
+
+
+async def test_a_refused_request_counts_as_wrong_and_says_why(serve: Serve) -> None:
+    report = await evaluate(await serve(lambda record: {"error": {"message": "busy"}}), skills=["copy"])
+    assert report.total.right == 0
+    assert report.failures[0]["why"] == "HTTP 503: busy"
+
+
+async def test_other_questions_are_not_compared(serve: Serve) -> None:
+    url = await serve(knows)
+    world, copying = await evaluate(url, skills=["world"]), await evaluate(url, skills=["copy"])
+    with pytest.raises(StartError, match="other questions"):
+        drops(world, copying, 0.01, 0.05)
+
+
+async def test_no_server_is_said_in_words() -> None:
+    with pytest.raises(StartError, match="no model answers"):
+        await evaluate("http://127.0.0.1:9")
+
+
+def test_an_unknown_skill_lists_the_known_ones() -> None:
+    with pytest.raises(StartError, match="arithmetic"):
+        read_golden(GOLDEN, ["flying"])
+
+
+def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Report("tiny", "x", skills={"world": module.Figures(10, 10, 10)})
+    bad = Report("tiny", "x", skills={"world": module.Figures(10, 5, 10)})
+    reports = [good, good, bad]
+
+    async def found(*_: Any, **__: Any) -> Report:
+        return reports.pop(0)
+
+    monkeypatch.setattr(module, "evaluate", found)
+    base = str(tmp_path / "base.json")
+    assert module.main(["--save", base]) == 0
+    assert module.main(["--compare", base]) == 0
+    assert module.main(["--compare", base]) == 1
