@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.system import SMALL, Client, System, events, sampling_of
-from tests.e2e.test_tokens import TWO_TWO, prompt_of
+from tests.e2e.test_tokens import TWO_TWO, metrics, prompt_of
 from tests.reference import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -97,14 +97,6 @@ class Load:
                 break
         response.close()
         return "left"
-
-
-async def metrics(client: Client) -> dict[str, float]:
-    """GET /metrics, by sample name with labels."""
-    async with client.session.get("/metrics") as response:
-        lines = (await response.text()).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
 
 
 def outcomes(samples: dict[str, float]) -> dict[str, float]:

@@ -85,6 +85,14 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [chooser.randrange(len(SPECIALS), VOCAB) for _ in range(length)]
 
 
+async def metrics(client: Client) -> dict[str, float]:
+    """GET /metrics, by sample name with labels."""
+    async with client.session.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
 def check(reference: Reference, answer: Answer, fields: dict[str, Any], name: str = "") -> None:
     """Every choice of ``answer`` against the oracle, and its end."""
     sampling = sampling_of(fields)
@@ -147,6 +155,28 @@ async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System
             assert other.cached == 0
             for answer in (first, again, other):
                 check(reference, answer, fields, f"{length} tokens")
+
+
+async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system: System) -> None:
+    """All of a prompt the first time, and only what decode does not have the second time."""
+    fields = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "return_metrics": True, "cache_salt": "link"}
+    async with system.client() as client:
+        first = await client.complete(prompt_of(100, 7), **fields)
+        await client.until_idle(within_s=2)
+        second = await client.complete(prompt_of(100, 7), **fields)
+        await client.until_idle(within_s=2)
+        samples = await metrics(client)
+    travelled = [answer.metrics["kv_bytes"] for answer in (first, second)]
+    if setup.flags == COLOCATED:
+        assert travelled == [0, 0]
+        return
+    assert travelled[0] > 0
+    assert travelled[0] % 100 == 0
+    same = first.headers["x-tandem-decode"] == second.headers["x-tandem-decode"]
+    assert travelled[1] == (travelled[0] * 4 // 100 if same else travelled[0])
+    total = {name: value for name, value in samples.items() if name.startswith("tandem_kv_transfer_bytes_total")}
+    used = [name for name, value in total.items() if value]
+    assert used == [f'tandem_kv_transfer_bytes_total{{transport="{setup.link}"}}'], total
 
 
 async def test_a_stream_is_the_same_answer_token_by_token(system: System, reference: Reference) -> None:
