@@ -223,6 +223,7 @@ class Supervisor:
     async def _drain(self, keepers: list[asyncio.Task[None]], at_once: bool) -> None:
         """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
         if at_once:
+            self._screen.fact("told to stop before everybody was ready: stopping at once")
             return
         self._screen.fact("stopping: running requests finish first; once more to stop at once")
         for unit in self._units:
