@@ -22,6 +22,8 @@ import torch
 from common.request import SamplingParams
 from common.sequence import TokenLogprobs
 
+GREEDY_BELOW = 1e-5
+"""A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _HEAD = 1024
@@ -76,7 +78,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], 
     if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
         logits = logits[torch.tensor([row.row for row in rows])]
     processed = _process(logits, rows)
-    random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    random = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if not random:
         tokens = processed.argmax(dim=-1)
     elif len(random) == len(rows):
