@@ -34,6 +34,7 @@ Mask = npt.NDArray[np.bool_]
 GREEDY_STDS = 1e-4
 CDF_TOLERANCE = 1e-4
 LOGPROB_TOLERANCE = 1e-4
+GREEDY_BELOW = 1e-5
 CUT_TOLERANCE = 1e-4
 """How far, in probability (relative) or logit, a token may be from a cut-off to count as a near-tie."""
 
@@ -107,14 +108,14 @@ class Reference:
         assert len(rows) == len(output)
         for position, (row, token) in enumerate(zip(rows, output, strict=True)):
             where = f"{name or 'output'}[{position}] = {token} after {len(prompt) + position} tokens"
-            problem = _problem(row, prompt, output[:position], token, sampling, choice, tolerance)
+            problem = misfit(row, prompt, output[:position], token, sampling, choice, tolerance)
             assert problem is None, f"{where}: {problem}"
             if logprobs is not None:
                 top = top_logprobs[position] if top_logprobs else ()
                 _check_logprobs(row, token, logprobs[position], top, tolerance, where)
 
 
-def _problem(
+def misfit(
     row: Row,
     prompt: Sequence[int],
     before: Sequence[int],
@@ -127,7 +128,7 @@ def _problem(
     spread = float(row.std())
     processed = process(row, prompt, before, sampling)
     best = int(processed.argmax())
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         behind = (processed[best] - processed[token]) / spread
         return None if behind <= tolerance.greedy_stds else f"{behind:.2e} standard deviations below the best, {best}"
     u = uniform_for(sampling.seed, choice, len(before))
