@@ -202,3 +202,15 @@ def test_two_computations_of_one_prefix_are_cached_once() -> None:
     for table in tables:
         cache.close(table)
     assert cache.pool.counts == (4, 2, 2, 0)
+
+
+def test_a_prompt_that_is_cached_whole_still_leaves_a_token_to_compute() -> None:
+    cache = KvCache(4, 16, model_fingerprint="m", kv_dtype="float32")
+    tokens = list(range(32))
+    table = cache.open(Holder("seq:a"), tokens, "")
+    cache.grow(table, 32)
+    cache.publish(table, tokens, 32)
+    cache.close(table)
+    assert cache.cached_prefix(tokens, "") == 16
+    assert cache.open(Holder("seq:b"), tokens, "").cached_tokens == 16
+    assert cache.open(Holder("seq:c"), [*tokens, 1], "").cached_tokens == 32
