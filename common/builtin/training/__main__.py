@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import torch
 from tokenizers import Tokenizer
 
 from common.builtin import draft_path, path
@@ -32,7 +31,6 @@ LOOK_PER_SKILL, LOOK_EVERY = 8, 600
 def main(argv: list[str] | None = None) -> int:
     """Runs one step, or all."""
     options = _parser().parse_args(argv)
-    torch.set_num_threads(options.threads)
     steps = list(STEPS) if options.step == "all" else [options.step]
     for step in steps:
         STEPS[step](options)
@@ -43,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m common.builtin.training", description=__doc__)
     parser.add_argument("step", choices=["all", *STEPS], nargs="?", default="all")
     parser.add_argument("--room", type=Path, default=Path(".cache/builtin"), help="where checkpoints and plots lie")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of torch")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores to train on")
     parser.add_argument("--out", type=Path, default=path(), help="where the checkpoint is written")
     parser.add_argument("--steps", type=int, help="another length of the training, for a trial")
     parser.add_argument("--stop-at", type=int, help="stop at this step of the training, to go on later")
@@ -71,6 +69,7 @@ def make_model(options: argparse.Namespace) -> None:
     encoder, items = _encoder(), _few()
     model = train(
         _recipe(MODEL, options), encoder, options.room / "model", stop_at=options.stop_at, look_every=LOOK_EVERY,
+        threads=options.threads,
         look=lambda model, step: figures.per_skill(figures.judged(model, encoder, items)),
     )  # fmt: skip
     export.write(model, encoder, options.out, tokenizer_from=path())
@@ -82,6 +81,7 @@ def make_draft(options: argparse.Namespace) -> None:
     teacher = export.read(options.out)
     draft = train(
         _recipe(DRAFT, options), encoder, options.room / "draft", teacher=teacher, stop_at=options.stop_at,
+        threads=options.threads,
         look=lambda draft, step: {"agreement": figures.agreement(teacher, draft, encoder, items)},
     )  # fmt: skip
     export.write(draft, encoder, options.out / draft_path().name, tokenizer_from=path())

@@ -28,6 +28,7 @@ def write(model: LlamaForCausalLM, encoder: Encoder, directory: Path, tokenizer_
         if name != "lm_head.weight"
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)

@@ -52,7 +52,7 @@ class Recipe:
         )
 
 
-MODEL = Recipe(hidden=256, layers=6, heads=4, kv_heads=2, ffn=768, steps=3600)
+MODEL = Recipe(hidden=256, layers=6, heads=4, kv_heads=2, ffn=768, steps=3000)
 DRAFT = Recipe(
     hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, steps=1200, rate=4e-3, matrix_rate=8e-3, distil=0.7, seed=2
 )
