@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from common.errors import StartError, WireError
+from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.messages import Message
 from common.wire import MAX_MESSAGE_BYTES, decode, encode
@@ -32,7 +33,7 @@ def identity(name: WorkerName, incarnation: Incarnation, *, beats: bool = False)
 def is_local(address: str) -> bool:
     """Whether only processes of this host can reach ``address`` (a ZeroMQ endpoint or a host name)."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0] if "://" in address else address
-    return address.startswith(("ipc://", "inproc://")) or host in ("127.0.0.1", "::1", "[::1]", "localhost")
+    return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
 
 
 def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from common.errors import StartError
+from common.hosts import is_loopback
 from common.ids import WorkerName
 from common.messages import Role
 from common.options import (
@@ -41,12 +42,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_CONTROL_PORT = 8001
-_LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach a socket bound to ``host``."""
-    return host in _LOOPBACK or host.startswith("127.")
 
 
 # -- shared parts -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.channel import is_local
 from common.config import (
     CONFIGS,
     ChatConfig,
@@ -17,6 +18,7 @@ from common.config import (
     load_config,
 )
 from common.errors import StartError
+from common.hosts import is_loopback
 from common.ids import WorkerName
 from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number
 
@@ -162,6 +164,28 @@ def test_other_addresses_than_loopback_need_a_word() -> None:
     with pytest.raises(StartError, match="plain text"):
         WorkerConfig(role="decode", model="m", host="10.0.0.1").check_binds()
     WorkerConfig(role="decode", model="m", host="10.0.0.1", insecure_cluster=True).check_binds()
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("::ffff:127.0.0.1", True),
+        ("127.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_one_rule_says_what_is_loopback(host: str, here: bool) -> None:
+    """For the options and for the sockets alike: a name is no address, however it begins."""
+    assert is_loopback(host) == is_local(host) == is_local(f"tcp://{host}:8001") == here
 
 
 def test_up_makes_the_configuration_of_its_parts() -> None:
