@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import C, ChatConfig, CoordinatorConfig, UpConfig, WorkerConfig, load_config
 from common.errors import StartError
 from common.log import setup_logging
-from common.options import Loaded, Parser, add_options, known_flags, options, show, unknown
+from common.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
 
 MAX_LINE = 300
 Command = Callable[[dict[str, Any]], int]
@@ -79,7 +80,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     explain = words[0] == "config"
     if explain:  # `tandem config COMMAND FLAGS` takes what that command takes
-        words = words[1:] if words[1:2] and words[1] in commands else ["up", *words[1:]]
+        words = _explained(words[1:], commands)
     elif not words[0].startswith("-") and words[0] not in commands:
         raise unknown("command", words[0], [*commands, "config"], "tandem", "tandem --help")
     given, strange = parser.parse_known_args(words)
@@ -88,6 +89,19 @@ def _dispatch(words: list[str]) -> int:
     arguments = vars(given)
     command: Command = arguments.pop("command")
     return _config(words[0], arguments) if explain else command(arguments)
+
+
+def _explained(words: list[str], commands: Collection[str]) -> list[str]:
+    """The command line that ``tandem config WORDS`` is about: without a command it is that of ``up``.
+
+    A word that is nearly a command is one mistyped, unless there is a model of that name here.
+    """
+    first = next(iter(words), "-")
+    if first in commands:
+        return words
+    if not first.startswith("-") and nearest(first, commands) and not Path(first).is_dir():
+        raise unknown("command", first, commands, "tandem", f"for a hub model: tandem config up {first}; tandem --help")
+    return ["up", *words]
 
 
 def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:

@@ -22,22 +22,28 @@ class Server:
     """The server at ``url``. ``key`` is sent with every request; ``timeout_s`` bounds each wait for bytes."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartError(f"{url} is no address of a server", "http://HOST:PORT is", "correct --url")
-        self.url = f"{parts.scheme}://{parts.netloc}"
-        self._host, self._port = parts.hostname, parts.port
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, self._port = parts.hostname, parts.port
+            http.client.HTTPConnection(host or "", self._port)  # opens nothing yet
+        except (ValueError, http.client.InvalidURL) as error:  # a port out of range, half a bracket, a space
+            raise _no_address(url, str(error)) from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise _no_address(url, "http://HOST:PORT is")
+        self.url, self._host = f"{parts.scheme}://{parts.netloc}", host
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON body (None if it is no JSON) of a GET."""
+        """Status and JSON body (None if it is no JSON) of a GET; OSError when no HTTP server answers."""
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()
             return response.status, _parse(response.read())
+        except (http.client.HTTPException, UnicodeError) as error:  # no HTTP is spoken there, or no host is called so
+            raise OSError(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
@@ -85,6 +91,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             raise Refused(_message(chunk) or "the server gave up")
         yield chunk
     raise Refused("the answer was cut: the server went away")
+
+
+def _no_address(url: str, why: str) -> StartError:
+    return StartError(f"{url} is no address of a server", why, "correct --url: it takes http://HOST:PORT")
 
 
 def _parse(data: bytes) -> Any:

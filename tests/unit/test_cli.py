@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +142,40 @@ def test_a_chat_without_a_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert_refused(tandem("chat", "hello", "--url", f"http://127.0.0.1:{port}"), "tandem up")
-    assert_refused(tandem("chat", "hello", "--url", "ftp://x"), "--url")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://x", "no address"),
+        ("http://localhost:99999", "99999 is no address"),
+        ("localhost:eight", "no address"),
+        ("http://[::1", "no address"),
+        ("http://", "no address"),
+        ("http://a b", "no address"),
+        (f"http://{'a' * 64}.example", "cannot reach"),
+    ],
+)
+def test_a_chat_with_what_is_no_server(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "hello", "--url", url]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and said in lines[0] and "--url" in lines[2], lines
+
+
+def test_a_chat_with_a_server_that_speaks_no_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answering = threading.Thread(target=_answer_rubbish, args=(server,))
+        answering.start()
+        assert cli.main(["chat", "hello", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
+        answering.join()
+    assert "cannot reach" in capsys.readouterr().err
+
+
+def _answer_rubbish(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"SSH-2.0-rubbish\r\n")
 
 
 def test_config_says_where_each_value_comes_from() -> None:
@@ -156,6 +190,21 @@ def test_config_says_where_each_value_comes_from() -> None:
     assert "did you mean TANDEM_PORT?" in result.stderr
     assert "coordinator " in tandem("config", "decode").stdout
     assert "port " in tandem("config").stdout
+
+
+def test_config_of_a_mistyped_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word, meant in (("prefil", "prefill"), ("decoder", "decode"), ("upp", "up")):
+        assert cli.main(["config", word]) == 1
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 3)
+        assert f"did you mean {meant}?" in err
+    for words in (["Qwen/Qwen3-0.6B"], ["up", "prefil"], ["--port", "7"]):
+        assert cli.main(["config", *words]) == 0
+    (tmp_path / "prefil").mkdir()
+    assert cli.main(["config", "prefil"]) == 0, "that directory may well be a model"
 
 
 def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
