@@ -138,8 +138,9 @@ def _parse_address(text: str) -> str:
 
 
 TEXT = Kind("TEXT", "some text", _parse_text)
-SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB", parse_number)
+SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
+DEADLINE = decimal(0.001, 1e6, "SECONDS")
 SWITCH = Kind("", "true or false", _parse_switch)
 PORT = count(0, 65535)
 CPUS = Kind("CORES", "core numbers such as 0-3,5", _parse_cpus)

@@ -38,10 +38,15 @@ def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, worker
         KvLayout(layers, dtype, config.block_size),
         checkpoint.max_position,
         config.max_model_len,
-        kv_bytes=config.kv_cache_memory or device.kv_budget(workers),
+        kv_bytes=kv_bytes(config, workers),
         num_kv_blocks=config.num_kv_blocks,
         limit=checkpoint.position_limit,
     )
+
+
+def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:
+    """Bytes of KV pool of each of ``workers`` on this machine: as asked for, else a share of what is free."""
+    return device.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
 
 
 def claim_port(host: str, port: int, flag: str) -> int:

@@ -19,6 +19,7 @@ from common.kv.memory import host_id
 from common.messages import PROTOCOL, Hello
 from common.worker import Worker, WorkerSettings
 from deploy import status
+from deploy.preflight import kv_bytes
 
 log = logging.getLogger("tandem.worker")
 
@@ -52,7 +53,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         checkpoint,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
-        kv_bytes=config.kv_cache_memory or device.kv_budget(config.workers_on_host),
+        kv_bytes=kv_bytes(config, config.workers_on_host),
         num_kv_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_batched_tokens=batched_tokens,

@@ -99,6 +99,12 @@ def test_values_may_hold_underscores_and_dashes() -> None:
         (("--colocated", "2", "--decode", "1"), "--colocated"),
         (("--decode", "0"), "--decode"),
         (("--request-timeout", "nan"), "number"),
+        (("--request-timeout", "0"), "from 0.001"),
+        (("--kv-cache-memory", "0"), "more than 0"),
+        (("--kv-cache-memory", "0GiB"), "more than 0"),
+        (("--max-body-bytes", "0"), "more than 0"),
+        (("--max-queued-requests", "0"), "at least 1"),
+        (("--num-kv-blocks", "0"), "at least 1"),
     ],
 )
 def test_bad_values_are_refused_in_words(words: tuple[str, ...], said: str) -> None:
