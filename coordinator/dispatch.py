@@ -420,11 +420,15 @@ class Dispatcher:
 
     def _tick(self) -> None:
         now = monotonic()
-        self.metrics.loop_lag(max(0.0, now - self._due))
-        self.gateway.sweep(now)
-        if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
-            self._give_up_waiting()
-        self._next_tick()
+        try:
+            self.metrics.loop_lag(max(0.0, now - self._due))
+            self.gateway.sweep(now)
+            if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
+                self._give_up_waiting()
+        except Exception:  # whatever went wrong this time, silent workers must be noticed the next time
+            log.exception("a look at the workers failed")
+        finally:
+            self._next_tick()
 
     def _next_tick(self) -> None:
         self._due = monotonic() + SWEEP_S

@@ -61,6 +61,8 @@ def guard(config: CoordinatorConfig) -> Middleware:
             response = error_response(error)
         except web.HTTPException as error:
             response = error_response(_from_aiohttp(request, error))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = error.headers["Allow"]
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             response = error_response(
@@ -111,12 +113,10 @@ class _Gate:
     def _check_site(self, request: web.Request) -> None:
         """Without a key a web page in a browser on this machine could post here: its Host or Origin gives it away."""
         host = request.headers.get("Host", "")
-        if host and not self._is_here(urlsplit(f"//{host}").hostname):
+        if host and not self._is_here(_host_of(f"//{host}")):
             raise _foreign("Host", host)
         origin = request.headers.get("Origin")
-        if origin is not None and origin != "null" and not self._is_here(urlsplit(origin).hostname):
-            raise _foreign("Origin", origin)
-        if origin == "null":
+        if origin is not None and not self._is_here(_host_of(origin)):  # "null" names no host either
             raise _foreign("Origin", origin)
 
     def _is_here(self, name: str | None) -> bool:
@@ -128,6 +128,14 @@ class _Gate:
             return ipaddress.ip_address(name).is_loopback
         except ValueError:
             return False
+
+
+def _host_of(url: str) -> str | None:
+    """The host that ``url`` names; None when it names none, or is malformed."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _bearer(request: web.Request) -> bytes | None:

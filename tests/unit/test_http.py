@@ -392,6 +392,17 @@ async def test_a_dead_prefill_worker_costs_a_retry_only(model: Path) -> None:
         assert response.headers["x-tandem-prefill"] == "prefill-2"
 
 
+async def test_a_tick_that_fails_is_not_the_last(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(now_s: float) -> None:
+        calls.append(now_s)
+        raise RuntimeError("this time only, let us say")
+
+    monkeypatch.setattr(house.dispatcher.gateway, "sweep", fail)
+    await until(lambda: len(calls) > 1, "it is called again")
+
+
 async def test_two_crashes_are_enough(model: Path) -> None:
     async with open_house(model) as house:
         workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
@@ -524,6 +535,11 @@ async def test_more_errors(house: House) -> None:
     assert response.status == 415
 
 
+async def test_a_wrong_method_is_told_the_right_ones(house: House) -> None:
+    response, _ = await house.post("/v1/models", {})
+    assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
+
+
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         await house.add("decode", changes={"kv_blocks": 20})
@@ -544,8 +560,9 @@ async def test_ignored_fields_are_named(house: House) -> None:
 
 
 async def test_other_web_sites_cannot_post_here(house: House) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
-        response, body = await house.post(CHAT, HELLO, headers=headers)
+    foreign = [("Host", "evil.example"), ("Origin", "https://evil.example"), ("Origin", "null")]
+    for name, value in [*foreign, ("Host", "["), ("Origin", "http://["), ("Origin", "")]:
+        response, body = await house.post(CHAT, HELLO, headers={name: value})
         assert response.status == 403 and body["error"]["code"] == "forbidden_origin"
     response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1}, headers={"Origin": "http://localhost:3000"})
     assert response.status == 200
