@@ -67,11 +67,15 @@ def bind_router(
 def connect_dealer(
     context: zmq.Context[Any], address: str, name: bytes, *, max_frame_bytes: int = MAX_MESSAGE_BYTES
 ) -> zmq.Socket[Any]:
-    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself."""
+    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.IDENTITY, name)
-    socket.connect(address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise WireError(f"cannot connect to {address!r}: {error}") from error
     return socket
 
 

@@ -17,6 +17,9 @@ from common.channel import connect_dealer, identity, receive, send
 from common.errors import WireError
 from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
 
+REJOIN_S = 1.0
+"""A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -47,6 +50,7 @@ class Membership:
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
+        self._said_hello_at = clock()
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
         self._socket = connect_dealer(context, address, identity(hello.name, hello.incarnation))
@@ -76,7 +80,10 @@ class Membership:
                 self._welcome = message
                 self._start_heart(message.heartbeat_ms / 1000)
             elif isinstance(message, Rejoin):
+                if self._clock() - self._said_hello_at < REJOIN_S:
+                    continue  # an answer to something we said before our Hello arrived there
                 self.acted_on = 0
+                self._said_hello_at = self._clock()
                 send(self._socket, self.hello)
             yield message
 

@@ -22,11 +22,12 @@ from typing import Any, Protocol
 import zmq
 
 from common.engine.planner import Planner, Sampled
-from common.errors import StartError
-from common.ids import TransferId
+from common.errors import OutOfBlocks, StartError, WireError
+from common.ids import TransferId, transfer_holder
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
+from common.kv.table import BlockTable
 from common.membership import Membership, Snapshot
 from common.messages import Cached, Drain, Failed, Goodbye, Hello, Rejoin, Turned, Welcome
 from common.request import Request
@@ -37,6 +38,10 @@ log = logging.getLogger("tandem.worker")
 IDLE_S = 0.25
 TIMER_S = 0.05
 SWEEP_S = 0.1
+TRIAL_S = 5.0
+"""A trial of a link that is not over by then never will be: the other side was short of blocks, or is gone."""
+LONELY_S = 5.0
+"""How often a worker that has not joined says so."""
 
 
 class Engine(Protocol):
@@ -89,8 +94,10 @@ class Worker(abc.ABC):
         )
         self.counters: dict[str, float] = {}
         self.draining_until: float | None = None
+        self._trials: dict[TransferId, BlockTable] = {}
         self._deadlines: dict[TransferId, float] = {}
         self._swept_at = 0.0
+        self._lonely_since = self.clock()
         self._stopped = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self.open_links()
@@ -128,6 +135,10 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def abort(self, transfer: TransferId) -> None:
         """Drops everything that (request, attempt) has here; unknown ones are fine."""
+
+    @abc.abstractmethod
+    def bad_transfer_messages(self) -> int:
+        """Messages and frames of hand-offs that made no sense and were dropped."""
 
     @abc.abstractmethod
     def holdings(self) -> set[TransferId]:
@@ -176,11 +187,17 @@ class Worker(abc.ABC):
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
             case _:
-                self.handle(message, now)
+                try:
+                    self.handle(message, now)
+                except WireError as error:  # the message cannot be acted on; whoever it was about is told or retried
+                    log.warning("a %s message is dropped: %s", type(message).__name__, str(error))
+                    self.membership.bad_messages += 1
 
     def drain(self, timeout_s: float) -> None:
         """Takes nothing new; leaves when what is here has finished, at the latest after ``timeout_s``."""
         if self.draining_until is None:
+            for transfer in list(self._trials):
+                self.abort(transfer)
             self.draining_until = self.clock() + timeout_s
             log.info("draining for at most %g s", timeout_s)
 
@@ -228,12 +245,43 @@ class Worker(abc.ABC):
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
+        if not self.membership.joined and now - self._lonely_since > LONELY_S:
+            self._lonely_since = now
+            log.warning("still waiting for the coordinator at %s", self.settings.coordinator)
         for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
+            if transfer in self._trials:
+                self.abort(transfer)
+                continue
             self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
 
     def _drop_all(self) -> None:
         for transfer in self.holdings():
             self.abort(transfer)
+
+    # -- trials of links ----------------------------------------------------------------------------------------------
+
+    def open_trial(self, transfer: TransferId, tokens: int, now: float) -> BlockTable | None:
+        """Blocks, as they are, for a hand-off that measures a link; None for a repeated message or without room."""
+        if transfer in self.holdings() or self.draining_until is not None or not tokens:
+            return None
+        table = self.cache.open(transfer_holder(transfer), [], "")
+        try:
+            self.cache.grow(table, tokens)
+        except OutOfBlocks:
+            self.cache.close(table)
+            return None
+        self._trials[transfer] = table
+        self._deadlines[transfer] = now + TRIAL_S
+        return table
+
+    def close_trial(self, transfer: TransferId) -> bool:
+        """Gives the blocks of a trial back; False if there is none."""
+        table = self._trials.pop(transfer, None)
+        if table is None:
+            return False
+        self.cache.close(table)
+        self.over(transfer)
+        return True
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -261,7 +309,8 @@ class Worker(abc.ABC):
         self.counters["prefix_cache_queries"] = self.cache.queried_tokens
         self.counters["prefix_cache_hits"] = self.cache.hit_tokens
         self.counters["num_preemptions"] = self.planner.preemptions
-        self.counters["bad_messages"] = self.membership.bad_messages
+        self.counters["bad_messages"] = self.membership.bad_messages + self.bad_transfer_messages()
+        self.counters["leaked_blocks"] = self.cache.strays()
         self.membership.snapshot = Snapshot(
             live=b"".join({transfer.request: None for transfer in self.holdings()}),
             acted_on=self.membership.acted_on,
@@ -316,4 +365,4 @@ class Worker(abc.ABC):
         self.close_links()
         self._wake_reader.close()
         self._wake_writer.close()
-        self.context.term()
+        self.context.destroy(linger=500)  # also when something has raised while a socket was open

@@ -20,9 +20,8 @@ from typing import Any
 import msgspec
 
 from common.engine.planner import Sampled
-from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import SequenceId, TransferId, sequence_holder, transfer_holder, unpack_tokens
-from common.kv.table import BlockTable
+from common.errors import InvariantBroken
+from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
 from common.messages import Abort, Commit, Generate, Hello, Logprobs, Measure, Resend, Reserve, Timing
 from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence
@@ -55,7 +54,6 @@ class DecodeWorker(Worker):
 
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
-        self._trials: dict[TransferId, BlockTable] = {}
         self._done: OrderedDict[SequenceId, Sequence] = OrderedDict()
         self.reservations = Reservations(self.cache)
         self.receiver = Receiver(
@@ -75,6 +73,9 @@ class DecodeWorker(Worker):
 
     def holdings(self) -> set[TransferId]:
         return {*self._lives, *self._trials}
+
+    def bad_transfer_messages(self) -> int:
+        return self.receiver.bad_messages + self.receiver.stale_frames
 
     def waiting(self) -> int:
         return self.planner.waiting + len(self.reservations)
@@ -121,21 +122,12 @@ class DecodeWorker(Worker):
     def _measure(self, message: Measure, now: float) -> None:
         """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""
         transfer = TransferId(message.request, message.attempt)
-        if transfer in self.holdings() or not message.tokens:
-            return
-        table = self.cache.open(transfer_holder(transfer), [], "")
-        try:
-            self.cache.grow(table, message.tokens)
-        except OutOfBlocks:
-            self.cache.close(table)
-            return
-        self._trials[transfer] = table
-        self.receiver.expect(transfer, message.tokens, 0, table.blocks, now)
+        if table := self.open_trial(transfer, message.tokens, now):
+            self.receiver.expect(transfer, message.tokens, 0, table.blocks, now)
 
     def abort(self, transfer: TransferId) -> None:
         self.receiver.cancel(transfer, "aborted")
-        if trial := self._trials.pop(transfer, None):
-            self.cache.close(trial)
+        self.close_trial(transfer)
         if self._lives.pop(transfer, None) is None:
             return
         self.reservations.drop(transfer)
@@ -157,8 +149,7 @@ class DecodeWorker(Worker):
     def move_kv(self, now: float) -> None:
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUSY_PUMP_S if self.planner.running else IDLE_PUMP_S):
-            if trial := self._trials.pop(end.transfer, None):
-                self.cache.close(trial)
+            if self.close_trial(end.transfer):
                 continue
             match end:
                 case Landed():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.engine.planner import Sampled
-from common.errors import OutOfBlocks
+from common.errors import WireError
 from common.ids import Incarnation, TransferId, pack_tokens, transfer_holder
 from common.kv.table import BlockTable
 from common.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing
@@ -30,14 +30,6 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
-
-
-@dataclass(slots=True)
-class _Trial:
-    """A hand-off of meaningless blocks that measures the link to ``decode``."""
-
-    decode: Incarnation
-    table: BlockTable
 
 
 @dataclass(slots=True)
@@ -56,7 +48,7 @@ class PrefillWorker(Worker):
 
     def open_links(self) -> None:
         self._prompts: dict[TransferId, _Prompt] = {}
-        self._trials: dict[TransferId, _Trial] = {}
+        self._tried: dict[TransferId, Incarnation] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
         self._pumped_at = 0.0
@@ -75,6 +67,9 @@ class PrefillWorker(Worker):
 
     def holdings(self) -> set[TransferId]:
         return {*self._prompts, *self._trials}
+
+    def bad_transfer_messages(self) -> int:
+        return self.sender.bad_messages
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -95,23 +90,25 @@ class PrefillWorker(Worker):
         request, transfer = message.request, TransferId(message.request.id, message.attempt)
         sequence = Sequence(request, message.attempt, self.engine.max_model_len)
         if self.accept(request, message.attempt, now, len(sequence.tokens)):
+            try:
+                self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
+            except WireError as error:
+                self.fail(transfer, "transfer_failed", str(error), retriable=True)
+                return
             self._prompts[transfer] = _Prompt(sequence, message.decode, now)
             self.planner.add(sequence)
-            self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
 
     def abort(self, transfer: TransferId) -> None:
         self.sender.cancel(transfer, "aborted")
         self._drop(transfer)
 
     def _drop(self, transfer: TransferId) -> None:
-        if trial := self._trials.pop(transfer, None):
-            self.cache.close(trial.table)
+        self._tried.pop(transfer, None)
+        self.close_trial(transfer)
         prompt = self._prompts.pop(transfer, None)
-        if prompt is None:
-            return
-        if prompt.table is not None:
+        if prompt is not None and prompt.table is not None:
             self.cache.close(prompt.table)
-        else:
+        elif prompt is not None:
             self.planner.finish(prompt.sequence)
         self.over(transfer)
 
@@ -202,10 +199,10 @@ class PrefillWorker(Worker):
         self._pump(now)
         ended, self._ended = self._ended, []
         for end in ended:
-            if trial := self._trials.get(end.transfer):
+            if decode := self._tried.get(end.transfer):
                 self._drop(end.transfer)
                 if isinstance(end, Shipped):
-                    self.membership.send(Measured(trial.decode, end.link, end.bytes, end.seconds))
+                    self.membership.send(Measured(decode, end.link, end.bytes, end.seconds))
                 continue
             if end.transfer not in self._prompts:
                 continue
@@ -238,15 +235,13 @@ class PrefillWorker(Worker):
     def _measure(self, message: Measure, now: float) -> None:
         """Ships free blocks as they are: the same frames and checks as a real hand-off, without a model."""
         transfer = TransferId(message.request, message.attempt)
-        if transfer in self.holdings() or not message.tokens:
+        if (table := self.open_trial(transfer, message.tokens, now)) is None:
             return
-        table = self.cache.open(transfer_holder(transfer), [], "")
+        self._tried[transfer] = message.peer.incarnation
         try:
-            self.cache.grow(table, message.tokens)
-        except OutOfBlocks:
-            self.cache.close(table)
-            return
-        self._trials[transfer] = _Trial(message.peer.incarnation, table)
-        self.sender.open(transfer, message.peer, message.tokens, table.blocks, now)
+            self.sender.open(transfer, message.peer, message.tokens, table.blocks, now)
+        except WireError:
+            self._drop(transfer)
+            raise
         self.sender.computed(transfer, table.blocks, message.tokens, len(self.engine.layout.layers), now)
         self.sender.finish(transfer, FirstTokens(b"", (), (), ()), now)

@@ -215,7 +215,7 @@ class Planner:
         if table.lacking(len(sequence.tokens)) + len(self._running) > self.cache.pool.available:
             self.cache.close(table)
             return False
-        self.cache.grow(table, len(sequence.tokens))
+        self.cache.admit(table, len(sequence.tokens))
         entry.table, sequence.computed = table, table.cached_tokens
         return True
 

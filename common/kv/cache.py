@@ -63,10 +63,15 @@ class KvCache:
             self.pool.share(table.blocks, holder)
             table.published = len(table.blocks)
             table.cached_tokens = table.capacity
-            self.queried_tokens += len(tokens)
-            self.hit_tokens += table.cached_tokens
         self.tables[holder] = table
         return table
+
+    def admit(self, table: BlockTable, tokens: int) -> None:
+        """Room for all ``tokens`` tokens of a sequence that now begins; counts its prefix hit."""
+        self.grow(table, tokens)
+        if self.prefix_caching:
+            self.queried_tokens += tokens
+            self.hit_tokens += table.cached_tokens
 
     def cached_prefix(self, tokens: Sequence[int], cache_salt: str) -> int:
         """Tokens that :meth:`open` would find cached now; changes nothing."""
@@ -122,6 +127,10 @@ class KvCache:
         for block in list(self.prefix.blocks()):
             self.prefix.forget(block)
             self.pool.drop([block], CACHE)
+
+    def strays(self) -> int:
+        """How many blocks are held by somebody whose table is closed; always 0."""
+        return self.pool.strays(self.tables)
 
     def leaks(self) -> dict[BlockId, set[Holder]]:
         """Blocks held by somebody whose table is closed; always ``{}``."""

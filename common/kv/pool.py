@@ -79,6 +79,11 @@ class BlockPool:
         """How many blocks ``holder`` holds."""
         return self._held[holder]
 
+    def strays(self, live: Iterable[Holder]) -> int:
+        """Blocks held under names that are neither ``cache`` nor in ``live``: cheap, for a metric."""
+        known = {CACHE, *live}
+        return sum(count for holder, count in self._held.items() if holder not in known)
+
     def leaks(self, live: Iterable[Holder] = ()) -> dict[BlockId, set[Holder]]:
         """Blocks with holders other than ``cache`` that are not in ``live``; at quiescence ``{}``."""
         known = {CACHE, *live}

@@ -325,6 +325,48 @@ def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
     pair.check(request)
 
 
+def test_a_trial_that_only_one_side_has_room_for_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.worker.TRIAL_S", 0.2)
+    prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(4))
+    bench.tell("decode-1", Measure(RequestId(b"measure one side"), 0, bench.peer("prefill-0"), 500))
+    bench.tell("prefill-0", Measure(RequestId(b"measure one side"), 0, bench.peer("decode-1"), 500))
+    bench.until(lambda: prefill.cache.pool.counts.held)
+    bench.until(bench.quiet, 5)
+    assert prefill.cache.pool.counts.held == 0
+    assert not bench.measured
+
+
+def test_a_trial_does_not_hold_up_a_drain(bench: Bench) -> None:
+    prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(64))
+    bench.tell("prefill-0", Measure(RequestId(b"measure no decod"), 0, bench.peer("decode-1"), 100))
+    bench.until(lambda: prefill.cache.pool.counts.held)
+    prefill.drain(30)
+    assert bench.quiet()
+
+
+def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:
+    bad, good = make_request(40, 3), make_request(40, 3)
+    nowhere = Peer(WorkerName("decode-9"), Incarnation("nine"), "nonsense", "host")
+    pair.tell("prefill-0", Measure(RequestId(b"measure nonsense"), 0, nowhere, 100))
+    pair.tell("prefill-0", Prefill(bad, 1, nowhere))
+    pair.until(lambda: (bad.id, 1) in pair.failed)
+    assert pair.failed[bad.id, 1].code == "transfer_failed"
+    pair.place(good, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(good))
+    pair.check(good)
+
+
+def test_the_prefix_cache_is_asked_once_per_request(bench: Bench) -> None:
+    bench.add("prefill", OracleEngine(64))
+    decode = bench.add("decode", OracleEngine(12))
+    first, second = make_request(100, 40), make_request(90, 4)
+    bench.place(first, "prefill-0", "decode-1")
+    bench.place(second, "prefill-0", "decode-1")  # waits until the first has gone
+    bench.until(lambda: bench.done(first, second))
+    assert decode.planner.preemptions == 0
+    assert decode.cache.queried_tokens == 190
+
+
 def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
     bench.add("prefill", OracleEngine(64), host="one")
     bench.add("decode", OracleEngine(64), host="two")
