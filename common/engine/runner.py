@@ -195,7 +195,7 @@ class Engine:
             return
         tables = [BlockId(b) for b in range(half)], [BlockId(b) for b in range(2 * half - 1, half - 1, -1)]
         rows: list[torch.Tensor] = []
-        ends = (size - 3, len(expected.tokens) - 1, len(expected.tokens))
+        ends = (min(size, len(expected.tokens) // 2) - 3, len(expected.tokens) - 1, len(expected.tokens))
         for start, end in zip((0, *ends), ends, strict=False):
             one, other = sequence_of(expected.tokens[:end]), sequence_of(expected.tokens[:end][::-1])
             segments = Segment(other, start, end - start), Segment(one, start, end - start)

@@ -24,6 +24,8 @@ from common.sequence import TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
+_LARGEST = 1e30
+"""What larger logits become before the draw: a penalty may overflow, and a difference of infinities is no number."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _HEAD = 1024
@@ -177,6 +179,7 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Tokens of rows with a temperature, int64 [n]."""
     scaled = logits.float() / torch.tensor([row.sampling.temperature for row in rows])[:, None]
+    scaled.clamp_(max=_LARGEST)
     _cut_min_p(scaled, rows)
     _cut_top(scaled, rows)
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum_(dim=-1)

@@ -35,10 +35,11 @@ MakeEngine = Callable[..., Engine]
 def make_engine(checkpoint: Callable[[str], Path]) -> Iterator[MakeEngine]:
     engines: list[Engine] = []
 
-    def make(kind: str, dtype: str = "float32") -> Engine:
+    def make(kind: str, dtype: str = "float32", block_size: int = 16) -> Engine:
         engines.append(
             load_engine(
-                open_checkpoint(str(checkpoint(kind))), dtype=dtype, max_model_len=MAX_LEN, num_kv_blocks=256,
+                open_checkpoint(str(checkpoint(kind))), dtype=dtype, max_model_len=MAX_LEN,
+                num_kv_blocks=4096 // block_size, block_size=block_size,
                 max_batched_tokens=512, max_num_seqs=8, batch_hint=16,
             )
         )  # fmt: skip
@@ -118,6 +119,45 @@ def test_every_composition_gives_the_reference_logits(
     engine.copy_blocks(BlockCopy(a, b) for a, b in copies)  # type: ignore[arg-type]
     copied = [target for _, target in copies]
     assert_same(run.step([(long, len(long) - 1, len(long), copied)])[0], expected[-1][-1], "in copied blocks")
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_logits_after_a_hand_off_and_after_preemption(
+    kind: str, checkpoint: Callable[[str], Path], make_engine: MakeEngine
+) -> None:
+    """Prefill on one engine, decode on another with larger blocks; then its blocks are lost and all is recomputed."""
+    sender, receiver = make_engine(kind), make_engine(kind, block_size=32)
+    reference, rng = Reference(checkpoint(kind), MAX_LEN), random.Random(kind)
+    one, other = Runner(sender, 1), Runner(receiver, 2)
+    for length in (17, 150):
+        tokens = tokens_of(rng, length + 3)
+        expected = torch.from_numpy(reference.logits(tokens))
+        source, target = one.table(length), other.table(length + 3)
+        for start, end in ((0, length // 2), (length // 2, length)):
+            one.step([(tokens, start, end, source)])
+        for layer in range(len(sender.layout.layers)):  # in frames of a layer and a ragged range of tokens
+            for part in (range(0, 5), range(5, length)):
+                layers = range(layer, layer + 1)
+                receiver.memory.write(target, part, layers, sender.memory.read(source, part, layers))
+        for end in range(length + 1, length + 4):
+            assert_same(other.step([(tokens, end - 1, end, target)])[0], expected[end - 1], "after a hand-off")
+        again = other.table(length + 3)
+        neighbour = tokens_of(rng, 40)
+        got = other.step([(neighbour, 0, 40, other.table(40)), (tokens, 0, length + 3, again)])[1]
+        assert_same(got, expected[-1], "after preemption, beside a neighbour")
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
+def test_every_block_size_starts_and_computes(
+    block_size: int, checkpoint: Callable[[str], Path], make_engine: MakeEngine
+) -> None:
+    engine = make_engine("llama", block_size=block_size)
+    tokens = tokens_of(random.Random(block_size), 200)
+    expected = torch.from_numpy(Reference(checkpoint("llama"), MAX_LEN).logits(tokens))
+    run = Runner(engine, 3)
+    table = run.table(200)
+    run.step([(tokens, 0, 77, table)])
+    assert_same(run.step([(tokens, 77, 200, table)])[0], expected[-1], f"blocks of {block_size}")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3-moe", "gpt-oss", "deepseek-v3"])

@@ -154,3 +154,20 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits = (torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)) * 4).bfloat16()
     rows = [row_of(i, params(seed=i, top_p=0.9, top_k=20, logprobs=2), [1], [i]) for i in range(3)]
     assert sample(logits, rows) == sample(logits.float(), rows)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 1e38},
+        {"temperature": 1e-5, "logit_bias": {3: 100.0}},
+        {"frequency_penalty": -2.0, "temperature": 2e-5},
+        {"min_p": 1.0, "top_p": 1e-9, "top_k": 1},
+    ],
+)
+def test_extremes_still_give_a_token_of_the_vocabulary(extreme: dict[str, Any]) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)) * 8
+    rows = [row_of(index, params(**extreme), [1, 2, 3], [4, 5, 5]) for index in range(3)]
+    tokens, _ = sample(logits, rows)
+    assert all(0 <= token < VOCAB for token in tokens)
