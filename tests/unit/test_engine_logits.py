@@ -136,7 +136,7 @@ def test_logits_after_a_hand_off_and_after_preemption(
         for start, end in ((0, length // 2), (length // 2, length)):
             one.step([(tokens, start, end, source)])
         for layer in range(len(sender.layout.layers)):  # in frames of a layer and a ragged range of tokens
-            for part in (range(0, 5), range(5, length)):
+            for part in (range(5), range(5, length)):
                 layers = range(layer, layer + 1)
                 receiver.memory.write(target, part, layers, sender.memory.read(source, part, layers))
         for end in range(length + 1, length + 4):
