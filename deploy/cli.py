@@ -7,6 +7,7 @@ that is not 0. Imports of the roles are inside the functions, so that ``tandem -
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -158,6 +159,8 @@ def _decode(given: dict[str, Any]) -> int:
 def _worker(config: WorkerConfig) -> int:
     config = _openable(config)
     setup_logging(config.log_level, config.log_format, config.name or config.role)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it: so be it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up before it serves, and torch ends noisily
     from deploy.worker import run
 
     return run(config)

@@ -16,7 +16,9 @@ from common.kv.layout import KvLayout
 def check_up(config: UpConfig, workers: int) -> UpConfig:
     """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0."""
     config.check_binds()
-    check_memory(open_checkpoint(config.model, config.revision, config.trust_remote_code), config, workers)
+    checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    check_memory(checkpoint, config, workers)
+    check_text(checkpoint, config)
     http_port = claim_port(config.host, config.port, "--port")
     control_port = claim_port("127.0.0.1", config.control_port, "--control-port")
     if http_port == control_port:
@@ -42,6 +44,13 @@ def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, worker
         num_kv_blocks=config.num_kv_blocks,
         limit=checkpoint.position_limit,
     )
+
+
+def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
+    """Refuses a tokenizer or a chat template that cannot be used, by loading both as the coordinator does later."""
+    from coordinator.text import TextModel  # the tokenizers library: only once nothing cheaper can fail any more
+
+    TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
 
 
 def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from common.errors import StartError
 from deploy import cli
+from tests.fakes.checkpoint import fake_checkpoint
 
 LIMIT_S = 5.0
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "triton", "flash_attn", "huggingface_hub")
@@ -97,6 +99,16 @@ def test_an_unsupported_architecture(command: str, encoder_decoder: Path) -> Non
     assert time.monotonic() - started < LIMIT_S
 
 
+@pytest.mark.parametrize("command", ["up", "coordinator"])
+def test_a_model_without_a_tokenizer(command: str, tmp_path: Path) -> None:
+    (fake_checkpoint(tmp_path) / "tokenizer.json").unlink()
+    started = time.monotonic()
+    result = tandem(command, str(tmp_path), "--port", "0", "--control-port", "0", "--max-model-len", "64")
+    assert_refused(result, "no tokenizer.json")
+    assert result.stdout == "", "nobody was started for it"
+    assert time.monotonic() - started < LIMIT_S
+
+
 @pytest.mark.parametrize("flag", ["--port", "--control-port"])
 def test_a_busy_port(flag: str, busy_port: int, built_in: dict[str, str]) -> None:
     other = {"--port": "--control-port", "--control-port": "--port"}[flag]
@@ -132,6 +144,19 @@ def test_mistyped_words() -> None:
 def test_addresses_that_others_could_reach() -> None:
     assert_refused(tandem("up", "--host", "0.0.0.0"), "--insecure-http")
     assert_refused(tandem("decode", "--coordinator", "10.0.0.1:8001"), "--insecure-cluster")
+
+
+@pytest.mark.parametrize("imported", [0.0, 0.4], ids=["at once", "in the middle"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float, tmp_path: Path) -> None:
+    words = [role, str(fake_checkpoint(tmp_path)), "--coordinator", "127.0.0.1:9", "--max-model-len", "64"]
+    with subprocess.Popen([sys.executable, "-m", "deploy.cli", *words], stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stderr is not None
+        assert "importing" in worker.stderr.readline()
+        time.sleep(imported)  # a moment somewhere inside; there is nothing to wait for
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(LIMIT_S) == -signal.SIGINT, "a shell calls it 130"
+        assert worker.stderr.read() == ""
 
 
 def test_debug_adds_the_traceback() -> None:

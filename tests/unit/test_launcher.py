@@ -6,18 +6,21 @@ import io
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from common.config import UpConfig
 from common.errors import StartError
 from common.log import JsonFormatter, TextFormatter
 from deploy import builtin, cores, status
-from deploy.preflight import claim_port
+from deploy.preflight import check_up, claim_port
 from deploy.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.unit import how_it_ended
 from deploy.up import reachable
+from tests.fakes.checkpoint import fake_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,20 @@ def test_a_free_port_is_found() -> None:
     assert claim_port("127.0.0.1", 0, "--port") > 0
     with pytest.raises(StartError, match="cannot listen"):
         claim_port("no.such.host.invalid", 80, "--port")
+
+
+def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    model = fake_checkpoint(tmp_path / "model")
+    config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64)
+    assert check_up(config, 2).port > 0
+    with pytest.raises(StartError, match="template"):
+        check_up(replace(config, chat_template="{% for %}"), 2)
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(StartError, match="cannot read"):
+        check_up(config, 2)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(StartError, match="has no tokenizer"):
+        check_up(config, 2)
 
 
 def test_addresses_that_clients_can_use() -> None:
