@@ -7,6 +7,7 @@ Pure. Owns the counts of what waits for a worker and a smoothed rate at which wa
 from __future__ import annotations
 
 from common.errors import RequestError
+from coordinator.refusals import overloaded
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
@@ -28,18 +29,22 @@ class Admission:
     def enter(self, requests: int, tokens: int) -> None:
         """``requests`` with ``tokens`` prompt tokens in all want to queue; RequestError 429 if they do not fit.
 
-        A queue that is empty takes any request: one that is longer than the bound must not be refused for ever.
+        A queue that is empty takes any prompt: one that is longer than the bound must not be refused for ever. More
+        requests at once than the queue has places for are refused for good: 400.
         """
+        if requests > self.max_requests:
+            raise RequestError(
+                f"'prompt' has {requests} prompts, but this server lets only {self.max_requests} requests wait.",
+                param="prompt",
+                code="invalid_value",
+            )
         too_many = self.requests + requests > self.max_requests
         too_long = self.requests > 0 and self.tokens + tokens > self.max_tokens
         if too_many or too_long:
-            raise RequestError(
-                f"The server is overloaded: {self.requests} requests with {self.tokens} prompt tokens are waiting "
-                f"(limits {self.max_requests} and {self.max_tokens}). Try again later.",
-                status=429,
-                type="server_is_overloaded",
-                code="server_is_overloaded",
-                retry_after_s=self.retry_after_s(tokens),
+            raise overloaded(
+                f"{self.requests} requests with {self.tokens} prompt tokens are waiting "
+                f"(limits {self.max_requests} and {self.max_tokens})",
+                self.retry_after_s(tokens),
             )
         self.requests += requests
         self.tokens += tokens

@@ -23,6 +23,16 @@ def no_workers(role: str) -> RequestError:
     )
 
 
+def overloaded(waiting: str, retry_after_s: float) -> RequestError:
+    return RequestError(
+        f"The server is overloaded: {waiting}. Try again later.",
+        status=429,
+        type="server_is_overloaded",
+        code="server_is_overloaded",
+        retry_after_s=retry_after_s,
+    )
+
+
 def internal() -> RequestError:
     return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 

@@ -212,6 +212,9 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     with pytest.raises(RequestError) as refused:
         admission.enter(1, 10)
     assert refused.value.status == 429 and refused.value.code == "server_is_overloaded"
+    with pytest.raises(RequestError, match="lets only 2 requests wait") as hopeless:
+        admission.enter(3, 10)
+    assert hopeless.value.status == 400 and hopeless.value.param == "prompt"
     assert 0 < (refused.value.retry_after_s or 0) <= MAX_RETRY_S
     admission.leave(500, 0.0, placed=True)
     admission.enter(2, 100)
