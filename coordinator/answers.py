@@ -100,8 +100,7 @@ class Choice:
 
 
 def _shown(text: TextModel, token: int) -> tuple[str, bytes]:
-    spelled = text.token_bytes(token)
-    return spelled.decode("utf-8", "replace"), spelled
+    return text.token_text(token), text.token_bytes(token)
 
 
 def chat_logprob(text: TextModel, token: int, logprobs: Logprobs) -> Json:

@@ -131,19 +131,21 @@ class Fields:
         value = self.raw(name)
         return None if value is None else checked_integer(value, self.at(name), low, high)
 
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """A number in [low, high], or (low, high] with ``above``."""
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A number in [low, high]."""
         value = self.raw(name)
-        return None if value is None else checked_number(value, self.at(name), low, high, above=above)
+        return None if value is None else checked_number(value, self.at(name), low, high)
 
     # -- structures -----------------------------------------------------------------------------------------------
 
-    def mapping(self, name: str) -> Json | None:
+    def mapping(self, name: str, limit: int | None = None) -> Json | None:
         value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             self.wrong(name, "an object", value)
+        if limit is not None and len(value) > limit:
+            refuse(f"{self.at(name)!r} has {len(value)} entries, at most {limit} are allowed.", self.at(name))
         return value
 
     def nested(self, name: str) -> Fields | None:
@@ -184,11 +186,11 @@ def checked_integer(value: object, param: str, low: int, high: int) -> int:
     return value
 
 
-def checked_number(value: object, param: str, low: float, high: float, *, above: bool = False) -> float:
+def checked_number(value: object, param: str, low: float, high: float) -> float:
     """``value`` as a float in [low, high]; RequestError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(param, "a number", value)
-    if not (low <= value <= high) or (above and value == low) or not math.isfinite(value):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
-        refuse(f"{param!r} must be {bounds}, not {value if abs(value) < INT64 else 'a huge number'}.", param)
+    if not (low <= value <= high) or not math.isfinite(value):
+        shown = value if abs(value) < INT64 else "a huge number"
+        refuse(f"{param!r} must be between {low:g} and {high:g}, not {shown}.", param)
     return float(value)

@@ -116,13 +116,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
     arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
-    body = parse_completion(await read_body(request))
-    model, options = services.model, body.options
+    model = services.model
+    body = parse_completion(await read_body(request), model.context_length)
+    options = body.options
     model.check_name(options.model)
     prompts = await model.text_prompts(body.prompts)
     echoes: list[str] = []
     if body.echo:
-        texts = [given if isinstance(given, str) else model.text.decode(given) for given in body.prompts]
+        texts = await model.run(
+            sum(map(len, prompts)),
+            lambda: [given if isinstance(given, str) else model.text.decode(given) for given in body.prompts],
+        )
         echoes = [text for text in texts for _ in range(options.n)]
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
     return await _answer(request, arrived_at, prompts, "prompt", options, shape)

@@ -12,7 +12,9 @@ from typing import NoReturn
 from coordinator.fields import Fields, Json, refuse, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_MESSAGES = 1 << 16
+MAX_MESSAGES = 1 << 14
+MAX_ENTRIES = 1 << 14
+"""Text parts and tool calls of all messages together."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -23,7 +25,15 @@ def parse_messages(fields: Fields) -> list[Json]:
         fields.missing("messages")
     if not items:
         refuse("'messages' is an empty array; at least one message is needed.", "messages")
+    if (entries := sum(map(_entries, items))) > MAX_ENTRIES:
+        refuse(f"'messages' have {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
     return [_message(item, f"messages[{index}]") for index, item in enumerate(items)]
+
+
+def _entries(item: object) -> int:
+    """How many text parts and tool calls there are to read, before any is."""
+    lists = (item.get("content"), item.get("tool_calls")) if isinstance(item, dict) else ()
+    return sum(len(entries) for entries in lists if isinstance(entries, list))
 
 
 def _message(item: object, at: str) -> Json:

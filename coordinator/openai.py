@@ -1,12 +1,13 @@
 """The bodies of the OpenAI endpoints: every field validated, nothing computed.
 
 Owns limits, defaults that do not depend on the model, and the words of refusals. Turns JSON into frozen dataclasses;
-what depends on the model (vocabulary, context length, sampling defaults) is :mod:`coordinator.plan`'s.
+what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.served`'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from coordinator.fields import INT64, Fields, Json, checked_integer, checked_number, refuse, wrong_type
 from coordinator.messages import parse_messages
@@ -17,7 +18,11 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_LOGPROBS = 20
+MAX_BIASES = 4096
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
+"""vLLM takes all above 0; there logits leave the range of float32 before the penalty means anything."""
 MAX_TOKENS = 1 << 31
+MAX_TOKEN_ID = (1 << 32) - 1
 
 _TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _UNSUPPORTED = {
@@ -145,14 +150,27 @@ def _tools(fields: Fields) -> list[Json] | None:
     return tools or None if choice != "none" else None
 
 
-_RESERVED_KWARGS = ("messages", "tools", "documents", "chat_template", "tokenize", "conversation")
+_RESERVED_KWARGS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "self",
+    "tokenize",
+    "tools",
+)
 
 
 def _template_kwargs(fields: Fields) -> Json:
     kwargs = dict(fields.mapping("chat_template_kwargs") or {})
     for name in kwargs:
         if name in _RESERVED_KWARGS or name.startswith("_"):
-            refuse(f"'chat_template_kwargs' may not set {name[:64]!r}.", f"chat_template_kwargs.{name[:64]}")
+            refuse(
+                f"'chat_template_kwargs' may not set {name[:64]!r}: the server gives templates that name itself.",
+                f"chat_template_kwargs.{name[:64]}",
+            )
     if (effort := fields.string("reasoning_effort", limit=64)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
     return kwargs
@@ -161,8 +179,8 @@ def _template_kwargs(fields: Fields) -> Json:
 # -- text completions ------------------------------------------------------------------------------------------------
 
 
-def parse_completion(body: Json) -> CompletionBody:
-    """The body of POST /v1/completions."""
+def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> CompletionBody:
+    """The body of POST /v1/completions; token ids beyond ``context_length`` are refused unread."""
     fields = Fields(body)
     _refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -178,11 +196,11 @@ def parse_completion(body: Json) -> CompletionBody:
         refuse(
             "'echo' with 'logprobs' would need log-probabilities of the prompt, which are not supported yet.", "echo"
         )
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, context_length)
     return CompletionBody(options=_with_ignored(options, fields), prompts=prompts, echo=echo)
 
 
-def _prompts(fields: Fields) -> list[str | list[int]]:
+def _prompts(fields: Fields, context_length: int) -> list[str | list[int]]:
     value = fields.raw("prompt")
     if value is None:
         fields.missing("prompt")
@@ -193,7 +211,7 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
     if not value:
         refuse("'prompt' is an empty array.", "prompt")
     if isinstance(value[0], int | float) and not isinstance(value[0], bool):
-        return [token_ids(value, "prompt")]
+        return [token_ids(value, "prompt", context_length)]
     if len(value) > MAX_PROMPTS:
         refuse(f"'prompt' has {len(value)} prompts, at most {MAX_PROMPTS} are allowed.", "prompt")
     prompts: list[str | list[int]] = []
@@ -201,23 +219,24 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
         if isinstance(item, str):
             prompts.append(item)
         elif isinstance(item, list):
-            prompts.append(token_ids(item, f"prompt[{index}]"))
+            prompts.append(token_ids(item, f"prompt[{index}]", context_length))
         else:
             wrong_type(f"prompt[{index}]", "a string or an array of token ids", item)
     return prompts
 
 
-def token_ids(value: list[object], param: str) -> list[int]:
+def token_ids(value: list[object], param: str, limit: int) -> list[int]:
     """``value`` as token ids (their upper bound is the vocabulary's, checked elsewhere)."""
-    ids: list[int] = []
-    for index, item in enumerate(value):
-        if type(item) is int and 0 <= item < 1 << 32:  # the fast path of long prompts
-            ids.append(item)
-        else:
-            ids.append(checked_integer(item, f"{param}[{index}]", 0, (1 << 32) - 1))
-    if not ids:
+    if not value:
         refuse(f"{param!r} is empty: a prompt needs at least one token.", param)
-    return ids
+    if len(value) > limit:
+        text = f"{param!r} has {len(value)} tokens, but this model's maximum context length is {limit} tokens."
+        refuse(text, param, "context_length_exceeded")
+    if set(map(type, value)) == {int}:  # the fast path of long prompts
+        ids = cast(list[int], value)
+        if min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
+            return ids
+    return [checked_integer(item, f"{param}[{index}]", 0, MAX_TOKEN_ID) for index, item in enumerate(value)]
 
 
 # -- what both have ---------------------------------------------------------------------------------------------------
@@ -285,7 +304,7 @@ def _sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> S
         top_p=None if top_p is None else max(top_p, 1e-9),  # 0 means: only the most likely token
         top_k=None if top_k is None else max(top_k, 0),
         min_p=fields.number("min_p", 0, 1),
-        repetition_penalty=fields.number("repetition_penalty", 0, 100, above=True),
+        repetition_penalty=fields.number("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         logit_bias=_logit_bias(fields),
@@ -300,7 +319,7 @@ def _sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> S
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
     bias: dict[int, float] = {}
-    for key, value in (fields.mapping("logit_bias") or {}).items():
+    for key, value in (fields.mapping("logit_bias", MAX_BIASES) or {}).items():
         param = f"logit_bias.{key[:32]}"
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             refuse(f"Keys of 'logit_bias' are token ids, not {key[:32]!r}.", param)
@@ -330,7 +349,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     items = fields.array("stop_token_ids", MAX_STOP_IDS) or []
-    return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, (1 << 32) - 1) for at, item in enumerate(items))
+    return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, MAX_TOKEN_ID) for at, item in enumerate(items))
 
 
 def _cache_salt(fields: Fields) -> str:

@@ -15,6 +15,9 @@ from coordinator.served import product_version
 
 routes = web.RouteTableDef()
 
+MAX_DETOKENIZED = 1 << 20
+"""Token ids in one POST /detokenize."""
+
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +52,7 @@ async def model(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
     services = request.app[SERVICES]
+    text = services.model.text
     body = await read_body(request)
     fields = Fields(body)
     services.model.check_name(fields.string("model", limit=1024))
@@ -59,12 +63,10 @@ async def tokenize(request: web.Request) -> web.Response:
         if prompt is None:
             fields.missing("prompt")
         special = fields.boolean("add_special_tokens", True)
-        tokens = await services.model.run(
-            len(prompt), lambda: services.model.text.encode(prompt, add_special_tokens=special)
-        )
+        tokens = await services.model.run(len(prompt), lambda: text.encode(prompt, add_special_tokens=special))
     shown: Json = {"count": len(tokens), "max_model_len": services.model.context_length, "tokens": tokens}
     if fields.boolean("return_token_strs", False):
-        shown["token_strs"] = [services.model.text.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        shown["token_strs"] = await services.model.run(len(tokens), lambda: list(map(text.token_text, tokens)))
     return json_response(shown)
 
 
@@ -78,13 +80,14 @@ async def detokenize(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     fields = Fields(await read_body(request))
     services.model.check_name(fields.string("model", limit=1024))
-    given = fields.array("tokens", 1 << 24)
+    given = fields.array("tokens", MAX_DETOKENIZED)
     if given is None:
         fields.missing("tokens")
-    tokens = token_ids(given, "tokens") if given else []
+    tokens = token_ids(given, "tokens", MAX_DETOKENIZED) if given else []
     if tokens and max(tokens) >= services.model.checkpoint.vocab_size:
         refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
-    text = services.model.text.decode(tokens, skip_special_tokens=False)
+    decode = services.model.text.decode
+    text = await services.model.run(len(tokens), lambda: decode(tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
 
 

@@ -1,7 +1,7 @@
 """The model that is served: its name, its text side, its limits and its sampling defaults.
 
-Turns validated bodies into what workers need: token ids and :class:`~common.request.SamplingParams`. Tokenisation of
-long texts leaves the event loop.
+Turns validated bodies into what workers need: token ids and :class:`~common.request.SamplingParams`. Long texts are
+tokenized in two threads, while the event loop goes on; what waits for those threads is bounded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
 from common.kv.prefix import ChainKey, chain_root, extend_chain
 from common.request import SamplingParams
+from coordinator.answers import encode
+from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S
 from coordinator.openai import ChatBody, Options, Sampling
+from coordinator.refusals import overloaded
 from coordinator.registry import Registry
-from coordinator.text import TextModel
+from coordinator.text import LONG, TextModel
 
 T = TypeVar("T")
 
-INLINE_CHARS = 2_000
-"""Texts up to here are tokenized in the event loop: a thread switch costs more."""
 INLINE_TOKENS = 8_192
-_SEED_MASK = (1 << 63) - 1
+MAX_TEXTS = 256
+MAX_TEXT_CHARS = 64 << 20
+"""So many texts, of so many characters together, may be tokenized or wait for it; more get 429."""
+_CHARS_PER_S = 1e6
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -61,6 +65,7 @@ class ServedModel:
         settings = f"{self.defaults}{config.chat_template}{self._limit}"
         digest = hashlib.blake2b(settings.encode(), digest_size=3).hexdigest()
         self.system_fingerprint = f"tandem-{product_version()}-{checkpoint.fingerprint[:8]}-{digest}"
+        self._texts = self._chars = 0
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="text")
 
     def close(self) -> None:
@@ -85,16 +90,20 @@ class ServedModel:
 
     async def chat_prompt(self, body: ChatBody) -> list[int]:
         """Token ids of a templated chat."""
-        size = sum(len(str(message["content"])) for message in body.messages) + 64 * len(body.messages)
-        return await self.run(size, lambda: self.text.encode_chat(body))
+        size = len(encode([body.messages, body.tools, body.template_kwargs]))
+        return await self.run(
+            size, lambda: self.text.encode_chat(body, lambda chars: self._check_chars(chars, "messages"))
+        )
 
     async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of completion prompts; ids are taken as they are, after a look at the vocabulary."""
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await self.run(size, lambda: [self._text_prompt(prompt, at) for at, prompt in enumerate(prompts)])
+        return await self.run(
+            sum(map(len, prompts)), lambda: [self._text_prompt(prompt, at) for at, prompt in enumerate(prompts)]
+        )
 
     def _text_prompt(self, prompt: str | list[int], at: int) -> list[int]:
         if isinstance(prompt, str):
+            self._check_chars(len(prompt), "prompt")
             ids = self.text.encode(prompt)
             if not ids:
                 raise RequestError(
@@ -113,14 +122,22 @@ class ServedModel:
         root = chain_root(cache_salt, worker.hello.fingerprint, worker.hello.dtype)
         if len(ids) <= INLINE_TOKENS:
             return extend_chain(root, [], ids)
-        return await self._in_thread(lambda: extend_chain(root, [], ids))
+        return await self._in_thread(len(ids), lambda: extend_chain(root, [], ids))
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters, in a thread if they are many."""
-        return work() if size <= INLINE_CHARS else await self._in_thread(work)
+        """``work`` on ``size`` characters or tokens, in a thread if they are many; RequestError 429 if too many wait
+        for that already."""
+        return work() if size < LONG else await self._in_thread(size, work)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        if self._texts >= MAX_TEXTS or (self._texts and self._chars + size > MAX_TEXT_CHARS):
+            waiting = f"{self._texts} texts of {self._chars} characters are being tokenized"
+            raise overloaded(waiting, min(MAX_RETRY_S, max(MIN_RETRY_S, self._chars / _CHARS_PER_S)))
+        self._texts, self._chars = self._texts + 1, self._chars + size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._texts, self._chars = self._texts - 1, self._chars - size
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -129,7 +146,7 @@ class ServedModel:
         asked = options.sampling
         max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field)
         self._check_ids(asked)
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed & _SEED_MASK
+        seed = secrets.randbits(64) if asked.seed is None else asked.seed % (1 << 64)
         chosen = {name: getattr(asked, name) for name in _FALLBACK}
         merged = {name: self.defaults[name] if value is None else value for name, value in chosen.items()}
         return SamplingParams(
@@ -160,6 +177,13 @@ class ServedModel:
         if room < 1:
             raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
         raise _too_long(f"{head} and {wanted} more are asked for. At most {room} output tokens fit.", "max_tokens")
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuses a text that is hopelessly long before it costs the time to tokenize it."""
+        limit, least = self.context_length, self.text.least_tokens(chars)
+        if least > limit:
+            head = f"This model's maximum context length is {limit} tokens, but the prompt has at least {least}"
+            raise _too_long(f"{head}. Shorten the prompt.", param)
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self.checkpoint.vocab_size

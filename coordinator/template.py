@@ -102,12 +102,14 @@ class ChatTemplate:
         messages, fence = self._prepare(messages, continue_final_message)
         try:
             text = self._template.render(
-                **self._special,
-                **{name: value for name, value in (kwargs or {}).items() if name not in self._special},
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **(kwargs or {}),
+                    **self._special,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except Exception as error:  # a template is a program of the model's author: it may fail in any way
             reason = str(error)[:500] or type(error).__name__

@@ -2,25 +2,30 @@
 
 Owns the tokenizer (the ``tokenizers`` library alone; ``AutoTokenizer`` would bring torch), the chat template,
 incremental detokenisation that never splits a character, and the window that keeps stop strings from leaking. All of it
-is synchronous and safe to call from an executor thread.
+is synchronous and safe to call from an executor thread; long texts and lists go through the library's batch calls,
+because only those let go of the interpreter lock.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, normalizers
 
 from common.errors import RequestError, StartError
 from coordinator.openai import ChatBody
 from coordinator.template import ChatTemplate, Typed, pick_template
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG = 2_000
+"""Characters or tokens from which on the library must let go of the interpreter lock; below, threads cost more."""
+_NFC_SHRINKS = 4
+"""So many characters may become one in normal form C."""
 MAX_WINDOW_TOKENS = 32
 """A character that is still incomplete after so many tokens is none."""
 
@@ -32,9 +37,11 @@ class TextModel:
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
         added = self.tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._control = [token.content for token in added.values() if token.special]
         self._byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+        self._token_chars = _token_chars(self.tokenizer) if self._byte_level else None
         self._bytes: dict[int, bytes] = {}
         self._plain: Tokenizer | None = None
         self._plain_lock = Lock()
@@ -44,7 +51,7 @@ class TextModel:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of ``text``; control tokens spelled out in it are control tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self.tokenizer, text, add_special_tokens)
 
     def encode_typed(self, text: str) -> list[int]:
         """The ids of ``text`` with every control token in it taken as plain characters."""
@@ -52,10 +59,15 @@ class TextModel:
             if self._plain is None:
                 self._plain = Tokenizer.from_str(self.tokenizer.to_str())
                 self._plain.encode_special_tokens = True
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return _encode(self._plain, text, False)
 
-    def encode_chat(self, body: ChatBody) -> list[int]:
-        """The prompt of a chat; RequestError if the model has no template or the template refuses it."""
+    def least_tokens(self, chars: int) -> int:
+        """As few tokens can ``chars`` characters be; 0 where that cannot be told."""
+        return chars // self._token_chars if self._token_chars else 0
+
+    def encode_chat(self, body: ChatBody, check_chars: Callable[[int], None] = lambda chars: None) -> list[int]:
+        """The prompt of a chat; RequestError if the model has no template or the template refuses it. ``check_chars``
+        may refuse the length of the templated text before it becomes tokens."""
         if self.template is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
@@ -69,6 +81,7 @@ class TextModel:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
+        check_chars(sum(map(len, pieces)))
         ids: list[int] = []
         for piece in pieces:
             typed = isinstance(piece, Typed)
@@ -79,7 +92,12 @@ class TextModel:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """All of ``ids`` as text; incomplete characters become U+FFFD."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self._byte_level:  # the library would take the letters of added tokens for bytes
+            kept = (token for token in ids if not (skip_special_tokens and self.is_special(token)))
+            return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+        if len(ids) < LONG:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one stream of tokens."""
@@ -94,6 +112,10 @@ class TextModel:
             known = self._bytes[token] = self._spell(token)
         return known
 
+    def token_text(self, token: int) -> str:
+        """``token`` on its own as text, parts of a character as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
     def is_special(self, token: int) -> bool:
         return token in self._special_ids
 
@@ -102,10 +124,9 @@ class TextModel:
         if spelled is None:
             return b""
         if self._byte_level:
-            try:
-                return bytes(_BYTE_OF[char] for char in spelled)
-            except KeyError:
-                return spelled.encode()  # an added token is spelled as it is
+            if token in self._added_ids or not _BYTE_OF.keys() >= set(spelled):
+                return spelled.encode()  # as it is, although its letters may stand for bytes elsewhere
+            return bytes(_BYTE_OF[char] for char in spelled)
         if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):
             return bytes([int(spelled[3:5], 16)])
         return spelled.replace("▁", " ").encode()
@@ -156,6 +177,22 @@ def _load_tokenizer(directory: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) < LONG:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _token_chars(tokenizer: Tokenizer) -> int | None:
+    """The most characters that become one token of a byte-level vocabulary; None where text may vanish on the way."""
+    vocab, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder().values()
+    normalizer = tokenizer.normalizer
+    keeps_text = normalizer is None or isinstance(normalizer, normalizers.NFC)
+    if not keeps_text or not _BYTE_OF.keys() <= vocab.keys() or any(token.lstrip or token.rstrip for token in added):
+        return None
+    return max(map(len, vocab)) * (1 if normalizer is None else _NFC_SHRINKS)
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -89,6 +90,14 @@ async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: 
     first, second = (sent.request.sampling for sent in house.workers[0].got(Prefill))
     assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
     assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
+
+
+async def test_different_seeds_stay_different(house: House) -> None:
+    seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
+    for seed in seeds:
+        await house.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
+    sent = {message.request.sampling.seed for message in house.workers[0].got(Prefill)}
+    assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
 
 
 async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
@@ -538,6 +547,45 @@ async def test_more_errors(house: House) -> None:
 async def test_a_wrong_method_is_told_the_right_ones(house: House) -> None:
     response, _ = await house.post("/v1/models", {})
     assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
+
+
+async def test_what_is_hopelessly_long_is_refused_without_tokenizing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.services.model.text, "encode", None)
+    long = "x" * 1_000_000
+    for path, asked in ((TEXT, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+        response, body = await house.post(path, asked)
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert "at least" in body["error"]["message"]
+
+
+async def test_ids_are_counted_before_they_are_read(house: House) -> None:
+    for path, name in ((TEXT, "prompt"), ("/detokenize", "tokens")):
+        response, body = await house.post(path, {name: [True] * ((1 << 20) + 1)})
+        assert response.status == 400 and str((1 << 20) + 1) in body["error"]["message"]
+
+
+async def test_texts_that_wait_for_tokens_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.served.MAX_TEXTS", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def encode(text: str, **_: Any) -> list[int]:
+        begun.set()
+        go_on.wait()
+        return [50]
+
+    monkeypatch.setattr(house.services.model.text, "encode", encode)
+    asked = {"prompt": "x" * 4000, "max_tokens": 1}
+    first = asyncio.create_task(house.post(TEXT, asked))
+    try:
+        await until(begun.is_set, "the first is tokenized")
+        response, body = await house.post(TEXT, asked)
+        assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
+        assert response.headers["Retry-After"]
+    finally:
+        go_on.set()
+    assert (await first)[0].status == (await house.post(TEXT, asked))[0].status == 200
 
 
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:

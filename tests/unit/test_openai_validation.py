@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from common.errors import RequestError
 from coordinator.fields import parse_json
-from coordinator.openai import MAX_CHOICES, MAX_PROMPTS, parse_chat, parse_completion
+from coordinator.messages import MAX_ENTRIES, MAX_MESSAGES
+from coordinator.openai import MAX_BIASES, MAX_CHOICES, MAX_PROMPTS, parse_chat, parse_completion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -162,6 +164,8 @@ def test_every_sampling_field_arrives() -> None:
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"presence_penalty": -3}, "presence_penalty"),
         ({"n": 0}, "n"),
@@ -188,6 +192,7 @@ def test_every_sampling_field_arrives() -> None:
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"logit_bias": {"1": True}}, "logit_bias.1"),
         ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(MAX_BIASES + 1)), 1)}, "logit_bias"),
         ({"priority": 1.5}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"model": 5}, "model"),
@@ -231,6 +236,11 @@ def test_out_of_range_and_wrong_types_name_the_field(fields: dict[str, Any], par
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"response_format": "text"}, "response_format"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "chat_template_kwargs.add_generation_prompt"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"messages": [{"role": "user", "content": ["a"] * (MAX_ENTRIES // 2 + 1)}] * 2}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [0] * 1000}] * 17}, "messages"),
+        ({"messages": MESSAGES * (MAX_MESSAGES + 1)}, "messages"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"bootstrap_host": "x"}, "bootstrap_host"),
@@ -269,6 +279,13 @@ def test_chats_that_are_refused(fields: dict[str, Any], param: str) -> None:
 )
 def test_completions_that_are_refused(fields: dict[str, Any], param: str) -> None:
     assert refusal(lambda: completion(**fields)).param == param
+
+
+def test_more_ids_than_the_context_holds_are_refused_unread() -> None:
+    for prompt, param in (([1, 2, 3], "prompt"), ([[1], ["no", "id", "here"]], "prompt[1]")):
+        error = refusal(functools.partial(parse_completion, {"prompt": prompt}, 2))
+        assert (error.code, error.param) == ("context_length_exceeded", param)
+    assert parse_completion({"prompt": [1, 2.0]}, 2).prompts == [[1, 2]]
 
 
 def test_prompts_in_every_form() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from common.errors import RequestError, StartError
 from coordinator.fields import Json
@@ -46,6 +48,39 @@ def test_random_ids_decode_as_the_tokenizer_does(text: TextModel, ids: list[int]
     stream = text.detokenizer(skip_special_tokens=skip)
     pieces = "".join(stream.push(token) for token in ids) + stream.finish()
     assert pieces == text.decode(ids, skip_special_tokens=skip)
+    assert pieces == text.tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_an_added_token_is_its_text_even_where_its_letters_stand_for_bytes(tmp_path: Path) -> None:
+    directory = fake_checkpoint(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("\u00ab\u00e9\u00bb", normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    text = TextModel(directory, vocab_size=VOCAB)
+    (token,) = text.encode("\u00ab\u00e9\u00bb")
+    assert text.detokenizer().push(token) == text.decode([token]) == "\u00ab\u00e9\u00bb"
+
+
+def test_the_fewest_tokens_that_so_many_characters_can_be(text: TextModel, tmp_path: Path) -> None:
+    for sample in ("<|developer|>" * 50, "quick brown fox", "🙂" * 9):
+        assert 0 < text.least_tokens(len(sample) * 100) <= len(text.encode(sample * 100))
+    directory = fake_checkpoint(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for normalizer, known in ((normalizers.NFC(), True), (normalizers.Strip(), False)):
+        tokenizer.normalizer = normalizer
+        tokenizer.save(str(directory / "tokenizer.json"))
+        assert bool(TextModel(directory, vocab_size=VOCAB).least_tokens(10_000)) is known
+
+
+async def test_long_texts_let_go_of_the_interpreter(text: TextModel) -> None:
+    started = before = time.monotonic()
+    work = asyncio.create_task(asyncio.to_thread(text.encode, "hello world " * 100_000))
+    longest = 0.0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+    assert longest < (time.monotonic() - started) / 2
+    assert len(await work) == 100_000 * len(text.encode("hello world "))
 
 
 def test_ids_without_a_token_are_empty(text: TextModel) -> None:
@@ -147,6 +182,12 @@ def test_tools_and_extra_variables_reach_the_template() -> None:
     messages: list[Json] = [{"role": "user", "content": "x"}]
     kwargs: Json = {"mood": "😀", "bos_token": "Z"}
     assert template.render(messages, tools=[{"name": "<f>"}], kwargs=kwargs) == ['[{"name": "<f>"}]😀B']
+
+
+def test_no_extra_variable_takes_the_place_of_the_servers() -> None:
+    template = ChatTemplate("{{ add_generation_prompt }}{{ messages | length }}", {}, [])
+    kwargs: Json = {"add_generation_prompt": 5, "self": 5, "messages": []}
+    assert template.render([{"role": "user", "content": "x"}], kwargs=kwargs) == ["True1"]
 
 
 @pytest.mark.parametrize(
