@@ -39,7 +39,7 @@ from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
 from coordinator.refusals import given_up, internal, no_workers, shutting_down, worker_error
 from coordinator.registry import SWEEP_S, Registry, Worker
-from coordinator.router import NoWorkers, Placement, Router
+from coordinator.router import NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.dispatch")
@@ -94,7 +94,8 @@ class Dispatcher:
         if (role := self.router.missing_role()) is not None:
             raise no_workers(role)
         for ticket in tickets:
-            self._check_size(ticket)
+            if (reason := self._too_large(ticket)) is not None:
+                raise reason
         self.admission.enter(len(tickets), sum(ticket.prompt_length for ticket in tickets))
         for ticket in tickets:
             ticket.order = next(self._orders)
@@ -117,15 +118,17 @@ class Dispatcher:
             self.metrics.ended(ticket, "failed")
             ticket.client.failed(ticket, error)
 
-    def _check_size(self, ticket: Ticket) -> None:
+    def _too_large(self, ticket: Ticket) -> RequestError | None:
+        """Why no worker that is here could ever hold the request, if so."""
         wanted, blocks = self.router.largest(ticket.need())
-        if wanted > blocks:
-            raise RequestError(
-                f"This request needs {wanted} KV blocks ({ticket.prompt_length} prompt tokens, {ticket.n} x "
-                f"{ticket.sampling.max_tokens} output tokens), but the largest worker has {blocks}.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+        if wanted <= blocks:
+            return None
+        return RequestError(
+            f"This request needs {wanted} KV blocks ({ticket.prompt_length} prompt tokens, {ticket.n} x "
+            f"{ticket.sampling.max_tokens} output tokens), but the largest worker has {blocks}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
 
     def _expire(self, ticket: Ticket) -> None:
         waiting = "a worker" if ticket.life.state is State.QUEUED else f"its end while {ticket.life.state.value}"
@@ -172,7 +175,8 @@ class Dispatcher:
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Places queued requests in order until one does not fit; that one keeps its place before later ones."""
+        """Places queued requests in order until one does not fit; that one keeps its place before later ones, unless
+        the workers that it would fit have left: it fails."""
         self._pumping = False
         workerless = False
         while self._queue:
@@ -181,6 +185,9 @@ class Dispatcher:
                 heapq.heappop(self._queue)
                 continue
             verdict = self.router.place(ticket.need())
+            if isinstance(verdict, Wait) and (reason := self._too_large(ticket)) is not None:
+                self.fail(ticket, reason)
+                continue
             if not isinstance(verdict, Placement):
                 workerless = isinstance(verdict, NoWorkers)
                 break

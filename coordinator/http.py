@@ -156,7 +156,8 @@ async def _answer(
     reply = (StreamReply if options.stream else WholeReply)(options, shape, choices)
     tickets = []
     for prompt in prompts:
-        sampling = model.sampling(options, len(prompt), prompt_field)
+        most_output = services.dispatcher.router.most_output(len(prompt), options.n)
+        sampling = model.sampling(options, len(prompt), prompt_field, most_output)
         chain = await model.prefix_chain(prompt, options.cache_salt)
         tickets.append(_ticket(services, arrived_at, prompt, sampling, chain, options, reply))
     reply.expect(tickets)

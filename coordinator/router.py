@@ -14,11 +14,14 @@ from typing import Literal
 
 from common.ids import Incarnation
 from common.kv.prefix import ChainKey
+from common.messages import Hello, Role
 from coordinator.lifecycle import Path
 from coordinator.registry import Registry, Worker
 
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
+_HOLDERS: tuple[Role, ...] = ("decode", "colocated")
+"""Who holds a request to its end."""
 
 HORIZON_TOKENS = 512
 """Output tokens per choice that a promise covers; beyond it decode grows and, if it must, preempts."""
@@ -139,11 +142,23 @@ class Router:
     def largest(self, need: Need) -> tuple[int, int]:
         """(blocks that ``need`` takes at its full length, blocks of the largest pool that could hold it); (0, 0) if no
         worker is known."""
-        pools = [w.hello for w in (*self.registry.ready("decode"), *self.registry.ready("colocated"))]
-        if not pools:
-            return 0, 0
-        largest = max(pools, key=lambda hello: hello.kv_blocks * hello.block_size)
-        return need.blocks(largest.block_size, need.output), largest.kv_blocks
+        pool = self._largest_pool()
+        return (need.blocks(pool.block_size, need.output), pool.kv_blocks) if pool else (0, 0)
+
+    def most_output(self, tokens: int, choices: int) -> int | None:
+        """The most output per choice that the largest pool holds after a prompt of ``tokens``; None if no worker is
+        known. The inverse of :meth:`Need.blocks`."""
+        pool = self._largest_pool()
+        if pool is None:
+            return None
+        if choices == 1:
+            return pool.kv_blocks * pool.block_size - tokens
+        shared, partial = divmod(tokens, pool.block_size)
+        return (pool.kv_blocks - shared) // choices * pool.block_size - partial
+
+    def _largest_pool(self) -> Hello | None:
+        pools = (worker.hello for role in _HOLDERS for worker in self.registry.ready(role))
+        return max(pools, key=lambda hello: hello.kv_blocks * hello.block_size, default=None)
 
     def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
         decode = self._roomiest(need, decodes)

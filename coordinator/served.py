@@ -141,10 +141,13 @@ class ServedModel:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    def sampling(self, options: Options, prompt_tokens: int, prompt_field: str) -> SamplingParams:
-        """Sampling for one prompt; RequestError when prompt and output do not fit the context."""
+    def sampling(
+        self, options: Options, prompt_tokens: int, prompt_field: str, most_output: int | None = None
+    ) -> SamplingParams:
+        """Sampling for one prompt; RequestError when prompt and output do not fit the context. Who sets no limit gets
+        what fits, at most ``most_output`` per choice."""
         asked = options.sampling
-        max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field)
+        max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
         self._check_ids(asked)
         seed = secrets.randbits(64) if asked.seed is None else asked.seed % (1 << 64)
         chosen = {name: getattr(asked, name) for name in _FALLBACK}
@@ -167,10 +170,11 @@ class ServedModel:
             logprobs=asked.logprobs,
         )
 
-    def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str) -> int:
+    def _max_tokens(self, asked: Sampling, prompt_tokens: int, prompt_field: str, most_output: int | None) -> int:
         limit = self.context_length
         room = limit - prompt_tokens
-        wanted = room if asked.max_tokens is None else asked.max_tokens
+        fitting = room if most_output is None else min(room, max(1, most_output))
+        wanted = fitting if asked.max_tokens is None else asked.max_tokens
         if 1 <= wanted <= room:
             return wanted
         head = f"This model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens}"

@@ -596,6 +596,31 @@ async def test_more_blocks_than_any_worker_has(model: Path) -> None:
         assert "20" in body["error"]["message"]
 
 
+@pytest.mark.parametrize("n", [1, 4])
+async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
+        response, _ = await house.post(CHAT, {**HELLO, "n": n})
+        assert response.status == 200
+        request = house.workers[0].got(Prefill)[0].request
+        assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
+
+
+async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        large = await house.add("decode", step_s=0.02, changes={"kv_blocks": 20})
+        await house.add("decode", changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 240, "ignore_eos": True}
+        running = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(2)]
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        behind = asyncio.create_task(house.post(TEXT, {**asked, "max_tokens": 4}))
+        await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
+        large.stop()
+        assert (await behind)[0].status == 200
+        for response, body in await asyncio.gather(*running):
+            assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+
+
 async def test_request_ids_are_echoed_if_sane(house: House) -> None:
     for given, same in (("my-id.1", True), ("x" * 200, False), ("a b", False)):
         response, _ = await house.get("/health", headers={"X-Request-Id": given})

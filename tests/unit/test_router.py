@@ -115,6 +115,20 @@ def test_a_request_never_goes_where_it_could_not_end() -> None:
     assert isinstance(router.place(need), Wait)
 
 
+@given(st.integers(1, 400), st.integers(1, 16), st.integers(1, 60))
+def test_the_most_output_is_what_just_fits(tokens: int, choices: int, blocks: int) -> None:
+    registry = Registry("f")
+    router = Router(registry)
+    assert router.most_output(tokens, choices) is None
+    join(registry, kv_blocks=blocks)
+    most = router.most_output(tokens, choices)
+    assert most is not None
+    for output, fits in ((most, True), (most + 1, False)):
+        if output > 0:
+            wanted, there = router.largest(Need(tokens, output, choices))
+            assert (wanted <= there) is fits
+
+
 def test_roles_that_are_missing() -> None:
     router, _ = house(prefills=0, decodes=0)
     assert router.place(Need(1, 1, 1)) == NoWorkers("decode")
