@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from common.config import CONFIGS
+from common.config import CONFIGS, ChatConfig, WorkerConfig, load_config
 from common.options import options
+from deploy.cli import COMMANDS, build_parser
 from deploy.flags import flag_table, with_table
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +34,29 @@ def test_a_document_without_markers_is_refused() -> None:
 
 
 def test_every_flag_in_the_text_exists() -> None:
-    known = {item.flag for config in CONFIGS for item in options(config)} | {"--config"}
+    known = {item.flag for config in CONFIGS for item in options(config)} | {"--config", "--version"}
     known |= {f"--no-{flag[2:]}" for flag in known}
     for flag in re.findall(r"--[a-z][a-z-]+", README):
         assert flag in known | {"--kv-cache-memory-bytes", "--num-gpu-blocks-override"}, flag
+
+
+def test_every_command_that_is_shown_is_understood() -> None:
+    """With its flags, and with leave to bind where it says: none would be refused before it opens its model."""
+    _, commands = build_parser()
+    shown = re.findall(r"^\w?\$ (?:\.venv/bin/)?tandem (\w+) ?(.*?)(?: +#.*)?$", README, re.MULTILINE)
+    assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode"}
+    for name, words in shown:
+        config = COMMANDS[name][1]
+        given = vars(commands[name].parse_args(words.split()))
+        fixed = {"role": name} if config is WorkerConfig else {}
+        loaded = load_config(config, given, {}, **fixed).config
+        if not isinstance(loaded, ChatConfig):
+            replace(loaded, **({"api_key_file": None, "api_key": "k"} if name == "coordinator" else {})).check_binds()
+
+
+def test_what_a_newcomer_must_be_told_is_told() -> None:
+    for words in ("random until one is trained", "(DECISIONS.md)", "(kvtransfer/PROTOCOL.md)", "SendLink", "BACKENDS"):
+        assert words in README
 
 
 def test_every_file_that_is_named_exists() -> None:
