@@ -36,11 +36,11 @@ clean: ## remove the environment and all caches
 $(BIN)/python:
 	@set -e; for python in python3.13 python3.12 python3.11 python3 python3.14; do \
 	    if command -v $$python >/dev/null && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	        found=$$python; break; fi; done; \
-	if [ -z "$$found" ]; then echo "Tandem needs Python 3.11 or newer; none was found (Debian: apt install python3)" >&2; exit 1; fi; \
-	if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
-	    version=$$($$found -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-	    echo "$$found cannot make a virtual environment; Debian and Ubuntu: apt install python$$version-venv" >&2; exit 1; fi; \
+	        if $$python -c 'import ensurepip, venv' 2>/dev/null; then found=$$python; break; fi; bare=$${bare:-$$python}; fi; done; \
+	if [ -z "$$found$$bare" ]; then \
+	    echo "Tandem needs Python 3.11 or newer; none was found (Debian: apt install python3)" >&2; exit 1; fi; \
+	if [ -z "$$found" ]; then version=$$($$bare -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	    echo "$$bare cannot make a virtual environment; Debian and Ubuntu: apt install python$$version-venv" >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
