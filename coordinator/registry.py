@@ -18,6 +18,7 @@ from common.ids import Incarnation
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from common.options import parse_address
 
 SILENCE_S = 2.0
 """A worker not heard of for so long is gone."""
@@ -198,14 +199,36 @@ class Registry:
             return (
                 f"block size {hello.block_size}, {hello.kv_blocks} blocks, length {hello.max_model_len} make no sense"
             )
-        peer = next((worker for worker in self if worker.id != hello.incarnation), None)
-        if peer is None:
-            return None
-        for name in ("fingerprint", "layout", "vocab_size"):
-            mine, theirs = getattr(hello, name), getattr(peer.hello, name)
-            if mine != theirs:
-                return f"{name} {mine}, but {peer.hello.name} has {theirs}: workers of one model must have the same"
+        if not _is_data_address(hello.data_address, hello.role):
+            return (
+                f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT, others may have none"
+            )
+        others = [worker.hello for worker in self if worker.id != hello.incarnation]
+        for other in others:
+            if other.name == hello.name and other.host != hello.host:
+                return f"{other.host} has a worker {hello.name} too: give every worker a name of its own with --name"
+        return _difference(hello, others[0]) if others else None
+
+
+def _difference(hello: Hello, peer: Hello) -> str | None:
+    """What keeps two workers from serving one model together. Layouts are hashes: what they are made of says more."""
+    if all(getattr(hello, name) == getattr(peer, name) for name in ("fingerprint", "layout", "vocab_size")):
         return None
+    told = [name for name in ("fingerprint", "dtype", "vocab_size") if getattr(hello, name) != getattr(peer, name)]
+    pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told or ["layout"]]
+    models = f"{hello.model} here, {peer.model} there" if hello.model != peer.model else hello.model
+    return f"{', '.join(pairs)} of {peer.name} ({models}): workers of one model must have the same"
+
+
+def _is_data_address(address: str, role: Role) -> bool:
+    """Whether hand-offs can be sent there; only decode workers take any."""
+    if not address:
+        return role != "decode"
+    try:
+        parse_address(address.removeprefix("tcp://"))
+    except ValueError:
+        return False
+    return address.startswith("tcp://")
 
 
 def _checkpoint(fingerprint: str) -> str:

@@ -26,7 +26,7 @@ def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **ch
         pid=1,
         host="h",
         host_id="h",
-        data_address="",
+        data_address="tcp://127.0.0.1:1" if role == "decode" else "",
         links=("shm",),
         kv_blocks=100,
         block_size=16,
@@ -52,6 +52,9 @@ def beat(incarnation: str, **changes: Any) -> Heartbeat:
     return msgspec.structs.replace(base, **changes)
 
 
+_NO_ADDRESSES = ("", "nonsense", "tcp://", "tcp://h", "tcp://h:", "tcp://h:0", "tcp://h:65536", "tcp://h:x", "h:1")
+
+
 def test_a_worker_is_ready_once_it_was_welcomed() -> None:
     registry = Registry("f")
     verdict = registry.join(hello(), 0.0)
@@ -71,12 +74,16 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
         ({"vocab_size": 9}, "vocab_size"),
         ({"block_size": 24}, "block size"),
         ({"kv_blocks": 0}, "blocks"),
+        ({"dtype": "bfloat16", "layout": "other"}, "dtype bfloat16 against float32 of d0"),
+        ({"fingerprint": "f.2", "model": "n"}, r"fingerprint f.2 against f of d0 (n here, m there)"),
+        ({"host": "elsewhere", "name": "d0"}, "--name"),
+        *(({"data_address": address}, "data address") for address in _NO_ADDRESSES),
     ],
 )
 def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
     registry = Registry("f")
     join(registry)
-    verdict = registry.join(hello("d1", "i1", **changes), 0.0)
+    verdict = registry.join(hello(**{"name": "d1", "incarnation": "i1", **changes}), 0.0)
     assert isinstance(verdict, Refused) and words in verdict.reason
     assert len(registry) == 1
 
