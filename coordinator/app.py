@@ -20,7 +20,7 @@ from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError
 from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Gateway
+from coordinator.gateway import Gateway, bracketed
 from coordinator.http import SERVICES, Services, make_app, make_runner
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
@@ -53,7 +53,7 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
             await web_runner.setup()
             try:
                 await web.SockSite(web_runner, listener, backlog=BACKLOG).start()
-                url = f"http://{config.host}:{listener.getsockname()[1]}"
+                url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
                 log.info(
                     "serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address
                 )
@@ -78,6 +78,7 @@ async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics)
     metrics.load = lambda: Load(len(dispatcher.tickets) - admission.requests, admission.requests)
+    metrics.bad_messages = lambda: gateway.bad_messages
     dispatcher.start()
     try:
         yield Services(config, model, dispatcher, registry, metrics)
@@ -133,7 +134,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartError(
-            f"cannot listen on {host}:{port}",
+            f"cannot listen on {bracketed(host)}:{port}",
             error.strerror or str(error),
             "stop what uses that port, or choose another with --port",
         ) from error

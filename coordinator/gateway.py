@@ -43,6 +43,8 @@ HEARTBEAT_MS = 500
 LEASE_MS = 8_000
 MESSAGES_PER_TURN = 512
 """After so many the event loop gets a turn, so that clients are served while workers flood."""
+COMPLAIN_EVERY_S = 10.0
+"""Rubbish is counted message by message, and told of at most so often."""
 PROBES_S = (0.01, 0.1)
 """After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
@@ -71,6 +73,7 @@ class Gateway:
     """Binds ``tcp://host:port`` and feeds ``registry`` and ``events`` until closed."""
 
     def __init__(self, registry: Registry, host: str, port: int, *, insecure_cluster: bool = False) -> None:
+        host = bracketed(host)
         address = f"tcp://{host}:{port or '*'}"
         if not (is_local(address) or insecure_cluster):
             raise StartError(
@@ -81,6 +84,8 @@ class Gateway:
         self.registry = registry
         self.incarnation = new_incarnation()
         self.bad_messages = 0
+        self._last_bad = ""
+        self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self.times_emptied = 0
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
@@ -148,6 +153,7 @@ class Gateway:
     def sweep(self, now_s: float) -> None:
         """Drops workers that have been silent too long. To be called every SWEEP_S."""
         self._read()
+        self._complain(now_s)
         for worker in self.registry.sweep(now_s):
             log.warning("worker %s is gone: silent", worker.hello.name)
             self.sent.pop(worker.id, None)
@@ -184,7 +190,15 @@ class Gateway:
                 self._dispatch(frames, now_s)
             except WireError as error:
                 self.bad_messages += 1
-                log.warning("dropped a message from %r: %s", frames[0][:64], error)
+                self._last_bad = f"from {frames[0][:64]!r}: {error}"
+                self._complain(now_s)
+
+    def _complain(self, now_s: float) -> None:
+        """Tells of the rubbish that has come since the last time."""
+        count = self.bad_messages - self._told_of
+        if count and now_s - self._told_at >= COMPLAIN_EVERY_S:
+            self._told_of, self._told_at = self.bad_messages, now_s
+            log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
 
     def _dispatch(self, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
@@ -280,6 +294,11 @@ class Gateway:
         for worker in list(self.registry):
             if self._loop is not None:
                 self.send(worker, _NOBODY)
+
+
+def bracketed(host: str) -> str:
+    """``host`` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _option(socket: zmq.Socket[Any], option: int) -> int:

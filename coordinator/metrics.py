@@ -7,13 +7,15 @@ workers at each scrape, so that block states add up. No request ids in labels.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.ids import Incarnation
 from common.messages import Timing
 from common.request import FinishReason
 from coordinator.registry import Registry, WorkerState
@@ -45,6 +47,7 @@ _BETWEEN = (
 _STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
 _FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_REMEMBERED = 256
 _LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -56,11 +59,12 @@ class Load(NamedTuple):
 
 
 class Metrics:
-    """``load`` is asked at every scrape, once the dispatcher exists."""
+    """``load`` and ``bad_messages`` are asked at every scrape, once the dispatcher exists."""
 
     def __init__(self, model: str, workers: Registry) -> None:
         self.registry = CollectorRegistry()
         self.load: Callable[[], Load] = lambda: Load(0, 0)
+        self.bad_messages: Callable[[], int] = lambda: 0
         self._model = model
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
@@ -100,7 +104,7 @@ class Metrics:
             "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(_Pools(model, workers, lambda: self.load()))
+        self.registry.register(_Pools(model, workers, lambda: self.load(), lambda: self.bad_messages()))
 
     def page(self) -> bytes:
         """The exposition text."""
@@ -166,12 +170,32 @@ class Metrics:
                 self._stages.labels(stage).observe(value / 1000)
 
 
+class _Sum:
+    """A counter's sum over all workers that ever were; single values are kept of the latest, as a worker that was
+    thought gone may come back."""
+
+    def __init__(self) -> None:
+        self._latest: dict[Incarnation, float] = {}
+        self._forgotten = 0.0
+
+    def of(self, values: Mapping[Incarnation, float]) -> float:
+        """The sum, now that workers report ``values``."""
+        for worker, value in values.items():
+            self._latest.pop(worker, None)
+            self._latest[worker] = value
+        while len(self._latest) > len(values) + _REMEMBERED:
+            self._forgotten += self._latest.pop(next(iter(self._latest)))
+        return self._forgotten + sum(self._latest.values())
+
+
 class _Pools(Collector):
     """Gauges and counters that workers report in their heartbeats, read at each scrape."""
 
-    def __init__(self, model: str, workers: Registry, load: Callable[[], Load]) -> None:
-        self._model, self._workers, self._load = model, workers, load
-        self._counted: dict[str, dict[str, float]] = {}
+    def __init__(
+        self, model: str, workers: Registry, load: Callable[[], Load], bad_messages: Callable[[], int]
+    ) -> None:
+        self._model, self._workers, self._load, self._bad_messages = model, workers, load, bad_messages
+        self._sums: defaultdict[str, _Sum] = defaultdict(_Sum)
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
@@ -207,13 +231,17 @@ class _Pools(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
-            seen = self._counted.setdefault(name, {})
-            for worker in self._workers:
-                if worker.beat is not None:
-                    seen[worker.id] = worker.beat.counters.get(name, 0.0)
             family = CounterMetricFamily(f"vllm:{name}", f"Sum of {name} over workers.", labels=("model_name",))
-            family.add_metric((self._model,), sum(seen.values()))
+            family.add_metric((self._model,), self._sum(name))
             yield family
+        family = CounterMetricFamily("tandem_bad_messages", "Messages that made no sense.", labels=("source",))
+        family.add_metric(("coordinator",), self._bad_messages())
+        family.add_metric(("workers",), self._sum("bad_messages"))
+        yield family
+
+    def _sum(self, name: str) -> float:
+        beats = ((worker.id, worker.beat) for worker in self._workers)
+        return self._sums[name].of({id: beat.counters.get(name, 0.0) for id, beat in beats if beat is not None})
 
     def _states(self) -> Metric:
         family = GaugeMetricFamily("tandem_workers", "Workers by state.", labels=("role", "state"))

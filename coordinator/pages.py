@@ -146,7 +146,8 @@ async def workers(request: web.Request) -> web.Response:
 
 
 def _worker(worker: Worker, links: Links) -> Json:
-    """``links``: what was measured, else the transports that the worker speaks, best first."""
+    """``links``: what was measured, else the transports that the worker speaks, best first. ``step_ms``: how long the
+    running step has taken so far, None when idle."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -160,6 +161,8 @@ def _worker(worker: Worker, links: Links) -> Json:
         "block_size": hello.block_size,
         "running": beat.running if beat else 0,
         "waiting": beat.waiting if beat else 0,
+        "waiting_tokens": beat.waiting_tokens if beat else 0,
+        "step_ms": beat.step_ms if beat and beat.step_ms >= 0 else None,
         "incarnation": hello.incarnation,
         "links": links.of(worker) or hello.links,
         "device": hello.device,

@@ -223,8 +223,8 @@ class FakeWorker:
                 self._say(control, Timing(job.transfer.request, job.transfer.attempt, self._timings(), "shm"))
             self._advance(job, spans)
             job.due = now + self.step_s
-        if due:
-            self._say(control, spans.message())
+        if (said := spans.message()) is not None:
+            self._say(control, said)
         for job in due:
             if job.only_first or all(sequence.finish for sequence in job.sequences):
                 self._done.append(self._jobs.pop(job.transfer))
@@ -243,7 +243,8 @@ class FakeWorker:
         if job is not None:
             spans = SpanWriter()
             spans.add(job.sequences[choice], start)
-            send(control, spans.message())
+            if (said := spans.message()) is not None:
+                send(control, said)
 
     def _timings(self) -> dict[str, float]:
         if self.role == "decode":
@@ -254,9 +255,9 @@ class FakeWorker:
         held = min(len(self._jobs), self.hello.kv_blocks)
         live = b"".join(transfer.request for transfer in self._jobs)
         free = self.hello.kv_blocks - held
-        counters = {"prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0, "num_preemptions": 1.0}
+        counters = {"prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0, "num_preemptions": 1.0, "bad_messages": 2.0}
         return Heartbeat(
-            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 0, -1, False, counters
+            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters
         )
 
 

@@ -84,6 +84,19 @@ def test_it_serves_without_torch_and_ends_on_sigterm(model: Path) -> None:
         assert process.wait(10) == 0
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
+    with coordinator(model, host="::1", control_host="::1") as (_, url, address):
+        assert url.startswith("http://[::1]:") and address.startswith("tcp://[::1]:")
+        with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
+            assert response.status == 200
+        worker = FakeWorker("colocated", address, fingerprint(model)).start()
+        try:
+            assert worker.joined.wait(5)
+        finally:
+            worker.stop()
+
+
 def test_a_second_signal_does_not_wait_for_what_runs(model: Path) -> None:
     with coordinator(model, drain_timeout=60) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model), delay_s=60).start()

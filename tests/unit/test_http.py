@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from common.ids import RequestId
+from common.ids import Incarnation, RequestId
 from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Role, Timing, Tokens
 from common.request import Request
 from coordinator.app import drain
+from coordinator.metrics import _Sum
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
 from tests.unit.coordinator_house import House, open_house, until, valid
@@ -56,6 +57,13 @@ async def talkers(house: House, text: str, **options: Any) -> None:
         await house.add(role, script=letters(text), **options)
 
 
+async def prefilled(house: House, count: int) -> list[Request]:
+    """The requests that the first worker was given, once they are so many: decode may have been faster."""
+    worker = house.workers[0]
+    await until(lambda: len(worker.got(Prefill)) == count, f"prefill has {count} requests")
+    return [sent.request for sent in worker.got(Prefill)]
+
+
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +95,7 @@ async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
 async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: House) -> None:
     await house.post(CHAT, {**HELLO, "max_tokens": 1})
     await house.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
-    first, second = (sent.request.sampling for sent in house.workers[0].got(Prefill))
+    first, second = (request.sampling for request in await prefilled(house, 2))
     assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
     assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
 
@@ -96,7 +104,7 @@ async def test_different_seeds_stay_different(house: House) -> None:
     seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
     for seed in seeds:
         await house.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
-    sent = {message.request.sampling.seed for message in house.workers[0].got(Prefill)}
+    sent = {request.sampling.seed for request in await prefilled(house, len(seeds))}
     assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
 
 
@@ -486,9 +494,12 @@ async def test_an_unknown_worker_is_asked_to_say_hello_again(house: House) -> No
     await until(lambda: house.services.registry.ready("decode"), "it is back")
 
 
-async def test_rubbish_on_the_control_socket_is_counted_and_survived(house: House) -> None:
+async def test_rubbish_on_the_control_socket_is_counted_and_survived(
+    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import zmq
 
+    monkeypatch.setattr("coordinator.gateway.COMPLAIN_EVERY_S", 0.5)
     gateway = house.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -497,6 +508,8 @@ async def test_rubbish_on_the_control_socket_is_counted_and_survived(house: Hous
         for parts in frames:
             socket.send_multipart(parts)
         await until(lambda: gateway.bad_messages == len(frames), "all are counted")
+    await until(lambda: f"dropped {len(frames) - 1} bad messages" in caplog.text, "the rest is told of together")
+    assert caplog.text.count("bad messages") == 2, "not a line for each"
     assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
 
 
@@ -602,7 +615,7 @@ async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -
         await house.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
         response, _ = await house.post(CHAT, {**HELLO, "n": n})
         assert response.status == 200
-        request = house.workers[0].got(Prefill)[0].request
+        (request,) = await prefilled(house, 1)
         assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
 
 
@@ -706,11 +719,13 @@ async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
 
 async def test_workers_as_they_see_themselves(house: House) -> None:
     await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
+    await until(lambda: house.dispatcher.links.of(next(iter(house.services.registry))), "the link is measured")
     _, body = await house.get("/admin/workers")
     for worker in body["workers"]:
         blocks = worker["kv_blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
         assert worker["state"] == "ready" and worker["incarnation"]
+        assert worker["waiting_tokens"] == 7 and worker["step_ms"] is None
     prefill, decode = body["workers"]
     assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
     assert decode["links"] == ["shm", "zmq"]
@@ -749,8 +764,19 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         'tandem_workers{role="prefill",state="ready"} 1.0',
         "tandem_migrations_total",
         "tandem_event_loop_lag_seconds_count",
+        'tandem_bad_messages_total{source="coordinator"} 0.0',
+        'tandem_bad_messages_total{source="workers"} 4.0',
     ):
         assert name in page, name
+
+
+def test_counters_of_gone_workers_count_and_are_few() -> None:
+    total, longest = _Sum(), 0
+    for number in range(1000):
+        assert total.of({Incarnation(f"i{number}"): 1.0, Incarnation("always"): 5.0}) == number + 6
+        longest = max(longest, len(total._latest))
+    assert total.of({Incarnation("i999"): 3.0}) == 1007, "it was away only"
+    assert longest < 300
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest(model: Path) -> None:
