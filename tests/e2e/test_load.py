@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 REQUESTS = 500
 IN_FLIGHT = 64
 FREE_WITHIN_S = 2.0
+_RUNNING = "vllm:num_requests_running"
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +138,19 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> 
             fields = {"prompt": prompt_of(1500, 50 + tokens), "max_tokens": 500, "stream": True, "ignore_eos": True}
             response = asyncio.create_task(client.post("/v1/completions", return_token_ids=True, **fields))
             if tokens == 0:
-                await asyncio.sleep(0.02)  # the prompt takes longer than this
+                await _until_running(client)
                 response.cancel()
                 await asyncio.gather(response, return_exceptions=True)
             else:
                 await _read_tokens(await response, tokens)
             await client.until_idle(within_s=1)
+
+
+async def _until_running(client: Client) -> None:
+    """Until a worker has the only request there is."""
+    deadline = time.monotonic() + 5
+    while not sum([value for name, value in (await metrics(client)).items() if name.startswith(_RUNNING)]):
+        assert time.monotonic() < deadline, "the request never ran"
 
 
 async def _read_tokens(response: aiohttp.ClientResponse, count: int) -> None:

@@ -146,10 +146,11 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
         list(running)
 
 
-def test_nothing_survives_a_killed_launcher(start: Callable[..., Up]) -> None:
+@pytest.mark.parametrize("said", ["tandem: ", "importing"], ids=["before the kernel knows", "while they import"])
+def test_nothing_survives_a_killed_launcher(said: str, start: Callable[..., Up]) -> None:
+    """The kernel ends a child that could ask it to; one that is younger than that looks for its parent itself."""
     up = start()
-    wait_for(lambda: len(up.children()) == 3, 30)
-    time.sleep(0.5)  # some are still importing, before they could tell the kernel: those look for their parent
+    wait_for(lambda: len(up.children()) == 3 and said in up.said, 30)
     family = up.children()
     up.process.kill()
     up.process.wait()
