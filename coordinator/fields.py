@@ -42,15 +42,12 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
     return fields
 
 
-def _depth(value: object, left: int) -> None:
+def _depth(value: Json | list[object], left: int) -> None:
     if left == 0:
         refuse(f"The JSON body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")
-    if isinstance(value, dict):
-        for item in value.values():
-            if isinstance(item, dict | list):
-                _depth(item, left - 1)
-    elif isinstance(value, list):
-        for item in value:
+    items = value if isinstance(value, list) else value.values()
+    if {dict, list} & set(map(type, items)):  # long lists of numbers are passed at C's speed
+        for item in items:
             if isinstance(item, dict | list):
                 _depth(item, left - 1)
 

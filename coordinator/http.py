@@ -33,6 +33,8 @@ from coordinator.sse import KEEPALIVE_S, EventStream
 from coordinator.ticket import Ticket
 
 BODY_TIMEOUT_S = 30.0
+INLINE_BYTES = 64 << 10
+"""Bodies up to here are parsed in the event loop."""
 MAX_HEADER_BYTES = 16 << 10
 KEEPALIVE_CONNECTION_S = 75.0
 _LAST_WORDS_S = 1.0
@@ -94,7 +96,9 @@ async def read_body(request: web.Request) -> Json:
             body = await request.read()
     except TimeoutError:
         raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
-    return parse_json(body)
+    if len(body) <= INLINE_BYTES:
+        return parse_json(body)
+    return await request.app[SERVICES].model.in_thread(len(body), lambda: parse_json(body))
 
 
 # -- the two generating endpoints -------------------------------------------------------------------------------------

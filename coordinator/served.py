@@ -122,14 +122,14 @@ class ServedModel:
         root = chain_root(cache_salt, worker.hello.fingerprint, worker.hello.dtype)
         if len(ids) <= INLINE_TOKENS:
             return extend_chain(root, [], ids)
-        return await self._in_thread(len(ids), lambda: extend_chain(root, [], ids))
+        return await self.in_thread(len(ids), lambda: extend_chain(root, [], ids))
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters or tokens, in a thread if they are many; RequestError 429 if too many wait
-        for that already."""
-        return work() if size < LONG else await self._in_thread(size, work)
+        """``work`` on ``size`` characters or tokens, in a thread if they are many."""
+        return work() if size < LONG else await self.in_thread(size, work)
 
-    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+    async def in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on ``size`` characters, tokens or bytes, in a thread; RequestError 429 if too many wait already."""
         if self._texts >= MAX_TEXTS or (self._texts and self._chars + size > MAX_TEXT_CHARS):
             waiting = f"{self._texts} texts of {self._chars} characters are being tokenized"
             raise overloaded(waiting, min(MAX_RETRY_S, max(MIN_RETRY_S, self._chars / _CHARS_PER_S)))

@@ -17,6 +17,8 @@ from common.ids import Incarnation, RequestId
 from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Role, Timing, Tokens
 from common.request import Request
 from coordinator.app import drain
+from coordinator.fields import parse_json
+from coordinator.http import INLINE_BYTES
 from coordinator.metrics import _Sum
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -577,6 +579,19 @@ async def test_ids_are_counted_before_they_are_read(house: House) -> None:
     for path, name in ((TEXT, "prompt"), ("/detokenize", "tokens")):
         response, body = await house.post(path, {name: [True] * ((1 << 20) + 1)})
         assert response.status == 400 and str((1 << 20) + 1) in body["error"]["message"]
+
+
+async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def parse(body: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return parse_json(body)
+
+    monkeypatch.setattr("coordinator.http.parse_json", parse)
+    for length in (10, INLINE_BYTES):
+        assert (await house.post("/tokenize", {"prompt": "x" * length}))[0].status == 200
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_texts_that_wait_for_tokens_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
