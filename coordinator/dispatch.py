@@ -175,25 +175,30 @@ class Dispatcher:
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Places queued requests in order until one does not fit; that one keeps its place before later ones, unless
-        the workers that it would fit have left: it fails."""
+        """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
+        only fits workers that have left stands aside for a while: they may come back."""
         self._pumping = False
         workerless = False
+        stranded: list[tuple[int, int, Ticket]] = []
         while self._queue:
             ticket = self._queue[0][2]
             if not ticket.queued:
                 heapq.heappop(self._queue)
                 continue
             verdict = self.router.place(ticket.need())
-            if isinstance(verdict, Wait) and (reason := self._too_large(ticket)) is not None:
-                self.fail(ticket, reason)
+            if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
+                ticket.stranded_at = ticket.stranded_at or monotonic()
+                stranded.append(heapq.heappop(self._queue))
                 continue
             if not isinstance(verdict, Placement):
                 workerless = isinstance(verdict, NoWorkers)
                 break
             heapq.heappop(self._queue)
+            ticket.stranded_at = None
             self._leave_queue(ticket, placed=True)
             self._place(ticket, verdict)
+        for entry in stranded:
+            heapq.heappush(self._queue, entry)
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:
@@ -432,6 +437,7 @@ class Dispatcher:
             self.gateway.sweep(now)
             if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
                 self._give_up_waiting()
+            self._give_up_stranded(now)
         except Exception:  # whatever went wrong this time, silent workers must be noticed the next time
             log.exception("a look at the workers failed")
         finally:
@@ -446,6 +452,14 @@ class Dispatcher:
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
             if role is not None and ticket.queued and not ticket.life.started:
                 self.fail(ticket, no_workers(role))
+
+    def _give_up_stranded(self, now: float) -> None:
+        """A request that has not started waits only so long for a worker of its size; a stream to its deadline."""
+        for ticket in [entry[2] for entry in self._queue]:
+            if ticket.stranded_at is None or not ticket.queued or ticket.life.started:
+                continue
+            if now - ticket.stranded_at > WORKERLESS_WAIT_S and (reason := self._too_large(ticket)) is not None:
+                self.fail(ticket, reason)
 
 
 def _peer(worker: Worker) -> Peer:

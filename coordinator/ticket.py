@@ -59,6 +59,8 @@ class Ticket:
     finished_at: float | None = None
     last_token_at: list[float] = field(init=False)
     asked_at: float = 0.0
+    stranded_at: float | None = None
+    """Since when only workers that have left could hold it."""
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
 
