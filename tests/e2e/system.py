@@ -326,7 +326,7 @@ def _add_logprobs(choice: Choice, logprobs: dict[str, Any] | None) -> None:
 
 _WIRE_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 _WIRE_FIELDS += ("presence_penalty", "min_tokens", "ignore_eos")
-SEED_MASK = (1 << 63) - 1  # a negative seed is as good as any: the door folds it into 63 bits
+SEED_MASK = (1 << 64) - 1  # a negative seed is as good as any: the door takes it modulo 2**64
 
 
 def sampling_of(fields: dict[str, Any]) -> SamplingParams:
