@@ -45,7 +45,7 @@ $(BIN)/python:
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml
-	@echo "installing the pinned dependencies (once; torch is the large one)"
+	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt
 	@touch $@
