@@ -10,11 +10,12 @@ A control socket of a worker is a DEALER with identity ``name|incarnation``; its
 
 from __future__ import annotations
 
+from errno import EADDRNOTAVAIL, ENODEV
 from typing import Any
 
 import zmq
 
-from common.errors import StartError, WireError
+from common.errors import NOT_OURS, StartError, WireError
 from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.messages import Message
@@ -58,9 +59,10 @@ def bind_router(
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
-        raise StartError(
-            f"cannot listen on {address}", str(error), "stop what uses that port, or choose another with --control-port"
-        ) from error
+        todo = "stop what uses that port, or choose another with --control-port"
+        if error.errno in (EADDRNOTAVAIL, ENODEV):
+            todo = NOT_OURS
+        raise StartError(f"cannot listen on {address}", zmq.strerror(error.errno or 0), todo) from error
     return socket
 
 

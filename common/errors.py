@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+NOT_OURS = "give an address of this machine (ip addr lists them)"
+"""What to do when a socket cannot be bound because its address belongs to nobody here."""
+
 
 class TandemError(Exception):
     """Base of all errors raised on purpose."""

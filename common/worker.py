@@ -247,7 +247,7 @@ class Worker(abc.ABC):
         self._swept_at = now
         if not self.membership.joined and now - self._lonely_since > LONELY_S:
             self._lonely_since = now
-            log.warning("still waiting for the coordinator at %s", self.settings.coordinator)
+            log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
         for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
             if transfer in self._trials:
                 self.abort(transfer)

@@ -177,9 +177,9 @@ def _openable(config: R) -> R:
         print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
     checkpoint = open_checkpoint(named.model, named.revision, named.trust_remote_code)
     if isinstance(named, WorkerConfig):
-        from deploy.preflight import check_memory
+        from deploy.preflight import check_worker
 
-        check_memory(checkpoint, named, named.workers_on_host)
+        check_worker(checkpoint, named)
     return named
 
 

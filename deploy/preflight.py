@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from errno import EADDRNOTAVAIL
 
 from common import device
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import UpConfig, WorkerConfig
-from common.errors import StartError
-from common.kv.budget import fit
+from common.errors import NOT_OURS, StartError
+from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout
 
 
@@ -28,22 +29,38 @@ def check_up(config: UpConfig, workers: int) -> UpConfig:
     return replace(config, port=http_port, control_port=control_port)
 
 
+def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
+    """The same for one worker started by hand."""
+    check_memory(checkpoint, config, config.workers_on_host)
+    if config.role == "decode":
+        claim_port(config.host, 0, "--host")
+
+
 def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int) -> None:
-    """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later.
+    """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later, and pools
+    that this machine has no memory for: the kernel would kill somebody once they fill.
 
     Models whose configuration does not tell the shape of their KV are left to the engine.
     """
     if (layers := checkpoint.kv_layers()) is None:
         return
     dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe_cpu())
-    fit(
-        KvLayout(layers, dtype, config.block_size),
+    layout = KvLayout(layers, dtype, config.block_size)
+    plan = fit(
+        layout,
         checkpoint.max_position,
         config.max_model_len,
         kv_bytes=kv_bytes(config, workers),
         num_kv_blocks=config.num_kv_blocks,
         limit=checkpoint.position_limit,
     )
+    wanted, free = plan.blocks * layout.block_bytes, device.free_memory()
+    if wanted * workers > free:
+        raise StartError(
+            f"cannot take {human_bytes(wanted)} of KV for each of {workers} workers",
+            f"this machine has {human_bytes(free)} of memory free",
+            f"use --kv-cache-memory {free // 2 // workers >> 20}MiB or less",
+        )
 
 
 def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
@@ -70,5 +87,5 @@ def claim_port(host: str, port: int, flag: str) -> int:
         raise StartError(
             f"cannot listen on {host}:{port}",
             error.strerror or str(error),
-            f"stop what uses that port, or choose another with {flag}",
+            NOT_OURS if error.errno == EADDRNOTAVAIL else f"stop what uses that port, or choose another with {flag}",
         ) from error

@@ -125,6 +125,18 @@ def test_too_little_memory_for_one_request(command: str, built_in: dict[str, str
     assert time.monotonic() - started < LIMIT_S
 
 
+@pytest.mark.parametrize("command", ["up", "decode"])
+def test_more_memory_than_there_is(command: str, built_in: dict[str, str]) -> None:
+    assert_refused(tandem(command, "--kv-cache-memory", "900000GiB", **built_in), "KV for each of", "memory free")
+
+
+@pytest.mark.parametrize(("command", "flag"), [("decode", "--host"), ("coordinator", "--control-host")])
+def test_an_address_of_another_machine(command: str, flag: str, built_in: dict[str, str]) -> None:
+    """192.0.2.1 is kept for documentation (RFC 5737): no machine has it."""
+    words = (flag, "192.0.2.1", "--insecure-cluster", *(("--port", "0") if command == "coordinator" else ()))
+    assert_refused(tandem(command, *words, **built_in), "cannot listen on", "an address of this machine")
+
+
 def test_two_ports_that_are_one(built_in: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
