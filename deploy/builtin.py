@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 from common.config import CoordinatorConfig, UpConfig, WorkerConfig
 from common.errors import StartError
+from deploy.screen import command
 
 NAME = "tandem-random"
-NOTICE = "its weights are random: it talks nonsense. Name a model to get sense: tandem up Qwen/Qwen3-0.6B"
+_NOTICE = "its weights are random: it talks nonsense"
+_EXAMPLE = "Qwen/Qwen3-0.6B"
 _VERSION = 1
 """Part of the directory's name: raise it whenever what is written changes."""
 
@@ -70,7 +72,17 @@ def with_model(config: M, environ: Mapping[str, str]) -> tuple[M, str]:
     if config.model:
         return config, ""
     name = config.served_model_name or NAME
-    return replace(config, model=str(ensure_model(environ)), served_model_name=name), NOTICE
+    return replace(config, model=str(ensure_model(environ)), served_model_name=name), _notice(config, environ)
+
+
+def _notice(config: UpConfig | CoordinatorConfig | WorkerConfig, environ: Mapping[str, str]) -> str:
+    """What to say about random weights, and how to name a model, in the words that this process was started by."""
+    if isinstance(config, WorkerConfig):
+        return f"{_NOTICE}. To get sense, name the model that the coordinator serves"
+    way = f"{command()} {'up' if isinstance(config, UpConfig) else 'coordinator'} {_EXAMPLE}"
+    if "MAKELEVEL" in environ and shutil.which("tandem") is None:
+        way = f'make up ARGS="{_EXAMPLE}"'
+    return f"{_NOTICE}. Name a model to get sense: {way}"
 
 
 def ensure_model(environ: Mapping[str, str]) -> Path:

@@ -6,9 +6,13 @@ Owns only the looks. The facts come from :mod:`deploy.up`.
 from __future__ import annotations
 
 import logging
+import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -20,15 +24,28 @@ from deploy.status import Fact, Report
 
 log = logging.getLogger("tandem.up")
 _LINK_NAMES = {"shm": "shared memory", "zmq": "ZeroMQ over TCP"}
+_REPEATED, _DETAILS = "KV pool ", re.compile(r"attention |\d+ linear layers packed")
+"""Notes of a worker that repeat its budget, and those that only matter to who looks closely."""
+
+
+CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
+
+
+def command() -> str:
+    """How the ``tandem`` command can be called from here: by its name, or by the path that it was started by."""
+    if shutil.which("tandem") is None and Path(sys.argv[0]).name == "tandem":
+        return shlex.quote(sys.argv[0])
+    return "tandem"
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """One worker that is ready: what it said on its status pipe, and the cores it was given."""
+    """One worker that is ready: what it said on its status pipe, and the cores it was given. ``detailed``: show all."""
 
     label: str
     cores: str
     facts: dict[str, Fact]
+    detailed: bool = False
 
     @property
     def compute(self) -> str:
@@ -44,39 +61,46 @@ class WorkerFacts:
         text = f"KV for {tokens:,} tokens"
         if isinstance(longest, int) and longest > 0:
             many = tokens / longest
-            text += f" = {int(many) if many >= 10 else format(many, '.1f')} requests of {longest:,}"
+            count = str(int(many)) if many >= 10 else f"{many:.1f}".removesuffix(".0")
+            text += f" = {count} {'request' if count == '1' else 'requests'} of {longest:,}"
         return text
 
     @property
     def notes(self) -> list[str]:
         """Automatic choices, with their reasons."""
         notes = self.facts.get("notes")
-        return notes if isinstance(notes, list) else []
+        told = [note for note in notes if not note.startswith(_REPEATED)] if isinstance(notes, list) else []
+        return told if self.detailed else [note for note in told if not _DETAILS.match(note)]
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Everything that the first screen says once the system serves. ``links`` are the entries of /admin/workers."""
+    """Everything that the first screen says once the system serves.
+
+    ``links`` are those of /admin/workers, with the sender as ``from``. ``chat``: a conversation in it follows.
+    """
 
     model: str
     url: str
     workers: tuple[WorkerFacts, ...]
     links: tuple[object, ...]
     keyed: bool
+    chat: bool = False
 
     def transfers(self) -> list[str]:
-        """How KV travels, in words; empty when nothing does."""
-        return sorted({text for link in self.links if (text := _link_text(link))})
+        """How KV travels, in words, with the pair where there are several; empty when nothing does."""
+        several = len(self.links) > 1
+        return sorted({text for link in self.links if (text := _link_text(link, several))})
 
-    def examples(self) -> tuple[str, str]:
-        """Two lines to try."""
+    def examples(self) -> list[str]:
+        """Lines to try, as they can be pasted; with a key set, where it is to be put comes first."""
         body = (
             f'{{"model":"{self.model}","messages":[{{"role":"user","content":"Hello"}}],"stream":true,"max_tokens":32}}'
         )
         key = ' -H "authorization: Bearer $TANDEM_API_KEY"' if self.keyed else ""
         curl = f"curl -N {self.url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
-        chat = "tandem chat" if self.url.endswith("127.0.0.1:8000") else f"tandem chat --url {self.url}"
-        return curl, chat
+        chat = f"{command()} chat" + ("" if self.url.endswith("127.0.0.1:8000") else f" --url {self.url}")
+        return [*(["export TANDEM_API_KEY=...  # your key"] if self.keyed else []), curl, chat]
 
 
 class Screen(Protocol):
@@ -114,6 +138,9 @@ class Lines:
         for text in facts.transfers():
             self.fact(f"transfer: {text}")
         self.fact(f"serving {facts.model} on {facts.url}")
+        if facts.chat:
+            self.fact(CHAT_KEYS)
+            return
         for example in facts.examples():
             self.fact(f"try: {example}")
 
@@ -169,13 +196,17 @@ class Terminal:
             table.add_row("  [bold]transfer", text, "")
         table.add_row("  [bold]serving", f"[green]{facts.url}[/]", "")
         self._console.print(table)
+        if facts.chat:
+            self._console.print(f"\n  [dim]{CHAT_KEYS}[/]\n")
+            return
         self._console.print("\n  try")
         for example in facts.examples():  # unwrapped, so that it can be copied
             self._console.print(f"    [cyan]{escape(example)}[/]", soft_wrap=True)
         self._console.print("\n  [dim]Ctrl-C stops[/]\n")
 
     def fact(self, text: str) -> None:
-        self._console.print(f"[dim]{escape(text)}[/]")
+        clock = f"{datetime.now().astimezone():%H:%M:%S}"
+        self._console.print(f"[dim]{clock} up: {escape(text)}[/]")
 
     def log(self, line: str) -> None:
         self._console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
@@ -189,7 +220,7 @@ def _stage_text(report: Report) -> str:
     return f"{report.stage}{count}" + (f": {report.text}" if report.text else "")
 
 
-def _link_text(link: Any) -> str:
+def _link_text(link: Any, named: bool) -> str:
     """A link of /admin/workers: a transport's name, or an object with what was measured about it."""
     if isinstance(link, str):
         return _LINK_NAMES.get(link, link)
@@ -197,8 +228,10 @@ def _link_text(link: Any) -> str:
         return ""
     kind = str(link.get("transport", ""))
     text = _LINK_NAMES.get(kind, kind)
+    if named and link.get("from") and link.get("to"):
+        text = f"{link['from']} to {link['to']}: {text}"
     if isinstance(rate := link.get("gb_per_s"), (int, float)):
-        text += f", {rate:.1f} GB/s"
+        text += f", {rate:.1f} GB/s" if rate >= 0.1 else f", {1000 * rate:.1f} MB/s"
     if isinstance(latency := link.get("latency_us"), (int, float)):
         text += f", {latency:.0f} µs"
     return text

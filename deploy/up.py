@@ -6,7 +6,7 @@
 
 What can be found wrong without starting anything is found before (:mod:`deploy.preflight`). Draining stops the
 coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then those go. A
-second signal kills everybody. Children never outlive the supervisor (:mod:`deploy.process`).
+second signal kills everybody, exit 130. Children never outlive the supervisor (:mod:`deploy.process`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from deploy.preflight import check_up
 from deploy.screen import Lines, Screen, Serving, Terminal, WorkerFacts
 from deploy.unit import Unit
 
+STOPPED_AT_ONCE = 130
+"""The exit code after a second signal, as shells have it for Ctrl-C."""
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 30.0
 """From the last worker's "ready" to the coordinator's."""
@@ -49,7 +51,8 @@ def run(config: UpConfig) -> int:
     config, notice = builtin.with_model(config, os.environ)
     fleet = plan(config)
     config = check_up(config, len(fleet))
-    screen.begin(f"tandem: {config.served_name} ({config.model})", notice)
+    origin = f" ({config.model})" if config.model != config.served_name else ""
+    screen.begin(f"tandem: {config.served_name}{origin}", notice)
     try:
         return asyncio.run(Supervisor(config, fleet, screen).run())
     finally:
@@ -107,6 +110,9 @@ class Supervisor:
                 for task in done:
                     task.result()  # a failed start ends everything
             await self._drain(keepers, at_once=not all(unit.facts.done() for unit in self._units))
+            if self._kill.is_set():
+                self._screen.fact("stopped at once")
+                return STOPPED_AT_ONCE
             return 0
         finally:
             for unit in self._units:
@@ -151,12 +157,18 @@ class Supervisor:
         await asyncio.gather(*(asyncio.shield(unit.facts) for unit in self._units))
         await self._until_ready()
         workers = tuple(
-            WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
+            WorkerFacts(
+                unit.label,
+                f"cores {unit.share.cpus}" if unit.share.cpus else "",
+                unit.facts.result(),
+                self._config.log_level == "debug",
+            )
             for unit in self._units
             if isinstance(unit.config, WorkerConfig)
         )
         links = await self._measured_links()
-        self._screen.serving(Serving(self._config.served_name, self._url, workers, links, self._keyed))
+        config = self._config
+        self._screen.serving(Serving(config.served_name, self._url, workers, links, self._keyed, config.chat))
 
     async def _until_ready(self) -> None:
         server, reason = Server(self._url, timeout_s=2.0), ""
@@ -193,7 +205,12 @@ class Supervisor:
             return ()
         workers: list[dict[str, Any]] = body["workers"] if code == 200 else []
         sends = [worker for worker in workers if worker.get("role") == "prefill"]
-        return [link for worker in sends for link in (worker.get("links") or [])[:1]]
+        return [
+            {**link, "from": worker["id"]} if isinstance(link, dict) else link
+            for worker in sends
+            for index, link in enumerate(worker.get("links") or [])
+            if isinstance(link, dict) or not index  # of mere names the best one
+        ]
 
     async def _chat(self) -> None:
         self._chatting = True

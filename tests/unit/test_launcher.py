@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common.config import UpConfig
+from common.config import UpConfig, WorkerConfig
 from common.errors import StartError
 from common.log import JsonFormatter, TextFormatter
 from deploy import builtin, cores, status
@@ -146,17 +146,18 @@ def test_addresses_that_clients_can_use() -> None:
     ]
 
 
+NOTES = ["why", "KV pool 1.0 GiB: 65,536 tokens", "attention cpu", "28 linear layers packed for about 8 rows per step"]
 SERVING = Serving(
     model="tiny",
     url="http://127.0.0.1:8000",
     workers=(
         WorkerFacts(
-            "prefill-0", "cores 0", {"kv_tokens": 65_536, "max_model_len": 8192, "device": "cpu", "notes": ["why"]}
+            "prefill-0", "cores 0", {"kv_tokens": 65_536, "max_model_len": 8192, "device": "cpu", "notes": NOTES}
         ),
         WorkerFacts("decode-0", "cores 1", {"kv_tokens": 1_000_000, "max_model_len": 1000}),
         WorkerFacts("decode-1", "", {}),
     ),
-    links=("shm", {"transport": "shm", "gb_per_s": 5.04, "latency_us": 41.5}, {}, 3),
+    links=({"transport": "shm", "gb_per_s": 5.04, "latency_us": 41.5, "from": "prefill-0", "to": "decode-0"},),
     keyed=False,
 )
 
@@ -170,11 +171,55 @@ def test_the_first_screen_on_a_pipe_is_one_line_per_fact(caplog: pytest.LogCaptu
         lines.serving(SERVING)
     said = [record.getMessage() for record in caplog.records]
     assert said[:2] == ["tandem: tiny", "decode-0: loading 0/2"]
-    assert "prefill-0: KV for 65,536 tokens = 8.0 requests of 8,192 (cpu, cores 0)" in said
+    assert "prefill-0: KV for 65,536 tokens = 8 requests of 8,192 (cpu, cores 0)" in said
     assert "prefill-0: why" in said
     assert "transfer: shared memory, 5.0 GB/s, 42 µs" in said
     assert "try: tandem chat" in said
-    assert not any("\n" in line for line in said)
+    assert not any("\n" in line or "KV pool" in line or "attention" in line or "packed" in line for line in said)
+
+
+def test_details_are_for_debugging_and_one_is_singular() -> None:
+    facts = WorkerFacts("decode-0", "", {"kv_tokens": 1024, "max_model_len": 1000, "notes": NOTES}, detailed=True)
+    assert facts.notes == [NOTES[0], *NOTES[2:]]
+    assert facts.budget == "KV for 1,024 tokens = 1 request of 1,000"
+
+
+def test_transfers_name_the_pair_when_there_are_several() -> None:
+    slow = {"transport": "zmq", "gb_per_s": 0.0421, "latency_us": 900, "from": "prefill-0", "to": "decode-1"}
+    assert replace(SERVING, links=(*SERVING.links, slow, {}, 3)).transfers() == [
+        "prefill-0 to decode-0: shared memory, 5.0 GB/s, 42 µs",
+        "prefill-0 to decode-1: ZeroMQ over TCP, 42.1 MB/s, 900 µs",
+    ]
+    assert replace(SERVING, links=("shm",)).transfers() == ["shared memory"]
+
+
+def test_the_lines_to_try_work_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/tandem", "up"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    key, curl, chat = replace(SERVING, keyed=True).examples()
+    assert key.startswith("export TANDEM_API_KEY=") and "$TANDEM_API_KEY" in curl
+    assert chat == ".venv/bin/tandem chat"
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    assert SERVING.examples()[-1] == "tandem chat"
+
+
+def test_how_to_name_a_model_is_said_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/tandem", "up"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    room = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert builtin.with_model(UpConfig(model=""), room)[1].endswith(": .venv/bin/tandem up Qwen/Qwen3-0.6B")
+    assert builtin.with_model(UpConfig(model=""), {**room, "MAKELEVEL": "1"})[1].endswith(
+        ': make up ARGS="Qwen/Qwen3-0.6B"'
+    )
+    assert "that the coordinator serves" in builtin.with_model(WorkerConfig(model="", role="decode"), room)[1]
+
+
+def test_with_a_chat_the_keys_are_said_in_place_of_lines_to_try(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Lines().serving(replace(SERVING, chat=True))
+    said = [record.getMessage() for record in caplog.records]
+    assert not any("try" in line for line in said)
+    assert said[-1] == "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
 
 
 def test_the_first_screen_on_a_terminal() -> None:
