@@ -222,7 +222,7 @@ class Dispatcher:
         if reached:
             life.move(State.PREFILLING)
         else:
-            self._setback(ticket, crashed=False)
+            self._setback(ticket)
 
     def _request(self, ticket: Ticket, now: float) -> Request:
         return Request(
@@ -261,11 +261,13 @@ class Dispatcher:
 
     # -- setbacks -------------------------------------------------------------------------------------------------
 
-    def _setback(self, ticket: Ticket, *, crashed: bool, delay_s: float = 0.0) -> None:
+    def _setback(
+        self, ticket: Ticket, *, crashed: bool = False, turned_away: bool = False, delay_s: float = 0.0
+    ) -> None:
         """The attempt is lost: try again within the budget, else fail."""
         life = ticket.life
         workers, attempt, migrates = life.workers, life.attempt, life.started
-        verdict = life.setback(crashed=crashed)
+        verdict = life.setback(crashed=crashed, turned_away=turned_away)
         if verdict != "retry":
             self.fail(ticket, given_up(verdict))
             return
@@ -332,7 +334,7 @@ class Dispatcher:
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
             if attempt == life.attempt and life.needs(worker.id):
-                self._setback(ticket, crashed=False)
+                self._setback(ticket)
             return
         news = life.accept(choice, attempt, message.starts[index], ids, finish)
         if news is None:
@@ -396,9 +398,13 @@ class Dispatcher:
             self.metrics.transfer_failed(message.code)
         if ticket is None or message.attempt != ticket.life.attempt or not ticket.life.needs(worker.id):
             return
+        if message.code == "draining":  # it says so before its next heartbeat does
+            self.registry.drains(worker)
+            self._setback(ticket, turned_away=True)
+            return
         log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
         if message.retriable:
-            self._setback(ticket, crashed=False, delay_s=RETRY_DELAY_S)
+            self._setback(ticket, delay_s=RETRY_DELAY_S)
         else:
             self.fail(ticket, worker_error(message))
 
@@ -420,7 +426,7 @@ class Dispatcher:
             ticket.missed_beats = 0 if ticket.id in known else ticket.missed_beats + 1
             if ticket.missed_beats >= MISSED_BEATS:
                 log.warning("%s does not have a request that it was given", worker.hello.name)
-                self._setback(ticket, crashed=False)
+                self._setback(ticket)
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
         """One worker at a time answers for a request: prefill until the first token, then decode."""

@@ -174,13 +174,16 @@ class Life:
             return False
         return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
 
-    def setback(self, *, crashed: bool = False) -> Verdict:
+    def setback(self, *, crashed: bool = False, turned_away: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
-        the old one is void; anything else: it must fail."""
+        the old one is void; anything else: it must fail. Being ``turned_away`` at the door costs nothing of the budget:
+        a worker that leaves does so once, and is not asked again."""
         self.crashes += crashed
         if self.crashes >= MAX_CRASHES:
             return "quarantined"
-        if self.started:
+        if turned_away:
+            pass
+        elif self.started:
             self.migrations += 1
         else:
             self.retries += 1

@@ -157,7 +157,12 @@ class Registry:
 
     def beat(self, worker: Worker, beat: Heartbeat) -> None:
         worker.beat = beat
-        if beat.draining and worker.ready:
+        if beat.draining:
+            self.drains(worker)
+
+    def drains(self, worker: Worker) -> None:
+        """The worker has said that it takes nothing new. Idempotent."""
+        if worker.ready:
             worker.move(WorkerState.DRAINING)
 
     def cached(self, worker: Worker, message: Cached) -> None:

@@ -19,6 +19,7 @@ from common.request import Request
 from coordinator.app import drain
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES
+from coordinator.lifecycle import MAX_RETRIES
 from coordinator.metrics import _Sum
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -478,6 +479,19 @@ async def test_a_worker_that_refuses(model: Path) -> None:
         unwilling.refuse = Failed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
         response, body = await house.post(CHAT, HELLO)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+
+
+async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
+    """There are more of them than retries, and a request is the first to hear of it."""
+    async with open_house(model) as house:
+        draining = Failed(RequestId(bytes(16)), 0, "draining", "this worker is leaving", retriable=True)
+        leaving = [await house.add("colocated", refuse=draining, name=f"a{index}") for index in range(MAX_RETRIES + 2)]
+        await house.add("colocated", name="z")
+        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        assert response.status == 200
+        assert [len(worker.got(Generate)) for worker in leaving] == [1] * len(leaving), "each is asked once"
+        await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        assert all(len(worker.got(Generate)) == 1 for worker in leaving), "and never again"
 
 
 async def test_a_worker_of_another_model_is_turned_away(house: House) -> None:

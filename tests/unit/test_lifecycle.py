@@ -105,6 +105,15 @@ def test_retries_before_the_first_token_are_few() -> None:
     assert life.setback() == "spent"
 
 
+def test_being_turned_away_at_the_door_costs_nothing() -> None:
+    life = placed()
+    for attempt in range(1, 2 * (MAX_RETRIES + MAX_MIGRATIONS)):
+        assert life.setback(turned_away=True) == "retry"
+        assert life.attempt == attempt
+        life.place("disagg", P, D)
+    assert life.retries == life.migrations == 0
+
+
 def test_migrations_have_a_budget_of_their_own() -> None:
     life = placed()
     assert life.setback() == "retry"
