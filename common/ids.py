@@ -6,6 +6,7 @@ Owns the identifier types and the spelling of block holders. Knows nothing about
 from __future__ import annotations
 
 import secrets
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -47,6 +48,21 @@ class SequenceId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.request.hex()}/{self.choice}/{self.attempt}"
+
+
+_TRANSFER = struct.Struct(f"<{REQUEST_ID_BYTES}sI")
+
+
+def pack_transfers(transfers: Iterable[TransferId]) -> bytes:
+    """(request id, attempt as little-endian uint32) after each other, the form in which many travel."""
+    return b"".join(_TRANSFER.pack(*transfer) for transfer in transfers)
+
+
+def unpack_transfers(data: bytes) -> list[TransferId]:
+    """The inverse of :func:`pack_transfers`; ValueError if ``data`` is not a whole number of them."""
+    if len(data) % _TRANSFER.size:
+        raise ValueError(f"{len(data)} bytes are not whole transfer ids")
+    return [TransferId(RequestId(request), attempt) for request, attempt in _TRANSFER.iter_unpack(data)]
 
 
 def new_request_id() -> RequestId:

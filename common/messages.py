@@ -4,7 +4,7 @@ Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading ta
 no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
-    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Resend, Measure, Drain
+    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Grant, Ack, Accept, Cancel
 """
@@ -18,7 +18,7 @@ import msgspec
 from common.ids import Incarnation, WorkerName
 from common.request import Id, Request
 
-PROTOCOL = 1
+PROTOCOL = 2
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 TokenBytes = bytes
@@ -212,6 +212,14 @@ class Abort(Message, tag="abort"):
     attempt: Count
 
 
+class Lease(Message, tag="lease"):
+    """Every 500 ms: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32), joined. It
+    renews the lease on those; whatever came before this message and is not listed was given up (its Abort was lost).
+    A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off."""
+
+    live: bytes
+
+
 class Resend(Message, tag="resend"):
     """Send the output tokens of (request, choice) again from output position ``start``."""
 
@@ -237,7 +245,7 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
-ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Resend | Measure | Drain
+ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import math
 import signal
 import socket
 import time
@@ -23,13 +24,13 @@ import zmq
 
 from common.engine.planner import Planner, Sampled
 from common.errors import OutOfBlocks, StartError, WireError
-from common.ids import TransferId, transfer_holder
+from common.ids import TransferId, transfer_holder, unpack_transfers
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.kv.table import BlockTable
 from common.membership import Membership, Snapshot
-from common.messages import Cached, Drain, Failed, Goodbye, Hello, Rejoin, Turned, Welcome
+from common.messages import Cached, Drain, Failed, Goodbye, Hello, Lease, Rejoin, Turned, Welcome
 from common.request import Request
 from common.sequence import Batch, Sequence, StepResult
 
@@ -98,6 +99,7 @@ class Worker(abc.ABC):
         self._deadlines: dict[TransferId, float] = {}
         self._swept_at = 0.0
         self._lonely_since = self.clock()
+        self._lease_s = self._leased_until = math.inf
         self._stopped = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self.open_links()
@@ -176,7 +178,9 @@ class Worker(abc.ABC):
 
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
-            case Welcome():
+            case Welcome(lease_ms=lease_ms):
+                self._lease_s = lease_ms / 1000
+                self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()
                 log.info("joined the coordinator at %s", self.settings.coordinator)
             case Turned(reason=reason):
@@ -184,6 +188,8 @@ class Worker(abc.ABC):
             case Rejoin():
                 log.warning("the coordinator has restarted: its requests are dropped")
                 self._drop_all()
+            case Lease(live=live):
+                self._renew(live, now)
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
             case _:
@@ -245,6 +251,7 @@ class Worker(abc.ABC):
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
+        self._expire(now)
         if not self.membership.joined and now - self._lonely_since > LONELY_S:
             self._lonely_since = now
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
@@ -253,6 +260,27 @@ class Worker(abc.ABC):
                 self.abort(transfer)
                 continue
             self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
+
+    def _renew(self, live: bytes, now: float) -> None:
+        """Messages come in order: what is here and not listed was given up, and the message that said so was lost."""
+        try:
+            listed = set(unpack_transfers(live))
+        except ValueError as error:
+            log.warning("a lease is dropped: %s", str(error))
+            self.membership.bad_messages += 1
+            return
+        self._leased_until = now + self._lease_s
+        for transfer in self.holdings() - self._trials.keys() - listed:
+            log.warning("request %s is not listed any more: dropped", transfer)
+            self.abort(transfer)
+            self.count("reaped_requests")
+
+    def _expire(self, now: float) -> None:
+        """Nothing is held only in hope of a message: without its coordinator a worker frees everything."""
+        if now > self._leased_until and (held := self.holdings()):
+            log.warning("the coordinator has been silent for %g s: %d requests are dropped", self._lease_s, len(held))
+            self.count("reaped_requests", len(held))
+            self._drop_all()
 
     def _drop_all(self) -> None:
         for transfer in self.holdings():

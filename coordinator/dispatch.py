@@ -15,11 +15,20 @@ from collections.abc import Sequence
 from time import monotonic
 
 from common.errors import RequestError, WireError
-from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_request_id, unpack_tokens
+from common.ids import (
+    REQUEST_ID_BYTES,
+    Incarnation,
+    RequestId,
+    TransferId,
+    new_request_id,
+    pack_transfers,
+    unpack_tokens,
+)
 from common.messages import (
     Abort,
     Failed,
     Generate,
+    Lease,
     Logprobs,
     Measure,
     Measured,
@@ -32,7 +41,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FinishReason, Request
-from coordinator.gateway import Gateway
+from coordinator.gateway import HEARTBEAT_MS, Gateway
 from coordinator.lifecycle import Gap, State
 from coordinator.limits import Admission
 from coordinator.links import Links, Trial
@@ -73,7 +82,7 @@ class Dispatcher:
         self._pumping = False
         self._workerless_since: float | None = None
         self._ticks: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._due = self._leases_due = 0.0
 
     def start(self) -> None:
         self.gateway.start(self)
@@ -441,6 +450,9 @@ class Dispatcher:
         try:
             self.metrics.loop_lag(max(0.0, now - self._due))
             self.gateway.sweep(now)
+            if now >= self._leases_due:
+                self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
+                self._renew_leases()
             if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
                 self._give_up_waiting()
             self._give_up_stranded(now)
@@ -448,6 +460,13 @@ class Dispatcher:
             log.exception("a look at the workers failed")
         finally:
             self._next_tick()
+
+    def _renew_leases(self) -> None:
+        """Tells every worker what it may hold: its own timers free whatever else it has, and everything without us."""
+        for worker in list(self.registry):
+            on = self._on.get(worker.id, {})
+            live = pack_transfers(TransferId(ticket.id, ticket.life.attempt) for ticket in on.values())
+            self.gateway.send(worker, Lease(live))
 
     def _next_tick(self) -> None:
         self._due = monotonic() + SWEEP_S

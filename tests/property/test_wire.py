@@ -41,6 +41,7 @@ from common.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Lease,
     Logprobs,
     Measure,
     Measured,
@@ -225,6 +226,7 @@ EXAMPLES: list[Message] = [
     Resend(_ID, 1, 0, 5),  # type: ignore[arg-type]
     Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
+    Lease(bytes(20)),
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20),  # type: ignore[arg-type]
     Ack(_ID, 1, 3, 65_536),  # type: ignore[arg-type]

@@ -14,7 +14,16 @@ import zmq
 
 from common.channel import bind_router, send
 from common.errors import WireError
-from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, pack_tokens, unpack_tokens
+from common.ids import (
+    Incarnation,
+    RequestId,
+    TransferId,
+    WorkerName,
+    new_incarnation,
+    pack_tokens,
+    pack_transfers,
+    unpack_tokens,
+)
 from common.messages import (
     PROTOCOL,
     Abort,
@@ -22,6 +31,7 @@ from common.messages import (
     FromWorker,
     Generate,
     Hello,
+    Lease,
     Measure,
     Measured,
     Message,
@@ -56,6 +66,7 @@ class Bench:
         self.failed: dict[tuple[bytes, int], Failed] = {}
         self.timings: list[Timing] = []
         self.measured: list[Measured] = []
+        self.lease_ms = 60_000
 
     def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
         name = WorkerName(f"{role}-{len(self.workers)}")
@@ -87,7 +98,7 @@ class Bench:
         match message:
             case Hello():
                 self.hellos[message.name] = message
-                send(self.socket, Welcome(Incarnation("test"), 500, 8000), identity)
+                send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms), identity)
             case Tokens():
                 self._spans(message)
             case Failed():
@@ -377,6 +388,43 @@ def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
     # prefill tells of the link when decode has accepted; decode's tokens may overtake that
     bench.until(lambda: any(each.link for each in bench.timings))
     assert [each.link for each in bench.timings if each.link] == ["zmq"]
+
+
+def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
+    """Both Aborts of the first are lost; of the second one attempt is void and one is not."""
+    lost, kept = make_request(100, 400), make_request(90, 400)
+    pair.place(lost, "prefill-0", "decode-1")
+    pair.tell("decode-1", Reserve(kept, 1, pair.peer("prefill-0")))
+    pair.place(kept, "prefill-0", "decode-1", attempt=2)
+    pair.until(lambda: len(pair.streams[lost.id, 1, 0]) > 3 and len(pair.streams[kept.id, 2, 0]) > 3)
+    for name in pair.workers:
+        pair.tell(name, Lease(b"torn"))
+        pair.tell(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)])))
+    decode = pair.workers["decode-1"]
+    pair.until(lambda: decode.holdings() == {TransferId(kept.id, 2)})
+    assert decode.counters["reaped_requests"] == 2
+    assert decode.membership.bad_messages == 1
+    for name in pair.workers:
+        pair.tell(name, Lease(b""))
+    pair.until(pair.quiet)
+
+
+def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
+    bench.lease_ms = 300
+    bench.add("prefill", OracleEngine(64))
+    decode = bench.add("decode", OracleEngine(64))
+    running, reserved = make_request(100, 900), make_request(90, 4)
+    bench.place(running, "prefill-0", "decode-1")
+    bench.tell("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
+    both = [TransferId(running.id, 1), TransferId(reserved.id, 1)]
+    bench.until(lambda: len(decode.holdings()) == 2)
+    renewed_until = time.monotonic() + 0.6  # twice as long as without
+    while time.monotonic() < renewed_until:
+        bench.tell("decode-1", Lease(pack_transfers(both)))
+        bench.turn()
+        assert len(decode.holdings()) == 2
+    bench.until(lambda: not decode.holdings(), deadline_s=2)
+    assert decode.cache.pool.counts.held == 0
 
 
 def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:

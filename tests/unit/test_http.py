@@ -13,8 +13,21 @@ from typing import Any
 
 import pytest
 
-from common.ids import Incarnation, RequestId
-from common.messages import Abort, Failed, Generate, Goodbye, Prefill, Rejoin, Resend, Reserve, Role, Timing, Tokens
+from common.ids import Incarnation, RequestId, unpack_transfers
+from common.messages import (
+    Abort,
+    Failed,
+    Generate,
+    Goodbye,
+    Lease,
+    Prefill,
+    Rejoin,
+    Resend,
+    Reserve,
+    Role,
+    Timing,
+    Tokens,
+)
 from common.request import Request
 from coordinator.app import drain
 from coordinator.fields import parse_json
@@ -466,6 +479,22 @@ async def test_decode_alone_is_enough_when_prefills_token_is_lost(model: Path) -
         await house.add("prefill", drop={Tokens, Timing})
         _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_token_ids": True})
         assert len(body["choices"][0]["token_ids"]) == 4
+
+
+async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
+    def listed(worker: FakeWorker) -> set[int]:
+        return {transfer.attempt for transfer in unpack_transfers(worker.got(Lease)[-1].live)}
+
+    async with open_house(model) as house:
+        first = await house.add("colocated", name="a", delay_s=60.0)
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+        await until(lambda: first.got(Lease) and listed(first) == {0}, "it is told that it may hold it")
+        second = await house.add("colocated", name="b", delay_s=60.0)
+        first.say(Failed(first.got(Generate)[0].request.id, 0, "draining", "this worker is leaving", retriable=True))
+        await until(lambda: second.got(Lease) and listed(second) == {1}, "the other may hold the next attempt")
+        await until(lambda: listed(first) == set(), "the first may not")
+        asked.cancel()
+        await until(lambda: listed(second) == set(), "nobody wants it any more")
 
 
 async def test_a_worker_that_refuses(model: Path) -> None:
