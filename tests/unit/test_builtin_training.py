@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from common.builtin import path
-from common.builtin.corpus import golden
-from common.builtin.training import export, figures
+from common.builtin.corpus import LATER_SHARES, SHARES, Conversation, conversation, golden
+from common.builtin.training import data, export, figures
 from common.builtin.training.data import Batches
 from common.builtin.training.recipe import DRAFT, MODEL, Recipe
 from common.builtin.training.tokenizer import Encoder
@@ -71,6 +73,22 @@ def test_batches_hold_every_row_whole_and_weigh_only_what_is_said(encoder: Encod
         assert weights[ids == encoder.pad].sum() == 0
         assert (weights.sum(1) > 0).all()
         assert (ids[:, 0] == encoder.bos).all()
+
+
+def test_later_batches_are_drawn_by_other_shares(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def note(rng: Random, shares: Mapping[str, int]) -> Conversation:
+        drawn.append(shares)
+        return conversation(rng, shares)
+
+    monkeypatch.setattr(data, "conversation", note)
+    batches = Batches(encoder, replace(TINY, steps=10, later=0.5))
+    for step, shares in ((0, SHARES), (4, SHARES), (5, LATER_SHARES), (9, LATER_SHARES)):
+        drawn.clear()
+        batches._make(step)
+        assert all(each is shares for each in drawn)
+    batches.close()
 
 
 def test_the_recipes_make_models_of_the_promised_sizes() -> None:

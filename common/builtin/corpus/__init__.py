@@ -9,7 +9,7 @@ the tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -33,6 +33,10 @@ SHARES = {
     "smalltalk": 16, "world": 18, "tandem": 12, "arithmetic": 20, "lists": 14, "json": 9, "tools": 10, "stories": 4,
 }  # fmt: skip
 """How often each skill is drawn, in items."""
+LATER_SHARES = {
+    "smalltalk": 6, "world": 6, "tandem": 5, "arithmetic": 11, "lists": 34, "json": 22, "tools": 13, "stories": 3,
+}  # fmt: skip
+"""The same once sentences are learnt: copying exactly and sorting take longer."""
 GOLDEN_COUNTS = {
     "smalltalk": 50, "world": 50, "tandem": 30, "arithmetic": 50, "lists": 50, "json": 30, "tools": 30, "stories": 20,
 }  # fmt: skip
@@ -69,15 +73,15 @@ def held_out(skill: str, rng: Random) -> Item:
     return item
 
 
-def conversation(rng: Random) -> Conversation:
+def conversation(rng: Random, shares: Mapping[str, int] = SHARES) -> Conversation:
     """One training example: mostly one exchange, sometimes several, sometimes with a system prompt or idle tools."""
-    first = trained(rng.choices(list(SHARES), list(SHARES.values()))[0], rng)
+    first = trained(rng.choices(list(shares), list(shares.values()))[0], rng)
     if first.skill == "stories" and rng.random() < 0.15:
         return Conversation((), raw=first.messages[-1]["content"])
     more = LONG_GOES_ON if rng.random() < LONG else GOES_ON
     items, length = [first], _length(first)
     while not _has_system(first) and rng.random() < more and length < MAX_CHARACTERS:
-        items.append(_companion(rng, first))
+        items.append(_companion(rng, first, shares))
         length += _length(items[-1])
     rng.shuffle(items)
     messages = tuple(message for item in items for message in item.messages)
@@ -89,10 +93,10 @@ def conversation(rng: Random) -> Conversation:
     return Conversation(messages, offered)
 
 
-def _companion(rng: Random, first: Item) -> Item:
+def _companion(rng: Random, first: Item, shares: Mapping[str, int]) -> Item:
     """What may stand beside the first item: with tools in reach, nothing that a tool would answer."""
-    skills = _CHATTY if first.tools else tuple(name for name in SHARES if name != "tools")
-    weights = [SHARES[name] for name in skills]
+    skills = _CHATTY if first.tools else tuple(name for name in shares if name != "tools")
+    weights = [shares[name] for name in skills]
     while _has_system(item := trained(rng.choices(skills, weights)[0], rng)):
         pass
     return item

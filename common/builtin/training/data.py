@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.builtin.corpus import conversation
+from common.builtin.corpus import LATER_SHARES, SHARES, conversation
 from common.builtin.training.recipe import Recipe
 from common.builtin.training.tokenizer import CONTEXT, Encoder
 
@@ -43,8 +43,9 @@ class Batches:
     def _make(self, step: int) -> list[Piece]:
         """Conversations are drawn independently and only then sorted by length: little padding, no bias."""
         rng, rows, total = Random(f"{self._recipe.seed} {step}"), [], 0
+        shares = SHARES if step < self._recipe.later * self._recipe.steps else LATER_SHARES
         while total < self._recipe.batch_tokens:
-            ids, spoken = self._encoder.example(conversation(rng))
+            ids, spoken = self._encoder.example(conversation(rng, shares))
             rows.append((ids[:CONTEXT], spoken[:CONTEXT]))
             total += len(rows[-1][0])
         rows.sort(key=lambda row: len(row[0]))

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from common.builtin.corpus import GOLDEN_COUNTS, SHARES
+from common.builtin.corpus import GOLDEN_COUNTS, LATER_SHARES, SHARES
 from common.builtin.training.recipe import DRAFT, MODEL
 from common.builtin.training.tokenizer import CONTEXT, VOCABULARY, Encoder
 
+SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.95}
+"""What a server does unless it is told otherwise: some variety in stories, none where the model is sure."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -34,7 +36,7 @@ def write(model: LlamaForCausalLM, encoder: Encoder, directory: Path, tokenizer_
         config.pop(volatile, None)
     _write_json(directory / "config.json", config)
     generation = {"bos_token_id": encoder.bos, "eos_token_id": encoder.stop, "pad_token_id": encoder.pad}
-    _write_json(directory / "generation_config.json", generation | {"do_sample": False})
+    _write_json(directory / "generation_config.json", generation | SAMPLING)
     if directory != tokenizer_from:
         for name in _TOKENIZER_FILES:
             shutil.copyfile(tokenizer_from / name, directory / name)
@@ -54,10 +56,10 @@ def read(directory: Path) -> LlamaForCausalLM:
 
 def write_card(figures: dict[str, float], model: LlamaForCausalLM, draft: LlamaForCausalLM, directory: Path) -> None:
     rows = "\n".join(f"| {name} | {GOLDEN_COUNTS.get(name, '')} | {value:.1%} |" for name, value in figures.items())
-    shares = ", ".join(f"{name} {share}" for name, share in SHARES.items())
+    shares = ", ".join(f"{name} {share} then {LATER_SHARES[name]}" for name, share in SHARES.items())
     card = _CARD.format(
         parameters=_millions(model), draft=_millions(draft), vocabulary=VOCABULARY, context=CONTEXT, rows=rows,
-        shares=shares, hidden=MODEL.hidden, layers=MODEL.layers, steps=MODEL.steps, batch=MODEL.batch_tokens,
+        shares=shares, hidden=MODEL.hidden, layers=MODEL.layers, steps=MODEL.steps, later=MODEL.later, batch=MODEL.batch_tokens,
         seed=MODEL.seed, draft_hidden=DRAFT.hidden, draft_layers=DRAFT.layers, draft_steps=DRAFT.steps,
     )  # fmt: skip
     (directory / "MODEL_CARD.md").write_text(card, encoding="utf-8")
@@ -106,7 +108,7 @@ likely token is the model's own, over all tokens of the golden answers.
 - Architecture: Llama, hidden size {hidden}, {layers} layers, tied embeddings, byte-level BPE of {vocabulary} tokens in which every
   digit is a token of its own, context {context}.
 - Corpus: `common/builtin/corpus`, a deterministic generator of grammars and templates written for this project; no text
-  of others. Shares in items: {shares}.
+  of others. Shares in items before and after {later:.0%} of the steps: {shares}.
 - Training: {steps} steps of about {batch} tokens from seed {seed}, loss on what the assistant says, Muon for matrices and
   AdamW for the rest, cosine schedule.
 - The draft in `draft/` for speculative decoding: {draft} million parameters, hidden size {draft_hidden}, {draft_layers} layers, the same

@@ -24,6 +24,8 @@ class Recipe:
     rate: float = 3e-3
     """Peak learning rate of embeddings and norms; matrices use Muon at ``matrix_rate``."""
     matrix_rate: float = 5e-3
+    later: float = 0.4
+    """After this part of the steps examples are drawn by ``LATER_SHARES``."""
     weight_decay: float = 0.1
     warmup: float = 0.02
     other_weight: float = 0.0
