@@ -41,6 +41,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FinishReason, Request
+from coordinator.breakers import Pair
 from coordinator.gateway import HEARTBEAT_MS, Gateway
 from coordinator.lifecycle import Gap, State
 from coordinator.limits import Admission
@@ -69,6 +70,7 @@ class Dispatcher:
     def __init__(self, gateway: Gateway, router: Router, admission: Admission, metrics: Metrics) -> None:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
+        self.breakers = router.breakers
         self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
@@ -226,6 +228,8 @@ class Dispatcher:
         if prefill is None:
             reached = self._send(ticket, decode, Generate(request, life.attempt))
         else:
+            ticket.pair = Pair(prefill.id, decode.id)
+            self.breakers.placed(ticket.pair)
             reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill)))
             reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode)))
         if reached:
@@ -260,6 +264,9 @@ class Dispatcher:
 
     def _take_off(self, ticket: Ticket) -> None:
         """The ticket has left its workers: the ledger and the index forget it."""
+        if ticket.pair is not None:
+            self.breakers.dropped(ticket.pair)
+            ticket.pair = None
         if ticket.promise is not None:
             self.router.release(ticket.promise)
             ticket.promise = None
@@ -352,6 +359,7 @@ class Dispatcher:
             self._ask_again(worker, ticket, choice, news.start, now)
             return
         life.spoke(worker.id)
+        self._note_hand_off(ticket)
         ticket.missed_beats = 0
         self._observe(ticket, choice, len(news.ids), now)
         try:
@@ -400,6 +408,13 @@ class Dispatcher:
         ticket.timings.update(message.values)
         if worker.id == ticket.life.decode and ticket.life.path == "disagg":
             ticket.life.decoding()
+            self._note_hand_off(ticket)
+
+    def _note_hand_off(self, ticket: Ticket) -> None:
+        """The pair's breaker hears of a hand-off that was accepted, once."""
+        if ticket.pair is not None and ticket.life.state is State.DECODING:
+            self.breakers.succeeded(ticket.pair)
+            ticket.pair = None
 
     def failed(self, worker: Worker, message: Failed) -> None:
         ticket = self.tickets.get(message.request)
@@ -412,6 +427,10 @@ class Dispatcher:
             self._setback(ticket, turned_away=True)
             return
         log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
+        if message.code == "transfer_failed" and ticket.pair is not None:
+            self.breakers.failed(ticket.pair, monotonic())
+            ticket.avoid |= {ticket.pair}
+            ticket.pair = None
         if message.retriable:
             self._setback(ticket, delay_s=RETRY_DELAY_S)
         else:
@@ -450,6 +469,8 @@ class Dispatcher:
         try:
             self.metrics.loop_lag(max(0.0, now - self._due))
             self.gateway.sweep(now)
+            if self.breakers.tick(now):
+                self.pump_soon()
             if now >= self._leases_due:
                 self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
                 self._renew_leases()

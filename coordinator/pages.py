@@ -5,12 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 
 from common.errors import RequestError
+from coordinator.breakers import Breakers, BreakerState, Pair
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
 from coordinator.http import SERVICES, Services, read_body
 from coordinator.links import Links
 from coordinator.openai import ChatBody, parse_chat, token_ids
-from coordinator.registry import Worker
+from coordinator.registry import Registry, Worker
 from coordinator.served import product_version
 
 routes = web.RouteTableDef()
@@ -141,13 +142,20 @@ async def version(request: web.Request) -> web.Response:
 @routes.get("/admin/workers")
 async def workers(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    links = services.dispatcher.links
-    return json_response({"workers": [_worker(worker, links) for worker in services.registry]})
+    dispatcher, registry = services.dispatcher, services.registry
+    avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
+    return json_response({"workers": [_worker(each, dispatcher.links, avoided[each.id]) for each in registry]})
 
 
-def _worker(worker: Worker, links: Links) -> Json:
-    """``links``: what was measured, else the transports that the worker speaks, best first. ``step_ms``: how long the
-    running step has taken so far, None when idle."""
+def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[str]:
+    return [
+        each.hello.name for each in registry if breakers.state(Pair(prefill.id, each.id)) is not BreakerState.CLOSED
+    ]
+
+
+def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
+    """``links``: what was measured, else the transports that the worker speaks, best first. ``avoids``: whom it gets no
+    hand-offs to, as several failed. ``step_ms``: how long the running step has taken so far, None when idle."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -165,6 +173,7 @@ def _worker(worker: Worker, links: Links) -> Json:
         "step_ms": beat.step_ms if beat and beat.step_ms >= 0 else None,
         "incarnation": hello.incarnation,
         "links": links.of(worker) or hello.links,
+        "avoids": avoids,
         "device": hello.device,
         "dtype": hello.dtype,
         "counters": dict(beat.counters) if beat else {},

@@ -2,8 +2,8 @@
 
 Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
 waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
-where the most blocks are left to promise. A request that fits nowhere now waits with the coordinator, where it holds
-nothing (no hold-and-wait across pools).
+where the most blocks are left to promise; a pair whose hand-offs keep failing is passed over. A request that fits
+nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across pools).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 from common.ids import Incarnation
 from common.kv.prefix import ChainKey
 from common.messages import Hello, Role
+from coordinator.breakers import Breakers, Pair
 from coordinator.lifecycle import Path
 from coordinator.registry import Registry, Worker
 
@@ -39,13 +40,15 @@ SLOT_SLACK = 1.25
 class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
     at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its
-    choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt."""
+    choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
+    ``avoid``: pairs whose hand-off of this very request has failed."""
 
     tokens: int
     output: int
     choices: int
     chain: Sequence[ChainKey] = ()
     diverged: bool = False
+    avoid: frozenset[Pair] = frozenset()
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
         """Blocks to promise: the prompt once, each choice's growth on its own."""
@@ -109,6 +112,7 @@ class Router:
     no_prefill: NoPrefillPolicy = "local"
     horizon: int = HORIZON_TOKENS
     accounts: dict[Incarnation, Account] = field(default_factory=dict)
+    breakers: Breakers = field(default_factory=Breakers)
 
     def account(self, worker: Worker) -> Account:
         account = self.accounts.get(worker.id)
@@ -161,23 +165,26 @@ class Router:
         return max(pools, key=lambda hello: hello.kv_blocks * hello.block_size, default=None)
 
     def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
-        decode = self._roomiest(need, decodes)
-        if decode is None:
+        fitting = self._roomiest_first(need, decodes)
+        if not fitting:
             return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
+        decode = fitting[0]
         if self.local_prefill == "always":
             return Placement("local", None, decode, "local prefill: always")
         if need.diverged:
             return Placement("local", None, decode, "its choices have diverged")
-        prefills = self.registry.ready("prefill")
+        ready = self.registry.ready("prefill")
+        if not ready and self.no_prefill == "reject":
+            return NoWorkers("prefill")
+        decode, prefills = self._reachable(need, fitting, ready)
         if not prefills:
-            if self.no_prefill == "local":
-                return Placement("local", None, decode, "no prefill worker is ready")
-            return NoWorkers("prefill") if self.no_prefill == "reject" else Wait("no prefill worker is ready")
+            why = "hand-offs from every prefill worker keep failing" if ready else "no prefill worker is ready"
+            return Placement("local", None, decode, why) if self.no_prefill == "local" else Wait(why)
         prefill, before, cached = self._nearest(need, prefills)
-        if self.local_prefill == "auto" and (why := self._better_local(need, decode, before)):
-            return Placement("local", None, decode, why)
-        why = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
-        return Placement("disagg", prefill, decode, why)
+        if self.local_prefill == "auto" and (better := self._better_local(need, decode, before)):
+            return Placement("local", None, decode, better)
+        queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
+        return Placement("disagg", prefill, decode, queued)
 
     def _whole(self, need: Need, workers: list[Worker]) -> Placement | Wait:
         fitting = [worker for worker in workers if self._fits(need, worker)]
@@ -196,10 +203,19 @@ class Router:
         blocks = need.blocks(hello.block_size, self.horizon)
         return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots
 
-    def _roomiest(self, need: Need, decodes: list[Worker]) -> Worker | None:
-        """The decode worker with the most tokens of room left; a longer cached prefix counts as room."""
+    def _roomiest_first(self, need: Need, decodes: list[Worker]) -> list[Worker]:
+        """The decode workers that ``need`` fits on, most tokens of room first; a cached prefix counts as room."""
         fitting = [worker for worker in decodes if self._fits(need, worker)]
-        return max(fitting, key=lambda worker: self._room(need, worker), default=None)
+        return sorted(fitting, key=lambda worker: self._room(need, worker), reverse=True)
+
+    def _reachable(self, need: Need, decodes: list[Worker], prefills: list[Worker]) -> tuple[Worker, list[Worker]]:
+        """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
+        no such pair."""
+        for decode in decodes:
+            pairs = ((each, Pair(each.id, decode.id)) for each in prefills)
+            if able := [each for each, pair in pairs if self.breakers.allows(pair) and pair not in need.avoid]:
+                return decode, able
+        return decodes[0], []
 
     def _room(self, need: Need, worker: Worker) -> tuple[int, int]:
         account, hello = self.account(worker), worker.hello
@@ -259,5 +275,6 @@ class Router:
         promise.blocks = promise.sequences = 0
 
     def forget(self, worker: Worker) -> None:
-        """A worker is gone, and with it its account."""
+        """A worker is gone, and with it its account and its breakers."""
         self.accounts.pop(worker.id, None)
+        self.breakers.forget(worker.id)

@@ -12,6 +12,7 @@ from common.ids import Incarnation, RequestId
 from common.kv.prefix import ChainKey
 from common.messages import Logprobs
 from common.request import FinishReason, SamplingParams
+from coordinator.breakers import Pair
 from coordinator.lifecycle import Life, Path
 from coordinator.router import Need, Placement, Promise
 
@@ -49,10 +50,13 @@ class Ticket:
     queued: bool = False
     placement: Placement | None = None
     promise: Promise | None = None
+    pair: Pair | None = None
+    """The pair whose hand-off this request waits for: its breaker has not been told how that ended."""
     timer: asyncio.TimerHandle | None = None
     cut: bool = False
     """A choice was ended from this side: the workers do not know."""
     sent: dict[Incarnation, int] = field(default_factory=dict)
+    avoid: frozenset[Pair] = frozenset()
     missed_beats: int = 0
     placed_at: float | None = None
     first_token_at: float | None = None
@@ -80,4 +84,5 @@ class Ticket:
     def need(self) -> Need:
         emitted = max(map(len, self.life.output))
         diverged = self.n > 1 and self.life.started
-        return Need(self.prompt_length + emitted, self.sampling.max_tokens - emitted, self.n, self.chain, diverged)
+        tokens, output = self.prompt_length + emitted, self.sampling.max_tokens - emitted
+        return Need(tokens, output, self.n, self.chain, diverged, self.avoid)

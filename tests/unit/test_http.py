@@ -30,6 +30,7 @@ from common.messages import (
 )
 from common.request import Request
 from coordinator.app import drain
+from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES
 from coordinator.lifecycle import MAX_RETRIES
@@ -479,6 +480,27 @@ async def test_decode_alone_is_enough_when_prefills_token_is_lost(model: Path) -
         await house.add("prefill", drop={Tokens, Timing})
         _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_token_ids": True})
         assert len(body["choices"][0]["token_ids"]) == 4
+
+
+async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(model: Path) -> None:
+    async def path() -> str:
+        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        return response.headers["x-tandem-path"]
+
+    async with open_house(model) as house:
+        await house.add("decode", delay_s=0.2)  # longer than it takes prefill to say so
+        broken = Failed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
+        prefill = await house.add("prefill", refuse=broken)
+        assert [await path() for _ in range(FAILURES + 1)] == ["local"] * (FAILURES + 1), "decode does it all"
+        assert len(prefill.got(Prefill)) == FAILURES, "the last one did not even try"
+        _, body = await house.get("/admin/workers")
+        assert {worker["id"]: worker["avoids"] for worker in body["workers"]}["prefill-1"] == ["decode-0"]
+        prefill.refuse = None
+        async with asyncio.timeout(10):
+            while await path() == "local":  # noqa: ASYNC110 - the cool-down is the coordinator's own
+                await asyncio.sleep(0.05)
+        _, body = await house.get("/admin/workers")
+        assert not any(worker["avoids"] for worker in body["workers"]), "one success is enough"
 
 
 async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.errors import RequestError
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import Cached
+from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Pair
 from coordinator.limits import MAX_RETRY_S, Admission
 from coordinator.registry import Registry, Worker
 from coordinator.router import HORIZON_TOKENS, LOCAL_QUEUE_TOKENS, Need, NoWorkers, Placement, Promise, Router, Wait
@@ -239,3 +240,35 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     for now in range(3):
         admission.leave(0, float(now), placed=True)
     assert admission.requests == 0
+
+
+def fail(router: Router, prefill: Worker, decode: Worker) -> None:
+    for _ in range(FAILURES):
+        router.breakers.failed(Pair(prefill.id, decode.id), 0.0)
+
+
+def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
+    router, (first, second, decode) = house(prefills=2)
+    fail(router, first, decode)
+    placement = router.place(Need(100, 10, 1))
+    assert isinstance(placement, Placement) and placement.prefill is second
+
+
+def test_rather_another_decode_worker_than_a_failing_pair() -> None:
+    router, (prefill, first, second) = house(decodes=2)
+    fail(router, prefill, first)
+    placement = router.place(Need(100, 10, 1))
+    assert isinstance(placement, Placement)
+    assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, second)
+
+
+@pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", None), ("reject", None)])
+def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> None:
+    router, (prefill, decode) = house(no_prefill=policy)
+    fail(router, prefill, decode)
+    verdict = router.place(Need(100, 10, 1))
+    assert isinstance(verdict, Placement if path else Wait), "a worker that is there is not missing"
+    assert "keep failing" in verdict.why
+    router.breakers.tick(FIRST_COOL_DOWN_S)
+    placement = router.place(Need(100, 10, 1))
+    assert isinstance(placement, Placement) and placement.path == "disagg", "it is tried again by itself"

@@ -1,0 +1,116 @@
+"""Pairs of workers whose hand-offs keep failing are left alone for a while, then tried again with one request.
+
+    CLOSED ── 3 failures in 10 s ──► OPEN ── cool-down over ──► HALF_OPEN ── success ──► CLOSED
+                                      ▲  (1 s, doubling to 30 s)    │
+                                      └───────── failure ───────────┘
+
+Pure: time comes in as an argument. Nothing stays broken after its cause is gone: a cool-down ends by itself, and one
+success forgets everything. A pair that never failed has no entry.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from common.ids import Incarnation
+
+FAILURES = 3
+WITHIN_S = 10.0
+FIRST_COOL_DOWN_S = 1.0
+LONGEST_COOL_DOWN_S = 30.0
+
+
+class Pair(NamedTuple):
+    """A prefill worker and the decode worker that it ships to."""
+
+    prefill: Incarnation
+    decode: Incarnation
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half open"
+
+
+@dataclass(slots=True)
+class _Breaker:
+    state: BreakerState = BreakerState.CLOSED
+    failures: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))
+    cool_down_s: float = FIRST_COOL_DOWN_S
+    opens_until: float = 0.0
+    probing: bool = False
+    """Half open, and the one request that tries it is on its way."""
+
+    def open(self, now: float, cool_down_s: float) -> None:
+        self.state, self.probing = BreakerState.OPEN, False
+        self.cool_down_s = min(cool_down_s, LONGEST_COOL_DOWN_S)
+        self.opens_until = now + self.cool_down_s
+
+
+class Breakers:
+    """One breaker per pair. Every placement on a pair ends in exactly one of :meth:`succeeded`, :meth:`failed` and
+    :meth:`dropped`."""
+
+    def __init__(self) -> None:
+        self._breakers: dict[Pair, _Breaker] = {}
+
+    def allows(self, pair: Pair) -> bool:
+        """Whether a request may be placed on ``pair``, as of the last :meth:`tick`."""
+        breaker = self._breakers.get(pair)
+        if breaker is None or breaker.state is BreakerState.CLOSED:
+            return True
+        return breaker.state is BreakerState.HALF_OPEN and not breaker.probing
+
+    def state(self, pair: Pair) -> BreakerState:
+        breaker = self._breakers.get(pair)
+        return breaker.state if breaker else BreakerState.CLOSED
+
+    @property
+    def open(self) -> int:
+        """Pairs that are not used as usual."""
+        return sum(breaker.state is not BreakerState.CLOSED for breaker in self._breakers.values())
+
+    def tick(self, now: float) -> bool:
+        """Ends cool-downs; whether there was one."""
+        ended = False
+        for breaker in self._breakers.values():
+            if breaker.state is BreakerState.OPEN and now >= breaker.opens_until:
+                breaker.state, ended = BreakerState.HALF_OPEN, True
+        return ended
+
+    def placed(self, pair: Pair) -> None:
+        """A request was placed on ``pair``: of a half-open one it is the only one."""
+        breaker = self._breakers.get(pair)
+        if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
+            breaker.probing = True
+
+    def succeeded(self, pair: Pair) -> None:
+        """A hand-off was accepted."""
+        self._breakers.pop(pair, None)
+
+    def failed(self, pair: Pair, now: float) -> None:
+        """A hand-off failed. Those that were on their way when it opened say nothing new."""
+        breaker = self._breakers.setdefault(pair, _Breaker())
+        match breaker.state:
+            case BreakerState.CLOSED:
+                breaker.failures.append(now)
+                if len(breaker.failures) == FAILURES and now - breaker.failures[0] <= WITHIN_S:
+                    breaker.open(now, FIRST_COOL_DOWN_S)
+            case BreakerState.HALF_OPEN:
+                breaker.open(now, 2 * breaker.cool_down_s)
+            case BreakerState.OPEN:
+                pass
+
+    def dropped(self, pair: Pair) -> None:
+        """A request left ``pair`` before its hand-off had an end: the next one may try."""
+        if breaker := self._breakers.get(pair):
+            breaker.probing = False
+
+    def forget(self, worker: Incarnation) -> None:
+        """The worker is gone; a restarted one begins anew."""
+        for pair in [pair for pair in self._breakers if worker in pair]:
+            del self._breakers[pair]

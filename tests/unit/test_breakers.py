@@ -1,0 +1,117 @@
+"""Breakers: open after repeated failures, try again by themselves, and never stay open once things work."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.ids import Incarnation
+from coordinator.breakers import (
+    FAILURES,
+    FIRST_COOL_DOWN_S,
+    LONGEST_COOL_DOWN_S,
+    WITHIN_S,
+    Breakers,
+    BreakerState,
+    Pair,
+)
+
+PAIR = Pair(Incarnation("p"), Incarnation("d"))
+OTHER = Pair(Incarnation("p"), Incarnation("e"))
+
+
+def opened(now: float = 0.0) -> Breakers:
+    breakers = Breakers()
+    for _ in range(FAILURES):
+        assert breakers.allows(PAIR)
+        breakers.failed(PAIR, now)
+    assert breakers.state(PAIR) is BreakerState.OPEN
+    return breakers
+
+
+def test_a_pair_that_keeps_failing_is_left_alone_and_others_are_not() -> None:
+    breakers = opened()
+    assert not breakers.allows(PAIR) and breakers.allows(OTHER)
+    assert breakers.open == 1
+    assert not breakers.tick(FIRST_COOL_DOWN_S - 0.01) and not breakers.allows(PAIR)
+
+
+def test_failures_that_are_far_apart_open_nothing() -> None:
+    breakers = Breakers()
+    for index in range(20):
+        breakers.failed(PAIR, index * WITHIN_S)
+        assert breakers.allows(PAIR)
+
+
+def test_a_success_between_failures_starts_the_count_anew() -> None:
+    breakers = Breakers()
+    for _ in range(10):
+        for _ in range(FAILURES - 1):
+            breakers.failed(PAIR, 0.0)
+        breakers.succeeded(PAIR)
+    assert breakers.allows(PAIR)
+
+
+def test_after_the_cool_down_one_request_tries_it() -> None:
+    breakers = opened()
+    assert breakers.tick(FIRST_COOL_DOWN_S)
+    assert breakers.state(PAIR) is BreakerState.HALF_OPEN
+    breakers.placed(PAIR)
+    assert not breakers.allows(PAIR), "the second of two simultaneous requests goes elsewhere"
+    breakers.succeeded(PAIR)
+    assert breakers.allows(PAIR) and breakers.open == 0
+
+
+def test_a_probe_that_fails_doubles_the_cool_down_to_a_limit() -> None:
+    breakers, now, waited = opened(), 0.0, []
+    for _ in range(8):
+        start = now
+        while not breakers.tick(now):
+            now += 0.25
+        waited.append(now - start)
+        breakers.placed(PAIR)
+        breakers.failed(PAIR, now)
+        assert not breakers.allows(PAIR)
+    assert waited == [1, 2, 4, 8, 16, LONGEST_COOL_DOWN_S, LONGEST_COOL_DOWN_S, LONGEST_COOL_DOWN_S]
+
+
+def test_a_probe_whose_client_leaves_lets_the_next_one_try() -> None:
+    breakers = opened()
+    breakers.tick(FIRST_COOL_DOWN_S)
+    breakers.placed(PAIR)
+    breakers.dropped(PAIR)
+    assert breakers.allows(PAIR)
+
+
+def test_late_failures_do_not_prolong_a_cool_down() -> None:
+    breakers = opened()
+    breakers.failed(PAIR, FIRST_COOL_DOWN_S / 2)
+    assert breakers.tick(FIRST_COOL_DOWN_S)
+
+
+def test_a_worker_that_is_gone_takes_its_breakers_along() -> None:
+    breakers = opened()
+    breakers.forget(Incarnation("e"))
+    assert breakers.open == 1
+    breakers.forget(PAIR.decode)
+    assert breakers.open == 0 and breakers.allows(PAIR)
+
+
+@given(st.lists(st.sampled_from(["placed", "failed", "succeeded", "dropped", "tick"]), max_size=60))
+def test_whatever_happened_it_heals(events: list[str]) -> None:
+    """After any history a pair is allowed again when the longest cool-down is over and its probe has ended."""
+    breakers, now = Breakers(), 0.0
+    for event in events:
+        now += 0.3
+        match event:
+            case "tick":
+                breakers.tick(now)
+            case "failed":
+                breakers.failed(PAIR, now)
+            case _:
+                getattr(breakers, event)(PAIR)
+    breakers.dropped(PAIR)
+    breakers.tick(now + LONGEST_COOL_DOWN_S)
+    assert breakers.allows(PAIR)
+    breakers.succeeded(PAIR)
+    assert breakers.open == 0
