@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from common.builtin import path
 from common.builtin.corpus import LATER_SHARES, SHARES, Conversation, conversation, golden
-from common.builtin.training import data, export, figures
+from common.builtin.training import data, export, figures, plot
 from common.builtin.training.data import Batches
 from common.builtin.training.recipe import DRAFT, MODEL, Recipe
 from common.builtin.training.tokenizer import Encoder
@@ -62,6 +62,12 @@ def test_answers_do_not_depend_on_what_is_asked_beside_them(encoder: Encoder, tm
     together = figures.answers(model, encoder, items)
     assert together == [figures.answers(model, encoder, [item])[0] for item in items]
     assert set(figures.per_skill(figures.judged(model, encoder, items))) == {"smalltalk"}
+
+
+def test_the_loss_curve_is_a_picture(encoder: Encoder, tmp_path: Path) -> None:
+    train(TINY, encoder, tmp_path, look=lambda model, step: {"world": step / 10}, look_every=2)
+    picture = plot.loss_curve(tmp_path, tmp_path)
+    assert picture is not None and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_batches_hold_every_row_whole_and_weigh_only_what_is_said(encoder: Encoder) -> None:

@@ -73,7 +73,7 @@ def make_model(options: argparse.Namespace) -> None:
         look=lambda model, step: figures.per_skill(figures.judged(model, encoder, items)),
     )  # fmt: skip
     export.write(model, encoder, options.out, tokenizer_from=path())
-    plot.loss_curve(options.room / "model")
+    plot.loss_curve(options.room / "model", options.out)
 
 
 def make_draft(options: argparse.Namespace) -> None:
@@ -85,7 +85,7 @@ def make_draft(options: argparse.Namespace) -> None:
         look=lambda draft, step: {"agreement": figures.agreement(teacher, draft, encoder, items)},
     )  # fmt: skip
     export.write(draft, encoder, options.out / draft_path().name, tokenizer_from=path())
-    plot.loss_curve(options.room / "draft")
+    plot.loss_curve(options.room / "draft", options.out / draft_path().name)
 
 
 def make_figures(options: argparse.Namespace) -> None:

@@ -111,6 +111,7 @@ likely token is the model's own, over all tokens of the golden answers.
   of others. Shares in items before and after {later:.0%} of the steps: {shares}.
 - Training: {steps} steps of about {batch} tokens from seed {seed}, loss on what the assistant says, Muon for matrices and
   AdamW for the rest, cosine schedule.
+- `loss.png` shows the loss, and the skills as they were measured on the way; `draft/loss.png` that of the draft.
 - The draft in `draft/` for speculative decoding: {draft} million parameters, hidden size {draft_hidden}, {draft_layers} layers, the same
   tokenizer, {draft_steps} steps with the model as teacher.
 - `make builtin-model` makes all of it again.

@@ -8,8 +8,8 @@ from pathlib import Path
 SMOOTH = 0.98
 
 
-def loss_curve(room: Path) -> Path | None:
-    """``room/loss.png`` from ``room/history.jsonl``: loss above, figures of the looks taken on the way below."""
+def loss_curve(room: Path, directory: Path) -> Path | None:
+    """``directory/loss.png`` from ``room/history.jsonl``: loss above, figures of the looks on the way below."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -29,7 +29,7 @@ def loss_curve(room: Path) -> Path | None:
     below.set_xlabel("step")
     if looks:
         below.legend(fontsize=7, ncols=2)
-    target = room / "loss.png"
+    target = directory / "loss.png"
     figure.savefig(target)
     return target
 
