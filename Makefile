@@ -9,10 +9,10 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check install clean
+.PHONY: help up test check builtin-model install clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (ARGS="--decode 2" passes flags on)
 	@exec $(BIN)/tandem up $(ARGS)
@@ -25,6 +25,9 @@ check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
+	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
 
 install: $(VENV)/.installed ## only set up the environment
 
@@ -48,6 +51,11 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "installing the plotting tools"
+	@$(PIP) -e '.[bench]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -6,11 +6,9 @@ baseline can be compared with after a change of engine, quantisation or version:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from common.builtin.checks import Answer, Verdict, check
+from common.config import EvalConfig
 from common.errors import StartError
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "builtin.jsonl"
@@ -132,7 +131,7 @@ def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], s
     chosen = [record for record in records if not skills or record["skill"] in skills]
     if not chosen:
         known = ", ".join(sorted({record["skill"] for record in records}))
-        raise StartError("no golden item is left", f"the skills of {path.name} are {known}", "correct --skill")
+        raise StartError("no golden item is left", f"the skills of {path.name} are {known}", "correct --skills")
     digest = hashlib.blake2b(content + ",".join(sorted(skills)).encode(), digest_size=8).hexdigest()
     return chosen, digest
 
@@ -228,51 +227,32 @@ def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: f
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="tandem eval", description="Ask a server the golden set and judge its answers.")
-    made.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
-    made.add_argument("--model", default="", help="which of its models; the first if none is named")
-    made.add_argument("--api-key", default="", help="key to send as bearer token")
-    made.add_argument("--golden", type=Path, default=GOLDEN, help="the golden set, JSON lines")
-    made.add_argument("--skill", action="append", default=[], help="only this skill; may be given again")
-    made.add_argument("--concurrency", type=int, default=4, help="requests in flight")
-    made.add_argument("--save", type=Path, metavar="FILE", help="save the figures as a baseline")
-    made.add_argument("--compare", type=Path, metavar="FILE", help="compare with this baseline; exit code 1 on a drop")
-    made.add_argument(
-        "--tolerance", type=float, default=0.01, help="drop over all items that is tolerated (0.01 is 1 %%)"
-    )
-    made.add_argument("--skill-tolerance", type=float, default=0.05, help="drop in one skill that is tolerated")
-    made.add_argument("--failures", type=int, default=0, metavar="N", help="show so many wrong answers")
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(config: EvalConfig) -> int:
     """Exit code 1 if a baseline was given and something dropped. StartError if nothing could be measured."""
-    options = parser().parse_args(argv)
-    baseline = Report.load(options.compare) if options.compare else None
+    baseline = Report.load(Path(config.compare)) if config.compare else None
+    skills = [name.strip() for name in (config.skills or "").split(",") if name.strip()]
     console = Console()
     report = asyncio.run(
         evaluate(
-            options.url, model=options.model, golden=options.golden, concurrency=options.concurrency,
-            api_key=options.api_key, skills=options.skill, console=console,
+            config.url, model=config.served_model_name or "", golden=Path(config.golden or GOLDEN),
+            concurrency=config.concurrency, api_key=config.api_key or "", skills=skills, console=console,
         )
     )  # fmt: skip
     console.print(table(report, baseline))
-    for failure in report.failures[: options.failures]:
+    for failure in report.failures[: config.failures]:
         text = f"{failure['skill']}: {failure['asked']!r} -> {failure['said']!r}: {failure['why']}"
         console.print(text, markup=False, highlight=False)
-    if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    found = drops(report, baseline, options.tolerance, options.skill_tolerance) if baseline else []
+    if config.save:
+        _save(report, Path(config.save))
+    found = drops(report, baseline, config.tolerance, config.skill_tolerance) if baseline else []
     for line in found:
         console.print(f"[red]drop:[/] {line}")
     return 1 if found else 0
 
 
-if __name__ == "__main__":
+def _save(report: Report, path: Path) -> None:
     try:
-        sys.exit(main())
-    except StartError as failed:
-        print(f"error: {failed.what}\n  why: {failed.why}\n   do: {failed.todo}", file=sys.stderr)
-        sys.exit(1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error

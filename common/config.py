@@ -306,19 +306,44 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
+class ClientOptions:
+    """What every client of a running server takes."""
+
+    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client")
+    api_key: str | None = option(None, "key to send", TEXT, "client", secret=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(ClientOptions):
     """``tandem chat``: a client, on any machine."""
 
-    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "chat")
-    api_key: str | None = option(None, "key to send", TEXT, "chat", secret=True)
     system_prompt: str | None = option(None, "system message", TEXT, "chat")
     max_tokens: int | None = option(None, "longest answer", count(1), "chat", shown_default="what fits")
     temperature: float | None = option(None, "0 is greedy", decimal(0, 2), "chat", shown_default="the server's")
 
 
-Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig
-CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig)
-C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig)
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(ClientOptions):
+    """``tandem eval``: the golden set, asked of any OpenAI-compatible server."""
+
+    served_model_name: str | None = option(
+        None, "which of its models is asked", TEXT, "evaluation", shown_default="the first"
+    )
+    golden: str | None = option(
+        None, "golden set to ask, JSON lines", TEXT, "evaluation", shown_default="the built-in model's"
+    )
+    skills: str | None = option(None, "ask only these, with commas between", TEXT, "evaluation", shown_default="all")
+    concurrency: int = option(4, "requests in flight", count(1), "evaluation")
+    save: str | None = option(None, "file to save the figures in, as a baseline", TEXT, "evaluation")
+    compare: str | None = option(None, "baseline to compare with; a drop exits with 1", TEXT, "evaluation")
+    tolerance: float = option(0.01, "drop of the share over all items that is no drop yet", decimal(0, 1), "evaluation")
+    skill_tolerance: float = option(0.05, "the same for one skill", decimal(0, 1), "evaluation")
+    failures: int = option(0, "wrong answers to show", count(0), "evaluation")
+
+
+Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | EvalConfig
+CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, EvalConfig)
+C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, EvalConfig)
 
 
 def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:

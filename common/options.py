@@ -22,7 +22,8 @@ T = TypeVar("T")
 ENV_PREFIX = "TANDEM_"
 _CONFIG_ENV = "TANDEM_CONFIG"
 GROUPS = (
-    "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "chat", "logs",
+    "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "client", "chat",
+    "evaluation", "logs",
 )  # fmt: skip
 """In the order in which they are shown."""
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config import C, ChatConfig, CoordinatorConfig, UpConfig, WorkerConfig, load_config
+from common.config import C, ChatConfig, CoordinatorConfig, EvalConfig, UpConfig, WorkerConfig, load_config
 from common.errors import StartError
 from common.log import setup_logging
 from common.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
@@ -191,6 +191,13 @@ def _chat(given: dict[str, Any]) -> int:
     return run(config, prompt)
 
 
+def _eval(given: dict[str, Any]) -> int:
+    config = _load(EvalConfig, given)
+    from bench.evaluate import run
+
+    return run(config)
+
+
 def _config(name: str, given: dict[str, Any]) -> int:
     """Prints each value of a command's configuration and where it came from."""
     config = COMMANDS[name][1]
@@ -215,6 +222,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "prefill": ("a prefill worker that joins a coordinator", WorkerConfig, _prefill),
     "decode": ("a decode worker that joins a coordinator", WorkerConfig, _decode),
     "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
+    "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""
 

@@ -110,37 +110,37 @@ def test_a_model_without_a_tokenizer(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--control-port"])
-def test_a_busy_port(flag: str, busy_port: int, built_in: dict[str, str]) -> None:
+def test_a_busy_port(flag: str, busy_port: int) -> None:
     other = {"--port": "--control-port", "--control-port": "--port"}[flag]
     started = time.monotonic()
-    assert_refused(tandem("up", flag, str(busy_port), other, "0", **built_in), str(busy_port), flag)
+    assert_refused(tandem("up", flag, str(busy_port), other, "0"), str(busy_port), flag)
     assert time.monotonic() - started < LIMIT_S
 
 
 @pytest.mark.parametrize("command", ["up", "prefill"])
-def test_too_little_memory_for_one_request(command: str, built_in: dict[str, str]) -> None:
+def test_too_little_memory_for_one_request(command: str) -> None:
     started = time.monotonic()
-    words = ("--max-model-len", "8192", "--kv-cache-memory", "1MiB")
-    assert_refused(tandem(command, *words, **built_in), "too little memory", "--kv-cache-memory")
+    words = ("--max-model-len", "2048", "--kv-cache-memory", "1MiB")
+    assert_refused(tandem(command, *words), "too little memory", "--kv-cache-memory")
     assert time.monotonic() - started < LIMIT_S
 
 
 @pytest.mark.parametrize("command", ["up", "decode"])
-def test_more_memory_than_there_is(command: str, built_in: dict[str, str]) -> None:
-    assert_refused(tandem(command, "--kv-cache-memory", "900000GiB", **built_in), "KV for each of", "memory free")
+def test_more_memory_than_there_is(command: str) -> None:
+    assert_refused(tandem(command, "--kv-cache-memory", "900000GiB"), "KV for each of", "memory free")
 
 
 @pytest.mark.parametrize(("command", "flag"), [("decode", "--host"), ("coordinator", "--control-host")])
-def test_an_address_of_another_machine(command: str, flag: str, built_in: dict[str, str]) -> None:
+def test_an_address_of_another_machine(command: str, flag: str) -> None:
     """192.0.2.1 is kept for documentation (RFC 5737): no machine has it."""
     words = (flag, "192.0.2.1", "--insecure-cluster", *(("--port", "0") if command == "coordinator" else ()))
-    assert_refused(tandem(command, *words, **built_in), "cannot listen on", "an address of this machine")
+    assert_refused(tandem(command, *words), "cannot listen on", "an address of this machine")
 
 
-def test_two_ports_that_are_one(built_in: dict[str, str]) -> None:
+def test_two_ports_that_are_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    assert_refused(tandem("up", "--port", port, "--control-port", port, **built_in), "needs its own")
+    assert_refused(tandem("up", "--port", port, "--control-port", port), "needs its own")
 
 
 def test_mistyped_words() -> None:
@@ -249,13 +249,3 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) < 400
-
-
-@pytest.fixture(scope="module")
-def built_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a home in which the built-in model is made already."""
-    environ = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    from deploy.builtin import ensure_model
-
-    ensure_model(environ)
-    return environ

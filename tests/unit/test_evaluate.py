@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from bench import evaluate as module
 from bench.evaluate import GOLDEN, Report, drops, evaluate, read_golden, table
 from common.errors import StartError
+from deploy import cli
 
 Serve = Callable[[Callable[[dict[str, Any]], dict[str, Any]]], Any]
 
@@ -129,6 +130,6 @@ def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(module, "evaluate", found)
     base = str(tmp_path / "base.json")
-    assert module.main(["--save", base]) == 0
-    assert module.main(["--compare", base]) == 0
-    assert module.main(["--compare", base]) == 1
+    assert cli.main(["eval", "--save", base]) == 0
+    assert cli.main(["eval", "--compare", base]) == 0
+    assert cli.main(["eval", "--compare", base]) == 1

@@ -94,29 +94,6 @@ def test_without_a_supervisor_status_is_logged_once_per_stage(
     ]
 
 
-def test_the_built_in_model_is_made_once_and_whole(tmp_path: Path) -> None:
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    directory = builtin.ensure_model(environ)
-    stamp = (directory / "model.safetensors").stat().st_mtime_ns
-    assert builtin.ensure_model(environ) == directory
-    assert (directory / "model.safetensors").stat().st_mtime_ns == stamp
-    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
-    from safetensors import safe_open
-
-    config = json.loads((directory / "config.json").read_text())
-    with safe_open(directory / "model.safetensors", "pt") as tensors:
-        assert set(tensors.keys()) == {name for name, _ in builtin._shapes()}
-        embedding = tensors.get_slice("model.embed_tokens.weight")
-        assert embedding.get_dtype() == "BF16"
-        assert embedding.get_shape() == [config["vocab_size"], config["hidden_size"]]
-
-
-def test_the_built_in_model_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StartError, match="cannot write"):
-        builtin.ensure_model({"XDG_CACHE_HOME": str(tmp_path / "file")})
-
-
 def test_a_free_port_is_found() -> None:
     assert claim_port("127.0.0.1", 0, "--port") > 0
     with pytest.raises(StartError, match="cannot listen"):
@@ -203,15 +180,12 @@ def test_the_lines_to_try_work_as_pasted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert SERVING.examples()[-1] == "tandem chat"
 
 
-def test_how_to_name_a_model_is_said_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_how_to_name_a_model_is_said_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [".venv/bin/tandem", "up"])
     monkeypatch.setattr("shutil.which", lambda name: None)
-    room = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert builtin.with_model(UpConfig(model=""), room)[1].endswith(": .venv/bin/tandem up Qwen/Qwen3-0.6B")
-    assert builtin.with_model(UpConfig(model=""), {**room, "MAKELEVEL": "1"})[1].endswith(
-        ': make up ARGS="Qwen/Qwen3-0.6B"'
-    )
-    assert "that the coordinator serves" in builtin.with_model(WorkerConfig(model="", role="decode"), room)[1]
+    assert builtin.with_model(UpConfig(model=""), {})[1].endswith(": .venv/bin/tandem up Qwen/Qwen3-0.6B")
+    assert builtin.with_model(UpConfig(model=""), {"MAKELEVEL": "1"})[1].endswith(': make up ARGS="Qwen/Qwen3-0.6B"')
+    assert "that the coordinator serves" in builtin.with_model(WorkerConfig(model="", role="decode"), {})[1]
 
 
 def test_with_a_chat_the_keys_are_said_in_place_of_lines_to_try(caplog: pytest.LogCaptureFixture) -> None:

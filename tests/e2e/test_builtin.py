@@ -1,0 +1,81 @@
+"""The built-in model as it is served: the golden set's figures are those of the card, whatever serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.evaluate import Report, drops, evaluate
+from common import builtin
+from tests.e2e.system import System
+
+pytestmark = pytest.mark.e2e
+
+BASELINE = Path(__file__).parents[2] / "bench" / "golden" / "baseline.json"
+SMALL = ("--threads", "1", "--num-kv-blocks", "1024")
+Figures = Callable[..., Report]
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """Starts a system, asks it the golden set, stops it."""
+
+    def measure(*flags: str, model: Path | None = None) -> Report:
+        with System.up(tmp_path_factory.mktemp("served"), model or builtin.path(), *flags, small=SMALL) as system:
+            return asyncio.run(evaluate(system.url, concurrency=16))
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Report:
+    return Report.load(BASELINE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "flags", [(), ("--colocated", "1"), ("--dtype", "float32")], ids=["1P1D", "colocated", "1P1D in float32"]
+)
+def test_the_figures_are_the_same_whatever_serves_it(
+    flags: tuple[str, ...], figures: Figures, baseline: Report
+) -> None:
+    report = figures(*flags)
+    assert not drops(report, baseline, 0.01, 0.05)
+    assert abs(report.total.share - baseline.total.share) <= 0.01
+
+
+@pytest.mark.timeout(300)
+def test_damaged_weights_show_as_a_drop(figures: Figures, baseline: Report, tmp_path: Path) -> None:
+    """One projection of one layer, a tenth of its size in noise: fluent still, and wrong."""
+    model = tmp_path / "damaged"
+    shutil.copytree(builtin.path(), model, ignore=shutil.ignore_patterns(builtin.draft_path().name))
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.2.self_attn.q_proj.weight"
+    noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
+    weights[name] += (noise * weights[name].float().std()).to(weights[name].dtype)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert any(found.startswith("all fell") for found in drops(figures(model=model), baseline, 0.01, 0.05))
+
+
+def test_the_card_tells_what_the_baseline_tells(baseline: Report) -> None:
+    card = (builtin.path() / "MODEL_CARD.md").read_text(encoding="utf-8")
+    rows = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line.count("|") == 4)
+    for skill, found in baseline.skills.items():
+        assert float(rows[skill].split(" | ")[1].rstrip("%")) == pytest.approx(100 * found.share, abs=5.0)
+
+
+def test_it_is_as_small_as_promised() -> None:
+    files = [path for path in builtin.path().rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 16 * 2**20
+    config = json.loads((builtin.path() / "config.json").read_text())
+    draft = json.loads((builtin.draft_path() / "config.json").read_text())
+    assert config["vocab_size"] == draft["vocab_size"]
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (builtin.path() / name).read_bytes() == (builtin.draft_path() / name).read_bytes()
