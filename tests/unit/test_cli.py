@@ -158,11 +158,17 @@ def test_addresses_that_others_could_reach() -> None:
     assert_refused(tandem("decode", "--coordinator", "10.0.0.1:8001"), "--insecure-cluster")
 
 
+def _in_foreground() -> None:
+    """A shell lets its background jobs ignore Ctrl-C, and whoever they start inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("imported", [0.0, 0.4], ids=["at once", "in the middle"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float, tmp_path: Path) -> None:
     words = [role, str(fake_checkpoint(tmp_path)), "--coordinator", "127.0.0.1:9", "--max-model-len", "64"]
-    with subprocess.Popen([sys.executable, "-m", "deploy.cli", *words], stderr=subprocess.PIPE, text=True) as worker:
+    command = [sys.executable, "-m", "deploy.cli", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_in_foreground) as worker:
         assert worker.stderr is not None
         assert "importing" in worker.stderr.readline()
         time.sleep(imported)  # a moment somewhere inside; there is nothing to wait for

@@ -144,6 +144,15 @@ class Bench:
             assert length == request.sampling.max_tokens
             assert self.finished[key] is FinishReason.LENGTH
 
+    def shipped(self, request: Request) -> list[Timing]:
+        """What prefill told of the request's hand-offs: it does when decode has accepted, which tokens may overtake."""
+
+        def told() -> list[Timing]:
+            return [each for each in self.timings if each.request == request.id and "kv_bytes" in each.values]
+
+        self.until(told)
+        return told()
+
     def done(self, *requests: Request) -> bool:
         return all((r.id, 1, choice) in self.finished for r in requests for choice in range(r.n))
 
@@ -232,7 +241,7 @@ def test_many_at_once_and_prefix_hits_on_both_sides(pair: Bench) -> None:
     pair.until(lambda: pair.done(again))
     for request in (*requests, again):
         pair.check(request)
-    shipped = [each for each in pair.timings if each.request == again.id and "kv_bytes" in each.values]
+    shipped = pair.shipped(again)
     token_bytes = pair.workers["prefill-0"].engine.layout.token_bytes
     assert shipped[0].values["kv_bytes"] == (130 - 96) * token_bytes  # decode had three blocks of 32 tokens itself
 
@@ -242,7 +251,7 @@ def test_several_choices_travel_once_and_fork(pair: Bench) -> None:
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
     pair.check(request)
-    shipped = [each for each in pair.timings if "kv_bytes" in each.values]
+    shipped = pair.shipped(request)
     assert [each.values["kv_bytes"] for each in shipped] == [37 * pair.workers["prefill-0"].engine.layout.token_bytes]
 
 
@@ -385,9 +394,7 @@ def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
     bench.place(request, "prefill-0", "decode-1")
     bench.until(lambda: bench.done(request))
     bench.check(request)
-    # prefill tells of the link when decode has accepted; decode's tokens may overtake that
-    bench.until(lambda: any(each.link for each in bench.timings))
-    assert [each.link for each in bench.timings if each.link] == ["zmq"]
+    assert [each.link for each in bench.shipped(request)] == ["zmq"]
 
 
 def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
