@@ -100,6 +100,7 @@ class Worker(abc.ABC):
         self._swept_at = 0.0
         self._lonely_since = self.clock()
         self._lease_s = self._leased_until = math.inf
+        self._unlisted: set[TransferId] = set()
         self._stopped = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self.open_links()
@@ -164,6 +165,7 @@ class Worker(abc.ABC):
         for message in self.membership.receive():
             self._dispatch(message, now)
         self.move_kv(self.clock())
+        self._reap()
         self._sweep(self.clock())
         batch = self.planner.plan()
         if batch is not None:
@@ -270,7 +272,12 @@ class Worker(abc.ABC):
             self.membership.bad_messages += 1
             return
         self._leased_until = now + self._lease_s
-        for transfer in self.holdings() - self._trials.keys() - listed:
+        self._unlisted = self.holdings() - self._trials.keys() - listed
+
+    def _reap(self) -> None:
+        """After hand-offs were looked after: one that is just being let go is not a lost Abort."""
+        unlisted, self._unlisted = self._unlisted, set()
+        for transfer in unlisted & self.holdings():
             log.warning("request %s is not listed any more: dropped", transfer)
             self.abort(transfer)
             self.count("reaped_requests")
