@@ -6,10 +6,17 @@ send to a peer that is gone says so, and the part count of every multipart messa
 
 A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
 ``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
+
+:class:`Channels` is all that a process has of the world outside: its sockets, its clock, the thread of its heart.
+A simulation gives another one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from collections.abc import Callable
 from errno import EADDRNOTAVAIL, ENODEV
 from typing import Any
 
@@ -102,3 +109,98 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
     if len(parts) != 1:
         raise WireError(f"a control message has one part, not {len(parts)}")
     return decode(parts[0], kind)
+
+
+class Channels:
+    """The sockets of one process, in one libzmq context, and the clock that it lives by. Used from one thread."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.poller = zmq.Poller()
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds, monotonic."""
+        return time.monotonic()
+
+    def router(self, address: str) -> tuple[zmq.Socket[Any], str]:
+        """A ROUTER bound to ``address``, and the address that it got."""
+        socket = bind_router(self.context, address)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def dealer(self, address: str, name: bytes) -> zmq.Socket[Any]:
+        """A DEALER connected to ``address``."""
+        return connect_dealer(self.context, address, name)
+
+    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
+        """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
+        return Heart(self.context, address, name, interval_s, beat)
+
+    # -- for a process that waits in poll -----------------------------------------------------------------------------
+
+    def register(self, what: zmq.Socket[Any] | int) -> None:
+        """What arrives at this socket or descriptor wakes :meth:`poll`."""
+        self.poller.register(what, zmq.POLLIN)
+
+    def unregister(self, what: zmq.Socket[Any] | int) -> None:
+        self.poller.unregister(what)
+
+    def poll(self, seconds: float) -> list[Any]:
+        """Waits until something arrives, for at most ``seconds``; the sockets and descriptors at which it did."""
+        return [ready for ready, _ in self.poller.poll(int(seconds * 1000))]
+
+    # -- for a process that waits in an event loop --------------------------------------------------------------------
+
+    def watch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """Calls ``wake`` when something arrives. The descriptor signals edges: whoever has used the socket looks at
+        :meth:`readable` itself."""
+        loop.add_reader(_descriptor(socket), wake)
+
+    def unwatch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(_descriptor(socket))
+
+    @staticmethod
+    def readable(socket: zmq.Socket[Any]) -> bool:
+        events = socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
+
+    @staticmethod
+    def disconnections(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
+        """A socket on which a message arrives for every connection of ``socket`` that is closed."""
+        return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def close(self) -> None:
+        """Closes what is still open, after at most half a second for what must leave."""
+        self.context.destroy(linger=500)
+
+
+class Heart:
+    """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat."""
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, name: bytes, interval_s: float, beat: Callable[[], Message]
+    ) -> None:
+        self._context, self._address, self._name, self._interval_s, self._beat = (
+            context, address, name, interval_s, beat,
+        )  # fmt: skip
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with connect_dealer(self._context, self._address, self._name) as socket:
+            while True:
+                send(socket, self._beat())
+                if self._stop.wait(self._interval_s):
+                    return
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _descriptor(socket: zmq.Socket[Any]) -> int:
+    descriptor = socket.getsockopt(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor

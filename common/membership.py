@@ -6,14 +6,11 @@ it; it sends the last snapshot that the worker published, and how long the runni
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
-
-from common.channel import connect_dealer, identity, receive, send
+from common.channel import Channels, Heart, identity, receive, send
 from common.errors import WireError
 from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
 
@@ -40,21 +37,18 @@ class Snapshot:
 class Membership:
     """The control socket of one worker incarnation. Used from one thread; only the heart has its own."""
 
-    def __init__(
-        self, context: zmq.Context[Any], poller: zmq.Poller, address: str, hello: Hello, clock: Callable[[], float]
-    ) -> None:
-        self._context, self._poller, self._address, self._clock = context, poller, address, clock
+    def __init__(self, channels: Channels, address: str, hello: Hello) -> None:
+        self._channels, self._address, self._clock = channels, address, channels.clock
         self.hello = hello
         self.snapshot = Snapshot()
         self.step_started_at: float | None = None
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
-        self._said_hello_at = clock()
-        self._stop = threading.Event()
-        self._heart: threading.Thread | None = None
-        self._socket = connect_dealer(context, address, identity(hello.name, hello.incarnation))
-        poller.register(self._socket, zmq.POLLIN)
+        self._said_hello_at = self._clock()
+        self._heart: Heart | None = None
+        self._socket = channels.dealer(address, identity(hello.name, hello.incarnation))
+        channels.register(self._socket)
         send(self._socket, hello)
 
     @property
@@ -88,28 +82,19 @@ class Membership:
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
-        self._stop.set()
         if self._heart is not None:
-            self._heart.join()
+            self._heart.stop()
         if goodbye is not None:
             send(self._socket, goodbye)
-        self._poller.unregister(self._socket)
+        self._channels.unregister(self._socket)
         self._socket.close(linger=500)  # lets the goodbye leave
 
     # -- the heart ----------------------------------------------------------------------------------------------------
 
     def _start_heart(self, interval_s: float) -> None:
         if self._heart is None:
-            self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="heartbeat", daemon=True)
-            self._heart.start()
-
-    def _beat(self, interval_s: float) -> None:
-        name = identity(self.hello.name, self.hello.incarnation, beats=True)
-        with connect_dealer(self._context, self._address, name) as socket:
-            while True:
-                send(socket, self._heartbeat())
-                if self._stop.wait(interval_s):
-                    return
+            name = identity(self.hello.name, self.hello.incarnation, beats=True)
+            self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
     def _heartbeat(self) -> Heartbeat:
         now, started, shot = self._clock(), self.step_started_at, self.snapshot

@@ -15,13 +15,11 @@ import logging
 import math
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import zmq
-
+from common.channel import Channels
 from common.engine.planner import Planner, Sampled
 from common.errors import OutOfBlocks, StartError, WireError
 from common.ids import TransferId, transfer_holder, unpack_transfers
@@ -77,11 +75,12 @@ class WorkerSettings:
 class Worker(abc.ABC):
     """Planner, cache and membership around one engine; subclasses say what a role does with messages and samples."""
 
-    def __init__(self, engine: Engine, settings: WorkerSettings, hello: Hello) -> None:
+    def __init__(
+        self, engine: Engine, settings: WorkerSettings, hello: Hello, channels: Channels | None = None
+    ) -> None:
         self.engine, self.settings, self.incarnation = engine, settings, hello.incarnation
-        self.clock = time.monotonic
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.poller = zmq.Poller()
+        self.channels = channels or Channels()
+        self.clock = self.channels.clock
         self.cache = KvCache(
             engine.memory.blocks,
             engine.layout.block_size,
@@ -104,7 +103,7 @@ class Worker(abc.ABC):
         self._stopped = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self.open_links()
-        self.membership = Membership(self.context, self.poller, settings.coordinator, self.introduce(hello), self.clock)
+        self.membership = Membership(self.channels, settings.coordinator, self.introduce(hello))
 
     # -- what a role adds ---------------------------------------------------------------------------------------------
 
@@ -174,9 +173,8 @@ class Worker(abc.ABC):
         return 0.0 if batch is not None else TIMER_S if self.holdings() else IDLE_S
 
     def _wait(self, seconds: float) -> None:
-        for ready, _ in self.poller.poll(int(seconds * 1000)):
-            if ready == self._wake_reader.fileno():
-                self._wake_reader.recv(64)
+        if self._wake_reader.fileno() in self.channels.poll(seconds):
+            self._wake_reader.recv(64)
 
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
@@ -374,7 +372,7 @@ class Worker(abc.ABC):
         and stays so: a terminal sends it to everybody, and only the launcher knows the order."""
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self.poller.register(self._wake_reader, zmq.POLLIN)
+        self.channels.register(self._wake_reader.fileno())
         alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
         before = {number: signal.signal(number, self._on_stop) for number in numbers}
@@ -400,4 +398,4 @@ class Worker(abc.ABC):
         self.close_links()
         self._wake_reader.close()
         self._wake_writer.close()
-        self.context.destroy(linger=500)  # also when something has raised while a socket was open
+        self.channels.close()  # also when something has raised while a socket was open

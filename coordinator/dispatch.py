@@ -12,7 +12,6 @@ import heapq
 import itertools
 import logging
 from collections.abc import Sequence
-from time import monotonic
 
 from common.errors import RequestError, WireError
 from common.ids import (
@@ -67,7 +66,14 @@ RETRY_DELAY_S = 0.1
 class Dispatcher:
     """Places tickets, routes what workers say to them, and recovers what is lost."""
 
-    def __init__(self, gateway: Gateway, router: Router, admission: Admission, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        router: Router,
+        admission: Admission,
+        metrics: Metrics,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
         self.breakers = router.breakers
@@ -80,14 +86,15 @@ class Dispatcher:
         self._orders = itertools.count()
         self._on: dict[Incarnation, dict[RequestId, Ticket]] = {}
         self._emptied: dict[Incarnation, int] = {}
-        self._loop = asyncio.get_running_loop()
+        self._clock = gateway.clock
+        self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
         self._workerless_since: float | None = None
         self._ticks: asyncio.TimerHandle | None = None
         self._due = self._leases_due = 0.0
 
     def start(self) -> None:
-        self.gateway.start(self)
+        self.gateway.start(self, self._loop)
         self._next_tick()
 
     def close(self) -> None:
@@ -111,7 +118,7 @@ class Dispatcher:
         for ticket in tickets:
             ticket.order = next(self._orders)
             self.tickets[ticket.id] = ticket
-            ticket.timer = self._loop.call_later(ticket.deadline_at - monotonic(), self._expire, ticket)
+            ticket.timer = self._loop.call_later(ticket.deadline_at - self._clock(), self._expire, ticket)
             self._enqueue(ticket)
         self.idle.clear()
         self.pump()
@@ -160,7 +167,7 @@ class Dispatcher:
         if tell_workers:
             self._tell(ticket.life.workers, Abort(ticket.id, ticket.life.attempt))
         ticket.life.move(state)
-        ticket.finished_at = monotonic()
+        ticket.finished_at = self._clock()
         self._take_off(ticket)
         if ticket.timer is not None:
             ticket.timer.cancel()
@@ -177,7 +184,7 @@ class Dispatcher:
 
     def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
         ticket.queued = False
-        self.admission.leave(ticket.prompt_length, monotonic(), placed=placed)
+        self.admission.leave(ticket.prompt_length, self._clock(), placed=placed)
 
     def pump_soon(self) -> None:
         """Places what fits, once, after the running callbacks: many endings in one turn cost one look at the queue."""
@@ -198,7 +205,7 @@ class Dispatcher:
                 continue
             verdict = self.router.place(ticket.need())
             if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
-                ticket.stranded_at = ticket.stranded_at or monotonic()
+                ticket.stranded_at = ticket.stranded_at or self._clock()
                 stranded.append(heapq.heappop(self._queue))
                 continue
             if not isinstance(verdict, Placement):
@@ -213,11 +220,11 @@ class Dispatcher:
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:
-            self._workerless_since = monotonic()
+            self._workerless_since = self._clock()
 
     def _place(self, ticket: Ticket, placement: Placement) -> None:
         """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
-        life, now = ticket.life, monotonic()
+        life, now = ticket.life, self._clock()
         ticket.placement, ticket.path = placement, placement.path
         ticket.promise = self.router.promise(ticket.need(), placement)
         if ticket.placed_at is None:
@@ -327,7 +334,7 @@ class Dispatcher:
     def tokens(self, worker: Worker, message: Tokens) -> None:
         """One step's spans; WireError if the columns do not match."""
         ids = _checked_ids(message)
-        now = monotonic()
+        now = self._clock()
         logprobs = message.logprobs
         at = 0
         for index, count in enumerate(message.counts):
@@ -428,7 +435,7 @@ class Dispatcher:
             return
         log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
         if message.code == "transfer_failed" and ticket.pair is not None:
-            self.breakers.failed(ticket.pair, monotonic())
+            self.breakers.failed(ticket.pair, self._clock())
             ticket.avoid |= {ticket.pair}
             ticket.pair = None
         if message.retriable:
@@ -465,7 +472,7 @@ class Dispatcher:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        now = monotonic()
+        now = self._clock()
         try:
             self.metrics.loop_lag(max(0.0, now - self._due))
             self.gateway.sweep(now)
@@ -490,7 +497,7 @@ class Dispatcher:
             self.gateway.send(worker, Lease(live))
 
     def _next_tick(self) -> None:
-        self._due = monotonic() + SWEEP_S
+        self._due = self._clock() + SWEEP_S
         self._ticks = self._loop.call_later(SWEEP_S, self._tick)
 
     def _give_up_waiting(self) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from time import monotonic
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import zmq
 
-from common.channel import BEAT_SUFFIX, bind_router, identity, is_local, send
+from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
 from common.errors import StartError, WireError
 from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
 from common.messages import (
@@ -72,7 +71,15 @@ class Events(Protocol):
 class Gateway:
     """Binds ``tcp://host:port`` and feeds ``registry`` and ``events`` until closed."""
 
-    def __init__(self, registry: Registry, host: str, port: int, *, insecure_cluster: bool = False) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        host: str,
+        port: int,
+        *,
+        insecure_cluster: bool = False,
+        channels: Channels | None = None,
+    ) -> None:
         host = bracketed(host)
         address = f"tcp://{host}:{port or '*'}"
         if not (is_local(address) or insecure_cluster):
@@ -91,35 +98,35 @@ class Gateway:
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
         self._events: Events | None = None
-        self._context: zmq.Context[Any] = zmq.Context()
+        self.channels = channels or Channels()
+        self.clock = self.channels.clock
         try:
-            self._socket = bind_router(self._context, address)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket, bound = self.channels.router(address)
+            self._monitor = self.channels.disconnections(self._socket)
         except StartError:
-            self._context.term()
+            self.channels.close()
             raise
-        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
 
-    def start(self, events: Events) -> None:
-        """Begins to read, in the running event loop."""
-        self._events, self._loop = events, asyncio.get_running_loop()
-        self._loop.add_reader(_option(self._socket, zmq.FD), self._wake)
-        self._loop.add_reader(_option(self._monitor, zmq.FD), self._watch)
+    def start(self, events: Events, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins to read, in ``loop``."""
+        self._events, self._loop = events, loop
+        self.channels.watch(self._socket, loop, self._wake)
+        self.channels.watch(self._monitor, loop, self._watch)
         self._wake()  # the descriptors signal nothing before the sockets have been read once
         self._watch()
 
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(_option(self._socket, zmq.FD))
-            self._loop.remove_reader(_option(self._monitor, zmq.FD))
+            self.channels.unwatch(self._socket, self._loop)
+            self.channels.unwatch(self._monitor, self._loop)
         self._loop = None
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
-        self._context.term()
+        self.channels.close()
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -173,13 +180,13 @@ class Gateway:
         """The descriptor of a ZeroMQ socket signals edges: whoever used the socket looks whether more is there."""
         if self._loop is None or self._scheduled:
             return
-        if _option(self._socket, zmq.EVENTS) & zmq.POLLIN:
+        if self.channels.readable(self._socket):
             self._scheduled = True
             self._loop.call_soon(self._wake)
 
     def _read(self) -> None:
         """Dispatches what has arrived, up to MESSAGES_PER_TURN."""
-        now_s = monotonic()
+        now_s = self.clock()
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -299,12 +306,6 @@ class Gateway:
 def bracketed(host: str) -> str:
     """``host`` as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def _option(socket: zmq.Socket[Any], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -57,8 +57,7 @@ class DecodeWorker(Worker):
         self._done: OrderedDict[SequenceId, Sequence] = OrderedDict()
         self.reservations = Reservations(self.cache)
         self.receiver = Receiver(
-            self.context,
-            self.poller,
+            self.channels,
             self.engine.memory,
             self.settings.host_id,
             self.settings.data_address,

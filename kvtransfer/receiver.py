@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import zmq
 
-from common.channel import bind_router, send
+from common.channel import Channels, send
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
@@ -61,8 +60,7 @@ class Receiver:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        poller: zmq.Poller,
+        channels: Channels,
         memory: KvMemory,
         host_id: str,
         address: str,
@@ -74,10 +72,9 @@ class Receiver:
         self._memory, self._host_id, self._transport = memory, host_id, transport
         self._limits = limits or Limits()
         self._credit_bytes = credit_bytes
-        self._poller = poller
-        self._socket = bind_router(context, address)
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        poller.register(self._socket, zmq.POLLIN)
+        self._channels = channels
+        self._socket, self.address = channels.router(address)
+        channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
         self._pools: OrderedDict[Incarnation, KvMemory | None] = OrderedDict()
@@ -123,7 +120,7 @@ class Receiver:
     def close(self) -> None:
         for transfer in list(self._incoming):
             self.cancel(transfer, "the decode worker stops")
-        self._poller.unregister(self._socket)
+        self._channels.unregister(self._socket)
         self._socket.close(linger=200)  # lets the cancellations leave
         for pool in self._pools.values():
             if pool is not None:

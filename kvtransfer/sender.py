@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from common.channel import connect_dealer, receive, send
+from common.channel import Channels, receive, send
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
@@ -79,8 +79,7 @@ class Sender:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
-        poller: zmq.Poller,
+        channels: Channels,
         memory: KvMemory,
         incarnation: Incarnation,
         host_id: str,
@@ -88,7 +87,7 @@ class Sender:
         transport: str = "auto",
         limits: Limits | None = None,
     ) -> None:
-        self._context, self._poller, self._memory = context, poller, memory
+        self._channels, self._memory = channels, memory
         self._incarnation, self._host_id = incarnation, host_id
         self._limits = limits or Limits()
         self._transport = transport
@@ -146,7 +145,7 @@ class Sender:
         for transfer in list(self._outgoing):
             self.cancel(transfer, "the prefill worker stops")
         for line in self._lines.values():
-            self._poller.unregister(line.socket)
+            self._channels.unregister(line.socket)
             line.socket.close(linger=200)  # lets the cancellations leave
         self._lines.clear()
         if self._door is not None:
@@ -157,8 +156,8 @@ class Sender:
     def _line(self, peer: Peer, now: float) -> _Line:
         line = self._lines.get(peer.incarnation)
         if line is None:
-            socket = connect_dealer(self._context, peer.address, f"{self._incarnation}|kv".encode())
-            self._poller.register(socket, zmq.POLLIN)
+            socket = self._channels.dealer(peer.address, f"{self._incarnation}|kv".encode())
+            self._channels.register(socket)
             line = self._lines[peer.incarnation] = _Line(socket, now)
         line.used_at = now
         return line
@@ -167,7 +166,7 @@ class Sender:
         busy = {id(outgoing.line) for outgoing in self._outgoing.values()}
         for incarnation, line in list(self._lines.items()):
             if id(line) not in busy and now - line.used_at > IDLE_SOCKET_S:
-                self._poller.unregister(line.socket)
+                self._channels.unregister(line.socket)
                 line.socket.close()
                 del self._lines[incarnation]
 

@@ -53,8 +53,7 @@ class PrefillWorker(Worker):
         self._ended: list[Shipped | Lost] = []
         self._pumped_at = 0.0
         self.sender = Sender(
-            self.context,
-            self.poller,
+            self.channels,
             self.engine.memory,
             self.incarnation,
             self.settings.host_id,
