@@ -25,6 +25,7 @@ class Sequence:
         "choice",
         "computed",
         "finish",
+        "logprobs",
         "max_length",
         "prompt_length",
         "request",
@@ -41,6 +42,8 @@ class Sequence:
         self.max_length = max_length
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
+        self.logprobs: list[TokenLogprobs | None] = []
+        """Of the output tokens that were sampled here, if the request wants any: a lost span must be told again."""
 
     @property
     def id(self) -> SequenceId:
@@ -64,10 +67,12 @@ class Sequence:
         """The choices that are sampled from this sequence's next row."""
         return tuple(range(self.siblings + 1)) if self.siblings else (self.choice,)
 
-    def append(self, token: int) -> FinishReason:
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason:
         """Takes a sampled token; returns and remembers whether it ends the sequence."""
         self.tokens.append(token)
         sampling = self.request.sampling
+        if sampling.logprobs is not None:
+            self.logprobs.append(logprobs)
         if token in sampling.ending_token_ids and self.output_length > sampling.min_tokens:
             self.finish = FinishReason.STOP
         elif self.output_length >= sampling.max_tokens or len(self.tokens) >= self.max_length:

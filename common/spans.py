@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from common.ids import pack_tokens
+from common.ids import pack_tokens, unpack_tokens
 from common.messages import Logprobs, Tokens
 from common.request import FinishReason
 from common.sequence import Sequence, TokenLogprobs
@@ -22,6 +21,13 @@ def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
     return Logprobs(logprobs.logprob, pack_tokens(logprobs.top_ids), logprobs.top_logprobs)
 
 
+def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
+    """The inverse of :func:`to_wire`; ValueError if the ids are not whole tokens."""
+    if logprobs is None:
+        return None
+    return TokenLogprobs(logprobs.logprob, tuple(unpack_tokens(logprobs.top_ids)), logprobs.top)
+
+
 @dataclass(slots=True)
 class SpanWriter:
     """Collects the spans of one step."""
@@ -36,8 +42,8 @@ class SpanWriter:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, start: int, logprobs: Seq[Logprobs | None] = ()) -> None:
-        """Output tokens ``[start, ...)`` of ``sequence``, with the log-probabilities of as many, if it wants any."""
+    def add(self, sequence: Sequence, start: int) -> None:
+        """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
         tokens = sequence.tokens[sequence.prompt_length + start :]
         self.requests.append(sequence.request.id)
         self.choices.append(sequence.choice)
@@ -47,7 +53,9 @@ class SpanWriter:
         self.finish.append(sequence.finish)
         self.stop_ids.append(stop_id(sequence))
         self.ids += tokens
-        self.logprobs += logprobs if logprobs else [None] * len(tokens)
+        told = len(sequence.logprobs[max(0, start - sequence.output_length + len(sequence.logprobs)) :])
+        self.logprobs += [None] * (len(tokens) - told)
+        self.logprobs += [to_wire(entry) for entry in sequence.logprobs[len(sequence.logprobs) - told :]]
 
     def message(self) -> Tokens | None:
         """Everything collected, or None if there is nothing."""

@@ -22,10 +22,10 @@ import msgspec
 from common.engine.planner import Sampled
 from common.errors import InvariantBroken
 from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Logprobs, Measure, Resend, Reserve, Timing
+from common.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing
 from common.request import FinishReason, Request
-from common.sequence import Batch, Sequence
-from common.spans import SpanWriter, to_wire
+from common.sequence import Batch, Sequence, TokenLogprobs
+from common.spans import SpanWriter, from_wire
 from common.worker import Worker
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Failed, Landed, Receiver
@@ -175,10 +175,12 @@ class DecodeWorker(Worker):
         reservation = self.reservations.claim(transfer)
         if reservation is None or reservation.table is None:
             raise InvariantBroken(f"{transfer} has landed without a reservation")
-        sequence, table, tokens = reservation.sequence, reservation.table, unpack_tokens(commit.first)
-        if len(tokens) != len(sequence.choices) or any(token >= self.engine.vocab_size for token in tokens):
+        sequence, table = reservation.sequence, reservation.table
+        try:
+            tokens, logprobs = self._first(sequence, commit)
+        except ValueError as error:
             self.cache.close(table)
-            self.fail(transfer, "transfer_failed", "the commit's first tokens make no sense", retriable=True)
+            self.fail(transfer, "transfer_failed", f"the commit's first tokens make no sense: {error}", retriable=True)
             return
         sequence.computed = len(sequence.tokens)
         self.cache.publish(table, sequence.tokens, sequence.computed)
@@ -186,8 +188,19 @@ class DecodeWorker(Worker):
         self.planner.adopt(sequence, table)
         self._lives[transfer].landed_at = now
         writer = SpanWriter()
-        self._start(sequence, tokens, list(commit.logprobs), writer)
+        self._start(sequence, tokens, logprobs, writer)
         self._send(writer)
+
+    def _first(self, sequence: Sequence, commit: Commit) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The first tokens of all choices that came with the KV; ValueError if they are not that."""
+        tokens, logprobs = unpack_tokens(commit.first), [from_wire(entry) for entry in commit.logprobs]
+        if not len(tokens) == len(logprobs) == len(sequence.choices):
+            raise ValueError(
+                f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, {len(sequence.choices)} choices"
+            )
+        if max(tokens) >= self.engine.vocab_size:
+            raise ValueError(f"token {max(tokens)} of a vocabulary of {self.engine.vocab_size}")
+        return tokens, logprobs
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -202,30 +215,30 @@ class DecodeWorker(Worker):
     def sampled(self, samples: list[Sampled], now: float) -> None:
         writer = SpanWriter()
         for sample in samples:
-            sequence, logprobs = sample.sequence, [to_wire(entry) for entry in sample.logprobs]
+            sequence = sample.sequence
             if self._lives[sequence.id.transfer].local and sequence.computed == sequence.prompt_length:
                 self._time_prompt(sequence, now)
             if sequence.siblings:
-                self._start(sequence, sample.tokens, logprobs, writer)
+                self._start(sequence, sample.tokens, sample.logprobs, writer)
             else:
-                sequence.append(sample.tokens[0])
-                self._report(sequence, logprobs, writer)
+                sequence.append(sample.tokens[0], sample.logprobs[0])
+                self._report(sequence, writer)
         self._send(writer)
 
     def _start(
-        self, sequence: Sequence, tokens: list[int], logprobs: list[Logprobs | None], writer: SpanWriter
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: SpanWriter
     ) -> None:
         """First tokens of all choices; from here each choice is a sequence of its own."""
         life = self._lives[sequence.id.transfer]
-        started = self.planner.start(sequence, tokens)
+        started = self.planner.start(sequence, tokens, logprobs)
         self.engine.copy_blocks(started.copies)
         life.running = {each.id for each in started.sequences}
-        for index, each in enumerate(started.sequences):
-            self._report(each, logprobs[index : index + 1], writer)
+        for each in started.sequences:
+            self._report(each, writer)
 
-    def _report(self, sequence: Sequence, logprobs: list[Logprobs | None], writer: SpanWriter) -> None:
+    def _report(self, sequence: Sequence, writer: SpanWriter) -> None:
         """The newest token of ``sequence``; a finished one gives its blocks back."""
-        writer.add(sequence, sequence.output_length - 1, logprobs)
+        writer.add(sequence, sequence.output_length - 1)
         if sequence.finish is FinishReason.RUNNING:
             return
         self.planner.finish(sequence)

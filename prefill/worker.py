@@ -141,16 +141,15 @@ class PrefillWorker(Worker):
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
         for sample in samples:
             choices = self._choices(sample)
-            logprobs = [to_wire(entry) for entry in sample.logprobs] or [None] * len(choices)
             first = FirstTokens(
                 pack_tokens(sample.tokens),
                 tuple(choice.finish for choice in choices),
                 tuple(stop_id(choice) for choice in choices),
-                tuple(logprobs),
+                tuple(to_wire(entry) for entry in sample.logprobs),
             )
             self._time(sample.sequence, now)
-            for choice, entry in zip(choices, logprobs, strict=True):
-                writer.add(choice, choice.output_length - 1, [entry])
+            for choice in choices:
+                writer.add(choice, choice.output_length - 1)
             ready.append((sample.sequence.id.transfer, choices, first))
         self._send(writer)
         for transfer, choices, first in ready:
@@ -162,8 +161,8 @@ class PrefillWorker(Worker):
         sequence = sample.sequence
         sequence.siblings = 0
         choices = [sequence, *(sequence.fork(choice) for choice in range(1, len(sample.tokens)))]
-        for choice, token in zip(choices, sample.tokens, strict=True):
-            choice.append(token)
+        for choice, token, logprobs in zip(choices, sample.tokens, sample.logprobs, strict=True):
+            choice.append(token, logprobs)
         return choices
 
     def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:

@@ -44,7 +44,8 @@ class Sampled:
 
     sequence: Sequence
     tokens: list[int]
-    logprobs: list[TokenLogprobs]
+    logprobs: list[TokenLogprobs | None]
+    """Matches ``tokens``."""
 
 
 @dataclass(slots=True)
@@ -117,8 +118,9 @@ class Planner:
             raise InvariantBroken(f"{sequence} is adopted with the table of {table.holder}")
         self._insert(self._running, _Entry(self._next_rank(sequence), sequence, table))
 
-    def start(self, sequence: Sequence, tokens: list[int]) -> Started:
-        """Appends the first sampled tokens, one per choice, forking the sequence when there are several."""
+    def start(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> Started:
+        """Appends the first sampled tokens, one per choice, forking the sequence when there are several. ``logprobs``
+        matches ``tokens``."""
         siblings, sequence.siblings = sequence.siblings, 0
         if len(tokens) != siblings + 1:
             raise InvariantBroken(f"{sequence} gets {len(tokens)} tokens for {siblings + 1} choices")
@@ -127,8 +129,8 @@ class Planner:
             other = sequence.fork(choice)
             started.sequences.append(other)
             started.copies += self._fork(sequence, other)
-        for each, token in zip(started.sequences, tokens, strict=True):
-            each.append(token)
+        for each, token, entry in zip(started.sequences, tokens, logprobs, strict=True):
+            each.append(token, entry)
         return started
 
     def finish(self, sequence: Sequence) -> None:
@@ -171,7 +173,8 @@ class Planner:
             sequence.computed = segment.end
             self.cache.publish(entry.table, sequence.tokens, sequence.computed)
             if result.tokens[index]:
-                sampled.append(Sampled(sequence, result.tokens[index], result.logprobs[index]))
+                tokens, logprobs = result.tokens[index], result.logprobs[index]
+                sampled.append(Sampled(sequence, tokens, [*logprobs] if logprobs else [None] * len(tokens)))
         return sampled
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    Logprobs,
     Measure,
     Measured,
     Message,
@@ -42,7 +41,7 @@ from common.messages import (
     Welcome,
 )
 from common.request import FinishReason, Request
-from common.sequence import Sequence
+from common.sequence import Sequence, TokenLogprobs
 from common.spans import SpanWriter
 
 Script = Callable[[Request, int, int], int]
@@ -234,9 +233,9 @@ class FakeWorker:
             if sequence.finish:
                 continue
             start = sequence.output_length
-            sequence.append(self.script(sequence.request, sequence.choice, start))
-            wanted = sequence.request.sampling.logprobs
-            spans.add(sequence, start, [_logprobs(sequence.tokens[-1], wanted)] if wanted is not None else [])
+            token, wanted = self.script(sequence.request, sequence.choice, start), sequence.request.sampling.logprobs
+            sequence.append(token, None if wanted is None else _logprobs(token, wanted))
+            spans.add(sequence, start)
 
     def _resend(self, control: zmq.Socket[Any], transfer: TransferId, choice: int, start: int) -> None:
         job = self._jobs.get(transfer) or next((job for job in self._done if job.transfer == transfer), None)
@@ -261,9 +260,8 @@ class FakeWorker:
         )
 
 
-def _logprobs(token: int, top: int) -> Logprobs:
-    ids = [token + offset for offset in range(top)]
-    return Logprobs(-0.5, b"".join(each.to_bytes(4, "little") for each in ids), tuple(-0.5 - at for at in range(top)))
+def _logprobs(token: int, top: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.5, tuple(token + at for at in range(top)), tuple(-0.5 - at for at in range(top)))
 
 
 __all__ = ["FakeWorker", "FinishReason", "formula"]

@@ -194,7 +194,7 @@ class Scenario:
             self.cache.close(table)
             return
         if sequence.siblings:
-            started = self.planner.start(sequence, tokens)
+            started = self.planner.start(sequence, tokens, [None] * len(tokens))
             self.engine.copy(started.copies)
             ended = started.sequences
         else:
@@ -327,6 +327,6 @@ def test_misuse_is_an_invariant_broken() -> None:
     with pytest.raises(InvariantBroken, match="adopted"):
         planner.adopt(simple(4, 4, index=3), table)
     with pytest.raises(InvariantBroken, match="choices"):
-        planner.start(sequence, [1, 2])
+        planner.start(sequence, [1, 2], [None, None])
     with pytest.raises(ValueError, match="budget"):
         small(blocks=4, max_tokens=2, max_sequences=3)
