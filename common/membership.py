@@ -16,6 +16,8 @@ from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
+KNOCK_S = 2.0
+"""A Hello that nobody answers for so long was heard by a coordinator that died over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ class Membership:
     def joined(self) -> bool:
         return self._welcome is not None
 
+    def knock(self) -> None:
+        """Says Hello again if it was never answered."""
+        if not self.joined and self._clock() - self._said_hello_at > KNOCK_S:
+            self._say_hello()
+
+    def _say_hello(self) -> None:
+        self.acted_on = 0
+        self._said_hello_at = self._clock()
+        send(self._socket, self.hello)
+
     def send(self, message: Message) -> None:
         """To the coordinator; when it is gone the message waits in the socket or is lost with it."""
         send(self._socket, message)
@@ -76,9 +88,7 @@ class Membership:
             elif isinstance(message, Rejoin):
                 if self._clock() - self._said_hello_at < REJOIN_S:
                     continue  # an answer to something we said before our Hello arrived there
-                self.acted_on = 0
-                self._said_hello_at = self._clock()
-                send(self._socket, self.hello)
+                self._say_hello()
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:

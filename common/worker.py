@@ -101,7 +101,6 @@ class Worker(abc.ABC):
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
-        self._wake_reader, self._wake_writer = socket.socketpair()
         self.open_links()
         self.membership = Membership(self.channels, settings.coordinator, self.introduce(hello))
 
@@ -150,11 +149,11 @@ class Worker(abc.ABC):
 
     def run(self) -> None:
         """Serves until drained or stopped; leaves nothing behind."""
-        with self._signals():
+        with self._signals() as waker:
             try:
                 self._publish()  # the heart starts in the first turn: its first beat must not tell of a pool of nothing
-                while not self._finished():
-                    self._wait(self.turn())
+                while not self.finished():
+                    self._wait(self.turn(), waker)
             finally:
                 self.close()
 
@@ -172,9 +171,9 @@ class Worker(abc.ABC):
         self._publish()
         return 0.0 if batch is not None else TIMER_S if self.holdings() else IDLE_S
 
-    def _wait(self, seconds: float) -> None:
-        if self._wake_reader.fileno() in self.channels.poll(seconds):
-            self._wake_reader.recv(64)
+    def _wait(self, seconds: float, waker: socket.socket) -> None:
+        if waker.fileno() in self.channels.poll(seconds):
+            waker.recv(64)
 
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
@@ -207,7 +206,8 @@ class Worker(abc.ABC):
             self.draining_until = self.clock() + timeout_s
             log.info("draining for at most %g s", timeout_s)
 
-    def _finished(self) -> bool:
+    def finished(self) -> bool:
+        """Whether there is nothing left to wait for: drained, out of time, or told to stop."""
         if self._stopped:
             return True
         if self.draining_until is None:
@@ -252,6 +252,7 @@ class Worker(abc.ABC):
             return
         self._swept_at = now
         self._expire(now)
+        self.membership.knock()
         if not self.membership.joined and now - self._lonely_since > LONELY_S:
             self._lonely_since = now
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
@@ -367,22 +368,25 @@ class Worker(abc.ABC):
     # -- coming and going ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signals(self) -> Iterator[socket.socket]:
         """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll. Under a launcher SIGINT is already ignored
         and stays so: a terminal sends it to everybody, and only the launcher knows the order."""
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        self.channels.register(self._wake_reader.fileno())
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self.channels.register(reader.fileno())
         alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
         before = {number: signal.signal(number, self._on_stop) for number in numbers}
-        descriptor = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
-            yield
+            yield reader
         finally:
             signal.set_wakeup_fd(descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            reader.close()
+            writer.close()
 
     def _on_stop(self, *_: object) -> None:
         if self.draining_until is not None:
@@ -396,6 +400,4 @@ class Worker(abc.ABC):
             Goodbye(self.membership.hello.incarnation, "drained" if self.draining_until else "stopped")
         )
         self.close_links()
-        self._wake_reader.close()
-        self._wake_writer.close()
         self.channels.close()  # also when something has raised while a socket was open
