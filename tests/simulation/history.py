@@ -1,0 +1,284 @@
+"""One seed is one history: a system, requests, faults, and what must hold at its end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest import mock
+
+from common import ids
+from common.request import SamplingParams
+from tests.simulation.network import Line
+from tests.simulation.system import Broken, SimulatedClient, System
+
+PATIENCE_S = 120.0
+"""Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
+QUIET_S = 12.0
+"""... and from there until nothing is left: the lease (8 s), and detection."""
+
+
+@dataclass
+class Outcome:
+    """What became of the requests, what struck, and the longest pause of a stream."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    longest_gap: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, other: Outcome) -> None:
+        self.ends += other.ends
+        self.faults += other.faults
+        self.tokens += other.tokens
+        self.longest_gap = max(self.longest_gap, other.longest_gap)
+        self.seconds += other.seconds
+
+
+def run(seed: int) -> Outcome:
+    """The history of ``seed``; AssertionError or InvariantBroken if something that must hold does not."""
+    rng = Random(seed)
+    with _chance(rng):
+        system = System(rng)
+        alarm = _Alarm(system)
+        logging.getLogger("tandem").addHandler(alarm)
+        try:
+            History(system, rng).play()
+        finally:
+            logging.getLogger("tandem").removeHandler(alarm)
+    return _outcome(system)
+
+
+class _Alarm(logging.Handler):
+    """An error in the log is a problem: the real code would go on."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__(logging.ERROR)
+        self._system = system
+
+    def emit(self, record: logging.LogRecord) -> None:
+        why = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+        self._system.complain(f"{record.name}: {record.getMessage()}{why}")
+
+
+@contextmanager
+def _chance(rng: Random) -> Iterator[None]:
+    """Ids come from the seed too."""
+    source = mock.Mock(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
+    with mock.patch.object(ids, "secrets", source):
+        yield
+
+
+def _outcome(system: System) -> Outcome:
+    return Outcome(
+        Counter(client.ends[0] for client in system.clients),
+        Counter(system.network.happened),
+        sum(len(output) for client in system.clients for output in client.output),
+        max((client.longest_gap for client in system.clients), default=0.0),
+        system.clock.now,
+    )
+
+
+class History:
+    def __init__(self, system: System, rng: Random) -> None:
+        self.system, self.rng = system, rng
+        self.names: list[str] = []
+        self.pending = 0
+
+    def play(self) -> None:
+        self._build()
+        system = self.system
+        self._until(lambda: all(self._joined(name) for name in self.names), 5.0, "workers join")
+        self._requests()
+        self._faults()
+        self._until(lambda: not self.pending and not system.running, PATIENCE_S, "requests end")
+        self._heal()
+        self._pass(QUIET_S)
+        system.look_at_quiet()
+        self._epilogue()
+        self._close()
+
+    def _epilogue(self) -> None:
+        """Nothing stays broken after its cause is gone: one more request is served, by both pools if there are any."""
+        self._until(lambda: all(self._joined(name) for name in self.names), 5.0, "workers are back")
+        client = SimulatedClient(self.system, 999, [7] * 40, SamplingParams(3, 1), 1)
+        self.system.clients.append(client)
+        self._send(client, "")
+        self._until(lambda: not self.system.running, 3.0, "the last request is served")
+        if client.ends != ["done"]:
+            raise Broken(f"after all faults a request ends with {client.ends}")
+        assert client.ticket is not None
+        if client.ticket.path not in ("disagg", "colocated"):
+            raise Broken(f"after all faults a request takes the path {client.ticket.path}")
+        self._pass(1.0)
+        self.system.look_at_quiet()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        rng = self.rng
+        roles: list[Any] = ["prefill"] * rng.randint(1, 3) + ["decode"] * rng.randint(1, 3)
+        if rng.random() < 0.1:
+            roles = ["colocated"] * rng.randint(1, 3)
+        elif rng.random() < 0.1:
+            roles.append("colocated")
+        tight = rng.random() < 0.3
+        for number, role in enumerate(roles):
+            name = f"{role}-{number}"
+            self.names.append(name)
+            blocks = rng.randint(14, 24) if tight else rng.randint(40, 120)
+            self.system.add_worker(name, role, blocks, rng.choice((16, 16, 32)), rng.choice(("a", "b")))
+
+    def _joined(self, name: str) -> bool:
+        worker = self.system.coordinator.registry.get(self.system.workers[name].worker.incarnation)
+        return worker is not None and worker.ready
+
+    def _requests(self) -> None:
+        rng, system = self.rng, self.system
+        shared = rng.choices(range(1000), k=48)
+        at = 0.0
+        for number in range(1, rng.randint(4, 14)):
+            at += rng.expovariate(rng.choice((5.0, 50.0)))
+            prompt = rng.choices(range(1000), k=rng.choice((1, rng.randint(2, 40), rng.randint(20, 110))))
+            if rng.random() < 0.3:
+                prompt = shared[: rng.randint(16, 48)] + prompt
+            n = rng.choice((1, 1, 1, 1, 2, 3))
+            most = rng.choice((1, rng.randint(2, 12), rng.randint(5, 40)))
+            sampling = SamplingParams(most, rng.randrange(1 << 32), logprobs=rng.choice((None, None, 0)))
+            stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
+            client = SimulatedClient(system, number, prompt, sampling, n, stops)
+            system.clients.append(client)
+            self._plan(at, self._send, client, rng.choice(("", "", "salt")))
+            if rng.random() < 0.12:
+                self._plan(at + rng.expovariate(8.0), client.leave)
+
+    def _send(self, client: SimulatedClient, salt: str) -> None:
+        self.system.running += 1
+        client.send(60.0, salt)
+
+    def _plan(self, at: float, action: Any, *arguments: Any) -> None:
+        """At a time from now; the history does not end before."""
+        self.pending += 1
+
+        def then() -> None:
+            self.pending -= 1
+            action(*arguments)
+
+        self.system.clock.after(at, then)
+
+    # -- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def _faults(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.5:
+            self._noise()
+        faults = (
+            self._kill,
+            self._kill,
+            self._stop,
+            self._cut,
+            self._cut,
+            self._reset,
+            self._slow,
+            self._drain,
+            self._restart,
+            self._stall,
+        )
+        for _ in range(rng.choice((0, 1, 1, 2, 3, 4))):
+            self._plan(rng.uniform(0.0, 2.5), rng.choice(faults))
+
+    def _noise(self) -> None:
+        """Lines between workers lose, repeat, swap and damage messages."""
+        rng = self.rng
+        for one in self.names:
+            for other in self.names:
+                if one < other and rng.random() < 0.7:
+                    rates = self._line(one, other).rates
+                    rates.drop, rates.duplicate = rng.choice((0, 0.02, 0.1)), rng.choice((0, 0.02, 0.1))
+                    rates.reorder, rates.corrupt = rng.choice((0, 0.02, 0.2)), rng.choice((0, 0.02, 0.1))
+                    rates.truncate = rng.choice((0, 0.02))
+
+    def _line(self, one: str, other: str) -> Line:
+        return self.system.network.line(self.system.workers[one].process, self.system.workers[other].process)
+
+    def _kill(self) -> None:
+        name = self.rng.choice(self.names)
+        self.system.kill_worker(name)
+        self._plan(self.rng.uniform(0.1, 3.0), self.system.start_worker, name)
+
+    def _stop(self) -> None:
+        process = self.system.workers[self.rng.choice(self.names)].process
+        self.system.network.count("stopped")
+        process.stop()
+        self._plan(self.rng.uniform(0.1, 6.0), process.go_on)
+
+    def _stall(self) -> None:
+        process = self.system.coordinator.process
+        self.system.network.count("coordinator stalled")
+        process.stop()
+        self._plan(self.rng.uniform(0.1, 3.0), process.go_on)
+
+    def _ends(self) -> tuple[Any, Any]:
+        rng, workers = self.rng, self.system.workers
+        one = workers[rng.choice(self.names)].process
+        if rng.random() < 0.4 or len(self.names) == 1:
+            return one, self.system.coordinator.process
+        return one, workers[rng.choice([name for name in self.names if name != one.name])].process
+
+    def _cut(self) -> None:
+        ends = self._ends()
+        self.system.network.cut(*ends)
+        self._plan(self.rng.uniform(0.1, 6.0), self.system.network.heal, *ends)
+
+    def _reset(self) -> None:
+        self.system.network.reset(*self._ends())
+
+    def _slow(self) -> None:
+        engine = self.system.workers[self.rng.choice(self.names)].engine
+        self.system.network.count("slowed")
+        engine.slowness = self.rng.choice((10.0, 100.0))
+        self._plan(self.rng.uniform(0.1, 3.0), setattr, engine, "slowness", 1.0)
+
+    def _drain(self) -> None:
+        worker = self.system.workers[name := self.rng.choice(self.names)]
+        if not worker.gone:
+            self.system.network.count("drained")
+            worker.process.run(worker.worker.drain, self.rng.uniform(0.0, 3.0))
+            self._plan(self.rng.uniform(3.5, 6.0), self.system.start_worker, name)
+
+    def _restart(self) -> None:
+        if self.rng.random() < 0.3:
+            self.system.restart_coordinator(0.5)
+
+    def _heal(self) -> None:
+        for line in self.system.network.lines():
+            line.rates.__init__()  # type: ignore[misc]
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _until(self, done: Any, seconds: float, what: str) -> None:
+        clock = self.system.clock
+        limit = clock.now + seconds
+        while not done():
+            if clock.now > limit:
+                states = {c.number: (c.ticket and c.ticket.life.state) for c in self.system.clients if not c.over}
+                raise Broken(f"after {seconds:g} s of waiting: {what}; running {states}")
+            self.system.step()
+
+    def _pass(self, seconds: float) -> None:
+        until = self.system.clock.now + seconds
+        self.system.clock.at(until, lambda: None)
+        while self.system.clock.now < until:
+            self.system.step()
+
+    def _close(self) -> None:
+        for worker in self.system.workers.values():
+            if not worker.gone:
+                worker.engine.close()
+        gc.collect(0)

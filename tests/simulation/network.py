@@ -1,0 +1,405 @@
+"""A network of simulated ZeroMQ sockets: connections with delays that keep order, until a fault says otherwise.
+
+What libzmq promises over TCP holds here too: messages of a connection arrive whole and in order, or the connection is
+gone; a ROUTER knows peers by identity and raises for one that it does not know; a DEALER reconnects by itself and keeps
+what it has not sent. What only a broken machine does (loss, duplication, reordering and corruption inside a connection)
+is a matter of rates.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import zmq
+
+from common.channel import Channels
+from common.messages import Message
+from common.wire import encode
+from tests.simulation.clock import Clock, Process
+
+RECONNECT_S = 0.05
+Parts = list[bytes]
+
+
+@dataclass
+class Rates:
+    """Chances per message of a line."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    corrupt: float = 0.0
+    truncate: float = 0.0
+
+
+@dataclass
+class Line:
+    """How messages travel between two processes, in both directions."""
+
+    delay_s: float = 0.0003
+    jitter_s: float = 0.0003
+    cut: bool = False
+    rates: Rates = field(default_factory=Rates)
+
+
+class Network:
+    """Addresses, lines and what travels. ``happened`` counts the faults that struck."""
+
+    def __init__(self, clock: Clock, rng: Random) -> None:
+        self.clock, self.rng = clock, rng
+        self.listeners: dict[str, Router] = {}
+        self.happened: dict[str, int] = {}
+        self._lines: dict[frozenset[str], Line] = {}
+        self._connections: list[Connection] = []
+        self._sockets: dict[str, list[Socket]] = {}
+        self._ports = 1000
+
+    def address(self, asked: str) -> str:
+        host, _, port = asked.rpartition(":")
+        if port == "*":
+            self._ports += 1
+            port = str(self._ports)
+        return f"{host}:{port}"
+
+    def lines(self) -> list[Line]:
+        return list(self._lines.values())
+
+    def line(self, one: Process, other: Process) -> Line:
+        return self._lines.setdefault(frozenset((one.name, other.name)), Line())
+
+    def waits_for(self, process: Process) -> bool:
+        """Whether something has arrived that the process has not read."""
+        return any(socket.inbox for socket in self._sockets.get(process.name, ()) if not socket.closed)
+
+    def opened(self, socket: Socket) -> None:
+        self._sockets.setdefault(socket.process.name, []).append(socket)
+
+    def count(self, fault: str) -> None:
+        self.happened[fault] = self.happened.get(fault, 0) + 1
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def cut(self, one: Process, other: Process) -> None:
+        """A black hole: nothing arrives any more, nobody is told."""
+        self.line(one, other).cut = True
+        self.count("cut")
+
+    def heal(self, one: Process, other: Process) -> None:
+        """What was sent into the black hole arrives now: TCP has kept it."""
+        line = self.line(one, other)
+        line.cut = False
+        for connection in self._between(one, other):
+            connection.thaw()
+
+    def reset(self, one: Process, other: Process) -> None:
+        """The connections are gone, with everything that was on its way."""
+        for connection in self._between(one, other):
+            self.count("reset")
+            connection.close()
+
+    def dead(self, process: Process) -> None:
+        """The kernel closes a dead process's connections; across a black hole nobody hears of it."""
+        for address, listener in list(self.listeners.items()):
+            if listener.process is process:
+                del self.listeners[address]
+        self._sockets.pop(process.name, None)
+        for connection in list(self._connections):
+            if process in (connection.dealer.process, connection.router.process):
+                if connection.line.cut:
+                    connection.mute()
+                else:
+                    connection.close()
+
+    def _between(self, one: Process, other: Process) -> list[Connection]:
+        ends = {one, other}
+        return [each for each in self._connections if {each.dealer.process, each.router.process} == ends]
+
+    def connect(self, dealer: Dealer) -> None:
+        """Tries until somebody listens."""
+        if dealer.closed or not dealer.process.alive or dealer.connection is not None:
+            return
+        router = self.listeners.get(dealer.address)
+        if router is None or router.closed or self.line(dealer.process, router.process).cut:
+            self.clock.after(RECONNECT_S, self.connect, dealer)
+            return
+        dealer.connection = Connection(self, dealer, router)
+        self._connections.append(dealer.connection)
+
+    def forget(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+
+
+class Connection:
+    """One TCP connection from a dealer to a router."""
+
+    def __init__(self, network: Network, dealer: Dealer, router: Router) -> None:
+        self.network, self.dealer, self.router = network, dealer, router
+        self.line = network.line(dealer.process, router.process)
+        self.open = True
+        self._frozen: list[tuple[Any, Parts]] = []
+        self._last = {id(dealer): 0.0, id(router): 0.0}
+        network.clock.after(self.line.delay_s, self._established)
+
+    def _established(self) -> None:
+        if self.open and self.router.greet(self):
+            waiting, self.dealer.unsent = self.dealer.unsent, []
+            for parts in waiting:
+                self.carry(self.dealer, self.router, parts)
+        elif self.open:  # the identity is in use: libzmq ignores such a peer
+            self.close()
+
+    def carry(self, sender: Socket, receiver: Socket, parts: Parts) -> None:
+        """Leaves when the sender has come to it, arrives a delay later."""
+        self.network.clock.after(sender.process.spent, sender.process.run, self._depart, receiver, parts)
+
+    def _depart(self, receiver: Socket, parts: Parts) -> None:
+        if not self.open:
+            return
+        network, rng, rates = self.network, self.network.rng, self.line.rates
+        copies = 1
+        if rates.drop and rng.random() < rates.drop:
+            network.count("dropped")
+            return
+        if rates.duplicate and rng.random() < rates.duplicate:
+            network.count("duplicated")
+            copies = 2
+        frame = len(parts) == 2
+        if frame and rates.corrupt and rng.random() < rates.corrupt:
+            network.count("corrupted")
+            parts = _corrupted(parts, rng)
+        if frame and rates.truncate and rng.random() < rates.truncate:
+            network.count("truncated")
+            parts = [parts[0], parts[1][: rng.randrange(len(parts[1]) + 1)]]
+        arrival = network.clock.now + self.line.delay_s + rng.random() * self.line.jitter_s
+        if rates.reorder and rng.random() < rates.reorder:
+            network.count("reordered")
+            arrival += rng.random() * 0.02
+        else:
+            arrival = max(arrival, self._last[id(receiver)])
+            self._last[id(receiver)] = arrival
+        for _ in range(copies):
+            network.clock.at(arrival, self._arrive, receiver, parts)
+
+    def _arrive(self, receiver: Socket, parts: Parts) -> None:
+        if not self.open:
+            return
+        if self.line.cut:
+            self._frozen.append((receiver, parts))
+        else:
+            receiver.deliver(self, parts)
+
+    def thaw(self) -> None:
+        frozen, self._frozen = self._frozen, []
+        for receiver, parts in frozen:
+            self.network.clock.after(self.line.delay_s, self._arrive, receiver, parts)
+        if not (self.dealer.process.alive and self.router.process.alive):
+            self.close()
+
+    def mute(self) -> None:
+        """One end has died beyond a black hole."""
+        self._frozen.clear()
+
+    def close(self) -> None:
+        if not self.open:
+            return
+        self.open = False
+        self._frozen.clear()
+        self.network.forget(self)
+        self.router.leave(self)
+        self.dealer.connection = None
+        self.network.clock.after(RECONNECT_S, self.network.connect, self.dealer)
+
+
+def _corrupted(parts: Parts, rng: Random) -> Parts:
+    payload = bytearray(parts[1])
+    if payload:
+        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+    return [parts[0], bytes(payload)]
+
+
+class Frame:
+    """As much of ``zmq.Frame`` as is used."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self, data: bytes) -> None:
+        self.bytes = data
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self.bytes)
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+class Socket:
+    """What both kinds have: a queue of what has arrived, and who is woken."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network, self.process = network, process
+        self.closed = False
+        self.inbox: deque[Parts] = deque()
+        self.wake: Callable[[], None] = lambda: None
+        network.opened(self)
+
+    def deliver(self, connection: Connection, parts: Parts) -> None:
+        self.inbox.append(parts)
+        self.process.run(self._woken)
+
+    def _woken(self) -> None:
+        if not self.closed:
+            self.wake()
+
+    def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[Any]:
+        if not self.inbox:
+            raise zmq.Again
+        parts = self.inbox.popleft()
+        return list(parts) if copy else [Frame(part) for part in parts]
+
+    def poll(self, timeout: int = 0) -> int:
+        return len(self.inbox)
+
+    def close(self, linger: int | None = None) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Dealer(Socket):
+    def __init__(self, network: Network, process: Process, address: str, name: bytes) -> None:
+        super().__init__(network, process)
+        self.address, self.name = address, name
+        self.connection: Connection | None = None
+        self.unsent: list[Parts] = []
+        network.connect(self)
+
+    def send_multipart(self, parts: list[Any], flags: int = 0, copy: bool = True) -> None:
+        whole = [bytes(part) for part in parts]
+        if self.connection is not None and self.connection.router.knows(self.connection):
+            self.connection.carry(self, self.connection.router, whole)
+        else:
+            self.unsent.append(whole)
+
+    def close(self, linger: int | None = None) -> None:
+        super().close()
+        if self.connection is not None:  # what was said before is on its way and arrives
+            connection = self.connection
+            self.network.clock.after(self.process.spent + 0.01, connection.close)
+
+
+class Router(Socket):
+    def __init__(self, network: Network, process: Process, address: str) -> None:
+        super().__init__(network, process)
+        self.address = address
+        self.monitor: Socket | None = None
+        self._peers: dict[bytes, Connection] = {}
+        network.listeners[address] = self
+
+    def knows(self, connection: Connection) -> bool:
+        return self._peers.get(connection.dealer.name) is connection
+
+    def greet(self, connection: Connection) -> bool:
+        if self.closed or connection.dealer.name in self._peers:
+            return False
+        self._peers[connection.dealer.name] = connection
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        if self.knows(connection):
+            del self._peers[connection.dealer.name]
+            if self.monitor is not None:
+                self.monitor.deliver(connection, [b"disconnected"])
+
+    def deliver(self, connection: Connection, parts: Parts) -> None:
+        super().deliver(connection, [connection.dealer.name, *parts])
+
+    def send_multipart(self, parts: list[Any], flags: int = 0, copy: bool = True) -> None:
+        connection = self._peers.get(bytes(parts[0]))
+        if connection is None:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        connection.carry(self, connection.dealer, [bytes(part) for part in parts[1:]])
+
+    def disable_monitor(self) -> None:
+        self.monitor = None
+
+    def close(self, linger: int | None = None) -> None:
+        super().close()
+        self.network.listeners.pop(self.address, None)
+        for connection in list(self._peers.values()):
+            connection.close()
+
+
+class SimulatedHeart:
+    """Beats while its process runs, also in the middle of a step."""
+
+    def __init__(self, channels: SimulatedChannels, socket: Dealer, interval_s: float, beat: Callable[[], Message]):
+        self._channels, self._socket, self._interval_s, self._beat = channels, socket, interval_s, beat
+        self._stopped = False
+        self._tick()
+
+    def _tick(self) -> None:
+        if self._stopped:
+            return
+        process = self._channels.process
+        spent, process.spent = process.spent, 0.0  # a thread of its own is not ahead
+        self._socket.send_multipart([encode(self._beat())])
+        process.spent = spent
+        process.clock.after(self._interval_s, process.run, self._tick)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._socket.close()
+
+
+class SimulatedChannels(Channels):
+    """The world as one simulated process sees it."""
+
+    def __init__(self, network: Network, process: Process, wake: Callable[[], None] = lambda: None) -> None:
+        self.network, self.process, self._wake = network, process, wake
+
+    def clock(self) -> float:  # type: ignore[override]
+        return self.process.time()
+
+    def router(self, address: str) -> Any:
+        bound = self.network.address(address)
+        return Router(self.network, self.process, bound), bound
+
+    def dealer(self, address: str, name: bytes) -> Any:
+        return Dealer(self.network, self.process, address, name)
+
+    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:
+        return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
+
+    def register(self, what: Any) -> None:
+        what.wake = self._wake
+
+    def unregister(self, what: Any) -> None:
+        what.wake = lambda: None
+
+    def watch(self, socket: Any, loop: Any, wake: Callable[[], None]) -> None:
+        socket.wake = wake
+
+    def unwatch(self, socket: Any, loop: Any) -> None:
+        socket.wake = lambda: None
+
+    @staticmethod
+    def readable(socket: Any) -> bool:
+        return bool(socket.inbox)
+
+    @staticmethod
+    def disconnections(socket: Any) -> Any:
+        socket.monitor = Socket(socket.network, socket.process)
+        return socket.monitor
+
+    def close(self) -> None: ...

@@ -1,0 +1,341 @@
+"""A whole system in one thread on virtual time: the real coordinator and workers around the oracle engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from common.errors import RequestError
+from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
+from common.kv.memory import Bytes, Table
+from common.kv.pool import BlockPool
+from common.kv.prefix import chain_root, extend_chain
+from common.messages import PROTOCOL, Hello, Logprobs, Role
+from common.request import FinishReason, SamplingParams
+from common.sequence import Batch, StepResult
+from common.worker import Worker, WorkerSettings
+from coordinator.dispatch import Dispatcher
+from coordinator.gateway import Gateway
+from coordinator.limits import Admission
+from coordinator.metrics import Metrics
+from coordinator.registry import Registry
+from coordinator.router import Router
+from coordinator.ticket import Ticket
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
+from tests.simulation.clock import Clock, Event, Loop, Process
+from tests.simulation.network import Network, SimulatedChannels
+
+CONTROL = "tcp://127.0.0.1:1000"
+STEP_S, TOKEN_S = 0.004, 0.0002
+Broken = AssertionError
+
+
+class SimulatedEngine(OracleEngine):
+    """Steps take virtual time, a part of it before each layer is there."""
+
+    def __init__(self, process: Process, blocks: int, block_size: int) -> None:
+        super().__init__(blocks, block_size)
+        self.process = process
+        self.slowness = 1.0
+        self.pool: BlockPool | None = None
+        self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
+
+    def _checked_write(self, table: Table, tokens: range, layers: range, data: Bytes) -> None:
+        """KV is only ever written into blocks that the writer alone holds."""
+        size = self.layout.block_size
+        for block in table[tokens.start // size : -(-tokens.stop // size)]:
+            if self.pool is not None and len(holders := self.pool.holders(block)) != 1:
+                raise Broken(f"{self.process.name} writes into block {block}, held by {sorted(holders) or 'nobody'}")
+        self._write(table, tokens, layers, data)
+
+    def step(self, batch: Batch) -> StepResult:
+        seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)
+        on_layer = self.on_layer
+
+        def after_a_while(layer: int) -> None:
+            self.process.spent += seconds
+            if on_layer is not None:
+                on_layer(layer)
+
+        self.on_layer = after_a_while
+        try:
+            return super().step(batch)
+        finally:
+            self.on_layer = on_layer
+
+
+class SimulatedWorker:
+    """One incarnation: turned when something arrives, when its sleep is over, and after each of its steps."""
+
+    def __init__(self, system: System, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
+        self.system, self.name, self.role = system, name, role
+        self.process = Process(system.clock, name)
+        self.engine = SimulatedEngine(self.process, blocks, block_size)
+        self._next: Event | None = None
+        self._busy_until = 0.0
+        self._turning = False
+        self.gone = False
+        channels = SimulatedChannels(system.network, self.process, self.wake)
+        settings = WorkerSettings(
+            CONTROL, host, max_num_seqs=8, max_num_batched_tokens=32, kv_transport="zmq", drain_timeout_s=5.0
+        )
+        incarnation = Incarnation(f"{name}.{next(system.numbers)}")
+        kind = PrefillWorker if role == "prefill" else DecodeWorker
+        self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, role, self.engine), channels)
+        self.engine.pool = self.worker.cache.pool
+        self.wake()
+
+    def wake(self) -> None:
+        self._turn_at(max(self.system.clock.now, self._busy_until))
+
+    def _turn_at(self, time: float) -> None:
+        if self._turning or self.gone:
+            return
+        if self._next is not None:
+            self._next.cancel()
+        self._next = self.system.clock.at(time, self.process.run, self._turn)
+
+    def _turn(self) -> None:
+        if self.gone:
+            return
+        self._next, self._turning, clock = None, True, self.system.clock
+        try:
+            if self.worker.finished():
+                self.leave()
+                return
+            sleep = self.worker.turn()
+        finally:
+            self._turning = False
+        self._busy_until = clock.now + self.process.spent
+        self.process.spent = 0.0
+        self.system.look_at(self)
+        waiting = self.system.network.waits_for(self.process)
+        self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
+
+    def sessions(self) -> int:
+        """Hand-offs that are not over."""
+        return len(self.worker.sender if isinstance(self.worker, PrefillWorker) else self.worker.receiver)  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """The end of a drain."""
+        self.gone = True
+        self.worker.close()
+        self.engine.close()
+        self.system.clock.after(0.05, self.process.die)
+
+    def kill(self) -> None:
+        """As SIGKILL does: no word to anybody."""
+        self.gone = True
+        self.process.die()
+        self.system.network.dead(self.process)
+        self.engine.close()
+
+
+@dataclass(eq=False)
+class SimulatedClient:
+    """Sends one request and knows what must come back."""
+
+    system: System
+    number: int
+    prompt: list[int]
+    sampling: SamplingParams
+    n: int
+    stop_after: dict[int, int] = field(default_factory=dict)
+    """Choices that end for a reason of the client's (a stop string) after so many tokens."""
+    output: list[list[int]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    ticket: Ticket | None = None
+    last_at: float = 0.0
+    longest_gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.output = [[] for _ in range(self.n)]
+        self.streams = [
+            oracle_stream(self.prompt, self.sampling.seed, choice, self.sampling.max_tokens) for choice in range(self.n)
+        ]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ends)
+
+    def send(self, timeout_s: float, salt: str) -> None:
+        if not self.system.coordinator.process.alive:
+            self._end("refused: nobody there")
+            return
+        now = self.system.clock.now
+        chain = extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)
+        ticket = Ticket(
+            id=RequestId(self.number.to_bytes(16, "big")), prompt=pack_tokens(self.prompt), sampling=self.sampling,
+            n=self.n, cache_salt=salt, priority=0, chain=chain, client=self, arrived_at=now, tokenized_at=now,
+            deadline_at=now + timeout_s,
+        )  # fmt: skip
+        try:
+            self.system.coordinator.dispatcher.submit([ticket])
+        except RequestError as error:
+            self._end(f"refused: {error.code}")
+            return
+        self.ticket, self.last_at = ticket, now
+
+    def leave(self) -> None:
+        if self.ticket is not None and not self.over:
+            self._end("left")
+            self.system.coordinator.dispatcher.abort(self.ticket)
+
+    def cut(self) -> None:
+        """The coordinator has died."""
+        if self.ticket is not None and not self.over:
+            self._end("cut")
+
+    # -- as the coordinator sees it -----------------------------------------------------------------------------------
+
+    def tokens(
+        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Seq[Logprobs | None], finish: FinishReason
+    ) -> bool:
+        complain, output, stream = self.system.complain, self.output[choice], self.streams[choice]
+        if self.over:
+            complain(f"request {self.number} got tokens after its end ({self.ends[0]})")
+        output += ids
+        if output != stream[: len(output)]:
+            complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
+        if self.sampling.logprobs is not None and len(logprobs) != len(ids):
+            complain(f"request {self.number}: {len(logprobs)} log-probabilities of {len(ids)} tokens")
+        now = self.system.clock.now
+        if len(output) > len(ids):
+            self.longest_gap = max(self.longest_gap, now - self.last_at)
+        self.last_at = now
+        return len(output) >= self.stop_after.get(choice, 1 << 30)
+
+    def done(self, ticket: Ticket) -> None:
+        self._end("done")
+        for choice, output in enumerate(self.output):
+            wanted = min(self.sampling.max_tokens, self.stop_after.get(choice, 1 << 30))
+            if len(output) < wanted:
+                self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
+
+    def failed(self, ticket: Ticket, error: RequestError) -> None:
+        self._end(f"failed: {error.code}")
+
+    def _end(self, how: str) -> None:
+        self.ends.append(how)
+        if len(self.ends) > 1:
+            self.system.complain(f"request {self.number} ends twice: {self.ends}")
+        self.system.running -= 1
+
+
+class SimulatedCoordinator:
+    def __init__(self, system: System) -> None:
+        self.process = Process(system.clock, "coordinator")
+        channels = SimulatedChannels(system.network, self.process)
+        self.registry = Registry(None)
+        host, _, port = CONTROL.removeprefix("tcp://").rpartition(":")
+        self.gateway = Gateway(self.registry, host, int(port), channels=channels)
+        self.router = Router(self.registry)
+        self.admission = Admission(10_000, 1 << 30)
+        loop: Any = Loop(self.process)
+        self.dispatcher = Dispatcher(self.gateway, self.router, self.admission, Metrics("oracle", self.registry), loop)
+        self.dispatcher.start()
+
+    def kill(self, network: Network) -> None:
+        self.process.die()
+        network.dead(self.process)
+
+
+class System:
+    """A coordinator, workers by name, clients; ``problems`` are what a check has found."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+        self.clock = Clock()
+        self.network = Network(self.clock, rng)
+        self.numbers = iter(range(1, 1 << 30))
+        self.coordinator = SimulatedCoordinator(self)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.shapes: dict[str, tuple[Role, int, int, str]] = {}
+        self.clients: list[SimulatedClient] = []
+        self.running = 0
+        self.problems: list[str] = []
+        """Also what is found where the real code would swallow an exception."""
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def add_worker(self, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
+        self.shapes[name] = (role, blocks, block_size, host)
+        self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
+
+    def kill_worker(self, name: str) -> None:
+        if not (worker := self.workers[name]).gone:
+            worker.kill()
+            self.network.count("killed")
+
+    def start_worker(self, name: str) -> None:
+        """Again, after it has died or left."""
+        if self.workers[name].gone:
+            self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
+
+    def restart_coordinator(self, pause_s: float) -> None:
+        if not self.coordinator.process.alive:
+            return
+        self.network.count("coordinator killed")
+        self.coordinator.kill(self.network)
+        for client in self.clients:
+            client.cut()
+        self.clock.after(pause_s, self._start_coordinator)
+
+    def _start_coordinator(self) -> None:
+        self.coordinator = SimulatedCoordinator(self)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def complain(self, problem: str) -> None:
+        self.problems.append(f"at {self.clock.now:.4f} s: {problem}")
+
+    def step(self) -> None:
+        """The next event; AssertionError if anything has been found wrong."""
+        if not self.clock.step():
+            raise Broken("nothing will ever happen again")
+        if self.problems:
+            raise Broken("; ".join(self.problems))
+
+    def look_at(self, worker: SimulatedWorker) -> None:
+        """After each turn: what is cheap enough to be checked always."""
+        cache = worker.worker.cache
+        if cache.strays():
+            raise Broken(f"{worker.name} has blocks of closed tables: {cache.leaks()}")
+
+    def look_at_quiet(self) -> None:
+        """At the end nothing is left anywhere."""
+        dispatcher = self.coordinator.dispatcher
+        left = {
+            "tickets": dict(dispatcher.tickets), "queued requests": self.coordinator.admission.requests,
+            "queued tokens": self.coordinator.admission.tokens,
+        }  # fmt: skip
+        for name, worker in self.workers.items():
+            if worker.gone:
+                continue
+            counts = worker.worker.cache.pool.counts
+            left |= {f"{name} holds": worker.worker.holdings(), f"{name} blocks": counts.held}
+            left |= {f"{name} leaks": worker.worker.cache.leaks(), f"{name} sessions": worker.sessions()}
+            left |= {f"{name} deadlines": worker.worker._deadlines}
+            if self.coordinator.registry.get(worker.worker.incarnation) is None:
+                left[f"{name} is not registered"] = True
+        for name, account in self.coordinator.router.accounts.items():
+            left[f"promised of {name}"] = account.blocks or account.sequences or account.prefill_tokens
+        for _, _, event in self.clock.events:
+            if event.action is not None and "_expire" in repr(event.arguments):
+                left["a deadline's timer"] = event.arguments
+        for who, on in dispatcher._on.items():
+            left[f"index of {who}"] = on
+        if wrong := {what: value for what, value in left.items() if value}:
+            raise Broken(f"left behind: {wrong}")
+
+
+def _hello(name: str, incarnation: Incarnation, role: Role, engine: OracleEngine) -> Hello:
+    return Hello(
+        PROTOCOL, WorkerName(name), incarnation, role, "oracle", engine.fingerprint, engine.layout.fingerprint, 1,
+        "localhost", "host", "", ("zmq",), engine.memory.blocks, engine.layout.block_size, engine.max_model_len,
+        engine.vocab_size, 8, 32, "cpu", engine.layout.dtype,
+    )  # fmt: skip
