@@ -22,7 +22,7 @@ KNOCK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a worker tells about itself; immutable, swapped whole. ``live`` are request ids, joined."""
+    """What a worker tells about itself; immutable, swapped whole. ``live`` and ``resting`` are request ids, joined."""
 
     live: bytes = b""
     acted_on: int = 0
@@ -34,6 +34,8 @@ class Snapshot:
     waiting_tokens: int = 0
     draining: bool = False
     counters: dict[str, float] = field(default_factory=dict)
+    longest_step_s: float = 0.0
+    resting: bytes = b""
 
 
 class Membership:
@@ -43,7 +45,8 @@ class Membership:
         self._channels, self._address, self._clock = channels, address, channels.clock
         self.hello = hello
         self.snapshot = Snapshot()
-        self.step_started_at: float | None = None
+        self.step: tuple[float, float] | None = None
+        """When the running step began, and how long it is expected to take."""
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
@@ -107,7 +110,7 @@ class Membership:
             self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
     def _heartbeat(self) -> Heartbeat:
-        now, started, shot = self._clock(), self.step_started_at, self.snapshot
+        now, step, shot = self._clock(), self.step, self.snapshot
         return Heartbeat(
             self.hello.incarnation,
             shot.acted_on,
@@ -118,7 +121,9 @@ class Membership:
             shot.running,
             shot.waiting,
             shot.waiting_tokens,
-            -1 if started is None else int((now - started) * 1000),
+            -1 if step is None else int((now - step[0]) * 1000),
             shot.draining,
             shot.counters,
+            int(1000 * (shot.longest_step_s if step is None else max(step[1], shot.longest_step_s))),
+            shot.resting,
         )

@@ -6,7 +6,7 @@ no class names. Adding a field with a default at the end stays compatible; anyth
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
     coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
-    decode ──► prefill       Grant, Ack, Accept, Cancel
+    decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from common.ids import Incarnation, WorkerName
 from common.request import Id, Request
 
-PROTOCOL = 2
+PROTOCOL = 3
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 TokenBytes = bytes
@@ -62,7 +62,9 @@ class Hello(Message, tag="hello"):
 class Heartbeat(Message, tag="heartbeat"):
     """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
     so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids,
-    joined. ``step_ms`` is how long the running engine step has taken so far, -1 when idle."""
+    joined. ``step_ms`` is how long the running step has taken so far, -1 when idle; ``expected_ms`` how long steps may
+    well take: one that takes much longer hangs, however faithfully the heart beats. ``resting`` are the live requests
+    that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
 
     incarnation: Incarnation
     acted_on: int
@@ -76,6 +78,8 @@ class Heartbeat(Message, tag="heartbeat"):
     step_ms: int
     draining: bool
     counters: dict[str, float] = {}
+    expected_ms: int = 0
+    resting: bytes = b""
 
 
 class Logprobs(Message):
@@ -267,13 +271,23 @@ class Open(Message, tag="open"):
 
 class Grant(Message, tag="grant"):
     """Blocks are reserved. The first ``have`` tokens are in decode's own prefix cache and pinned: send the rest over
-    ``link``, with at most ``credit_bytes`` unacknowledged."""
+    ``link``, with at most ``credit_bytes`` unacknowledged. ``step_ms``: decode may be busy for so long before it
+    answers a frame."""
 
     request: Id
     attempt: Count
     have: Count
     link: str
     credit_bytes: Count
+    step_ms: Count = 0
+
+
+class Heard(Message, tag="heard"):
+    """The announcement has arrived; blocks are not reserved yet. ``step_ms`` as in :class:`Grant`."""
+
+    request: Id
+    attempt: Count
+    step_ms: Count = 0
 
 
 class Ack(Message, tag="ack"):
@@ -327,4 +341,4 @@ class Cancel(Message, tag="cancel"):
 
 
 ToDecode = Open | Commit | Cancel | Released
-ToPrefill = Grant | Ack | Accept | Cancel
+ToPrefill = Grant | Heard | Ack | Accept | Cancel

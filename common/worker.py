@@ -29,6 +29,7 @@ from common.kv.memory import KvMemory
 from common.kv.table import BlockTable
 from common.membership import Membership, Snapshot
 from common.messages import Cached, Drain, Failed, Goodbye, Hello, Lease, Rejoin, Turned, Welcome
+from common.pace import Pace
 from common.request import Request
 from common.sequence import Batch, Sequence, StepResult
 
@@ -92,6 +93,7 @@ class Worker(abc.ABC):
         self.planner = Planner(
             self.cache, max_tokens=settings.max_num_batched_tokens, max_sequences=settings.max_num_seqs
         )
+        self.pace = Pace()
         self.counters: dict[str, float] = {}
         self.draining_until: float | None = None
         self._trials: dict[TransferId, BlockTable] = {}
@@ -322,9 +324,10 @@ class Worker(abc.ABC):
     def _step(self, batch: Batch) -> None:
         now = self.clock()
         self.before_step(batch, now)
-        self.membership.step_started_at = now
+        self.membership.step = (now, self.pace.expect(batch.length))
         result = self.engine.step(batch)
-        self.membership.step_started_at = None
+        self.membership.step = None
+        self.pace.took(batch.length, self.clock() - now)
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -356,6 +359,8 @@ class Worker(abc.ABC):
             waiting_tokens=self.planner.waiting_tokens,
             draining=self.draining_until is not None,
             counters=dict(self.counters),
+            longest_step_s=self.pace.longest,
+            resting=b"".join(self.planner.resting()),
         )
         added, removed = self.cache.prefix.take_changes()
         if added or removed:

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from common.errors import RequestError, WireError
 from common.ids import (
@@ -43,7 +43,7 @@ from common.request import FinishReason, Request
 from coordinator.breakers import Pair
 from coordinator.gateway import HEARTBEAT_MS, Gateway
 from coordinator.lifecycle import Gap, State
-from coordinator.limits import Admission
+from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
 from coordinator.refusals import given_up, internal, no_workers, shutting_down, worker_error
@@ -59,6 +59,9 @@ RESEND_EVERY_S = 0.2
 MISSED_BEATS = 3
 """A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
 _FINISHES = tuple(FinishReason)
+STALL_S, STALL_INTERVALS, STALL_STEPS = 2.0, 20, 4
+"""A stream that gets nothing for so long, so many of its usual intervals and of its worker's steps is given to another
+worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
 
@@ -77,6 +80,7 @@ class Dispatcher:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
         self.breakers = router.breakers
+        self.retries = RetryBudget()
         self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
@@ -194,19 +198,23 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
-        only fits workers that have left stands aside for a while: they may come back."""
+        only fits workers that have left stands aside for a while: they may come back. So does one that tries again
+        while too many do."""
         self._pumping = False
         workerless = False
-        stranded: list[tuple[int, int, Ticket]] = []
+        aside: list[tuple[int, int, Ticket]] = []
         while self._queue:
             ticket = self._queue[0][2]
             if not ticket.queued:
                 heapq.heappop(self._queue)
                 continue
+            if ticket.life.attempt and not self.retries.allows(len(self.tickets)):
+                aside.append(heapq.heappop(self._queue))
+                continue
             verdict = self.router.place(ticket.need())
             if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
                 ticket.stranded_at = ticket.stranded_at or self._clock()
-                stranded.append(heapq.heappop(self._queue))
+                aside.append(heapq.heappop(self._queue))
                 continue
             if not isinstance(verdict, Placement):
                 workerless = isinstance(verdict, NoWorkers)
@@ -215,7 +223,7 @@ class Dispatcher:
             ticket.stranded_at = None
             self._leave_queue(ticket, placed=True)
             self._place(ticket, verdict)
-        for entry in stranded:
+        for entry in aside:
             heapq.heappush(self._queue, entry)
         if not workerless:
             self._workerless_since = None
@@ -225,6 +233,8 @@ class Dispatcher:
     def _place(self, ticket: Ticket, placement: Placement) -> None:
         """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
         life, now = ticket.life, self._clock()
+        if life.attempt:
+            self.retries.placed(ticket.id)
         ticket.placement, ticket.path = placement, placement.path
         ticket.promise = self.router.promise(ticket.need(), placement)
         if ticket.placed_at is None:
@@ -270,7 +280,8 @@ class Dispatcher:
                 self.gateway.send(worker, message)
 
     def _take_off(self, ticket: Ticket) -> None:
-        """The ticket has left its workers: the ledger and the index forget it."""
+        """The ticket has left its workers: the ledger, the budget and the index forget it."""
+        self._settle_retry(ticket)
         if ticket.pair is not None:
             self.breakers.dropped(ticket.pair)
             ticket.pair = None
@@ -285,9 +296,17 @@ class Dispatcher:
     # -- setbacks -------------------------------------------------------------------------------------------------
 
     def _setback(
-        self, ticket: Ticket, *, crashed: bool = False, turned_away: bool = False, delay_s: float = 0.0
+        self,
+        ticket: Ticket,
+        *,
+        crashed: Incarnation | None = None,
+        turned_away: bool = False,
+        shun: Worker | None = None,
+        delay_s: float = 0.0,
     ) -> None:
-        """The attempt is lost: try again within the budget, else fail."""
+        """The attempt is lost: try again within the budget, else fail. ``shun``: whose fault it was, if it lives on."""
+        if shun is not None:
+            ticket.shun |= {shun.id}
         life = ticket.life
         workers, attempt, migrates = life.workers, life.attempt, life.started
         verdict = life.setback(crashed=crashed, turned_away=turned_away)
@@ -304,9 +323,15 @@ class Dispatcher:
         else:
             self.pump_soon()
 
+    def _settle_retry(self, ticket: Ticket) -> None:
+        if self.retries.settled(ticket.id):
+            self.pump_soon()
+
     # -- what workers say -----------------------------------------------------------------------------------------
 
     def joined(self, worker: Worker) -> None:
+        for ticket in self.tickets.values():
+            ticket.life.crashes.discard(worker.id)  # only its connection was lost
         for trial in self.links.trials(worker, self.registry):
             self._try(trial)
         self.pump_soon()
@@ -328,7 +353,7 @@ class Dispatcher:
         self._emptied.pop(worker.id, None)
         for ticket in list(self._on.pop(worker.id, {}).values()):
             if ticket.life.needs(worker.id):
-                self._setback(ticket, crashed=crashed)
+                self._setback(ticket, crashed=worker.id if crashed else None)
         self.pump_soon()
 
     def tokens(self, worker: Worker, message: Tokens) -> None:
@@ -366,8 +391,9 @@ class Dispatcher:
             self._ask_again(worker, ticket, choice, news.start, now)
             return
         life.spoke(worker.id)
+        self._settle_retry(ticket)
         self._note_hand_off(ticket)
-        ticket.missed_beats = 0
+        ticket.missed_beats, ticket.heard_at = 0, now
         self._observe(ticket, choice, len(news.ids), now)
         try:
             ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
@@ -389,6 +415,7 @@ class Dispatcher:
             self.metrics.first_token(ticket, now)
         elif (before := ticket.last_token_at[choice]) and count:
             self.metrics.inter_token((now - before) / count, count)
+            ticket.intervals.append((now - before) / count)
         ticket.last_token_at[choice] = now
 
     def _finish(self, ticket: Ticket) -> None:
@@ -415,6 +442,7 @@ class Dispatcher:
         ticket.timings.update(message.values)
         if worker.id == ticket.life.decode and ticket.life.path == "disagg":
             ticket.life.decoding()
+            ticket.heard_at = self._clock()
             self._note_hand_off(ticket)
 
     def _note_hand_off(self, ticket: Ticket) -> None:
@@ -438,8 +466,9 @@ class Dispatcher:
             self.breakers.failed(ticket.pair, self._clock())
             ticket.avoid |= {ticket.pair}
             ticket.pair = None
-        if message.retriable:
             self._setback(ticket, delay_s=RETRY_DELAY_S)
+        elif message.retriable:
+            self._setback(ticket, shun=worker, delay_s=RETRY_DELAY_S)
         else:
             self.fail(ticket, worker_error(message))
 
@@ -453,15 +482,14 @@ class Dispatcher:
         if beat is None or not on or self._emptied.get(worker.id) == emptied:
             return
         self._emptied[worker.id] = emptied
-        live = beat.live
-        known = {live[at : at + REQUEST_ID_BYTES] for at in range(0, len(live), REQUEST_ID_BYTES)}
+        known = set(_ids(beat.live))
         for ticket in list(on.values()):
             if ticket.sent.get(worker.id, 0) > beat.acted_on or not self._should_have(ticket, worker):
                 continue
             ticket.missed_beats = 0 if ticket.id in known else ticket.missed_beats + 1
             if ticket.missed_beats >= MISSED_BEATS:
                 log.warning("%s does not have a request that it was given", worker.hello.name)
-                self._setback(ticket)
+                self._setback(ticket, shun=worker)
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
         """One worker at a time answers for a request: prefill until the first token, then decode."""
@@ -481,6 +509,8 @@ class Dispatcher:
             if now >= self._leases_due:
                 self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
                 self._renew_leases()
+            for worker in list(self.registry):
+                self._look_for_stalls(worker, now)
             if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
                 self._give_up_waiting()
             self._give_up_stranded(now)
@@ -488,6 +518,20 @@ class Dispatcher:
             log.exception("a look at the workers failed")
         finally:
             self._next_tick()
+
+    def _look_for_stalls(self, worker: Worker, now: float) -> None:
+        """Streams of a worker that lives, has them, and is silent about them."""
+        beat, on = worker.beat, self._on.get(worker.id)
+        if beat is None or not on:
+            return
+        resting = set(_ids(beat.resting))
+        for ticket in list(on.values()):
+            if ticket.life.state is not State.DECODING or ticket.life.decode != worker.id or ticket.id in resting:
+                continue
+            patience = max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.expected_ms / 1000)
+            if now - ticket.heard_at > patience:
+                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, now - ticket.heard_at)
+                self._setback(ticket, shun=worker)
 
     def _renew_leases(self) -> None:
         """Tells every worker what it may hold: its own timers free whatever else it has, and everything without us."""
@@ -518,6 +562,11 @@ class Dispatcher:
 def _peer(worker: Worker) -> Peer:
     hello = worker.hello
     return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id)
+
+
+def _ids(joined: bytes) -> Iterator[bytes]:
+    """Request ids one after another."""
+    return (joined[at : at + REQUEST_ID_BYTES] for at in range(0, len(joined), REQUEST_ID_BYTES))
 
 
 def _checked_ids(message: Tokens) -> list[int]:

@@ -233,7 +233,14 @@ class Gateway:
                 events.tokens(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message)
-                events.beat(worker)
+                if self.registry.hangs(worker):
+                    log.warning(
+                        "worker %s is gone: its step has taken %d ms so far", worker.hello.name, message.step_ms
+                    )
+                    self._remove(worker)
+                    events.lost(worker, crashed=False)
+                else:
+                    events.beat(worker)
             case Timing():
                 events.timing(worker, message)
             case Failed():

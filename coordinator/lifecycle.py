@@ -101,7 +101,9 @@ class Life:
         self.decode: Incarnation | None = None
         self.output: list[list[int]] = [[] for _ in range(choices)]
         self.finish = [FinishReason.RUNNING] * choices
-        self.retries = self.migrations = self.crashes = 0
+        self.retries = self.migrations = 0
+        self.crashes: set[Incarnation] = set()
+        """Workers that were lost without a word while they had the request. One that comes back had not crashed."""
 
     def move(self, to: State) -> None:
         """The only door between states; InvariantBroken for a move that is not in the table."""
@@ -174,13 +176,15 @@ class Life:
             return False
         return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
 
-    def setback(self, *, crashed: bool = False, turned_away: bool = False) -> Verdict:
+    def setback(self, *, crashed: Incarnation | None = None, turned_away: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
-        the old one is void; anything else: it must fail. Being ``turned_away`` at the door costs nothing of the budget:
-        a worker that leaves does so once, and is not asked again."""
-        self.crashes += crashed
-        if self.crashes >= MAX_CRASHES:
-            return "quarantined"
+        the old one is void; anything else: it must fail. ``crashed`` is the worker whose loss is the reason, if that
+        came without a word. Being ``turned_away`` at the door costs nothing of the budget: a worker that leaves does so
+        once, and is not asked again."""
+        if crashed is not None:
+            self.crashes.add(crashed)
+            if len(self.crashes) >= MAX_CRASHES:
+                return "quarantined"
         if turned_away:
             pass
         elif self.started:

@@ -1,4 +1,4 @@
-"""Who may queue: bounds on waiting requests and tokens, and what a refused client is told.
+"""Who may queue and who may try again: bounds on waiting requests and tokens, and what a refused client is told.
 
 Pure. Owns the counts of what waits for a worker and a smoothed rate at which waiting tokens are placed; the answer to
 "when shall I try again" is backlog divided by that rate.
@@ -7,10 +7,13 @@ Pure. Owns the counts of what waits for a worker and a smoothed rate at which wa
 from __future__ import annotations
 
 from common.errors import RequestError
+from common.ids import RequestId
 from coordinator.refusals import overloaded
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
+RETRY_SHARE, MIN_RETRIES = 0.2, 10
+"""This share of what is in flight, and at least so many, may be on a new attempt that has not spoken yet."""
 _SMOOTHING = 0.2
 _ASSUMED_TOKENS_PER_S = 2_000.0
 """Before anything was measured."""
@@ -75,3 +78,29 @@ class Admission:
         if elapsed >= 0.5:
             self._rate += _SMOOTHING * (max(1.0, self._placed / elapsed) - self._rate)
             self._since, self._placed = now_s, 0
+
+
+class RetryBudget:
+    """How many requests may try again at once: a fault that hits many must not crowd out everybody else.
+
+    Whoever is over the budget waits its turn (and is not failed: half of what is in flight may have been on the worker
+    that died). An attempt counts from its placement to its first new token.
+    """
+
+    def __init__(self) -> None:
+        self._trying: set[RequestId] = set()
+
+    def allows(self, in_flight: int) -> bool:
+        """Whether one more may try, with ``in_flight`` requests in all."""
+        return len(self._trying) < max(MIN_RETRIES, RETRY_SHARE * in_flight)
+
+    def placed(self, request: RequestId) -> None:
+        """A new attempt is on its way."""
+        self._trying.add(request)
+
+    def settled(self, request: RequestId) -> bool:
+        """It has spoken, or is over; False if it was not counted. Idempotent."""
+        if request not in self._trying:
+            return False
+        self._trying.remove(request)
+        return True

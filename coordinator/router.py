@@ -41,7 +41,8 @@ class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
     at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its
     choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
-    ``avoid``: pairs whose hand-off of this very request has failed."""
+    ``avoid``: pairs whose hand-off of this very request has failed. ``shun``: workers that have failed it otherwise,
+    to be taken only if there is no other."""
 
     tokens: int
     output: int
@@ -49,6 +50,7 @@ class Need:
     chain: Sequence[ChainKey] = ()
     diverged: bool = False
     avoid: frozenset[Pair] = frozenset()
+    shun: frozenset[Incarnation] = frozenset()
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
         """Blocks to promise: the prompt once, each choice's growth on its own."""
@@ -217,18 +219,19 @@ class Router:
                 return decode, able
         return decodes[0], []
 
-    def _room(self, need: Need, worker: Worker) -> tuple[int, int]:
+    def _room(self, need: Need, worker: Worker) -> tuple[bool, int, int]:
         account, hello = self.account(worker), worker.hello
         room = (hello.kv_blocks - account.blocks) * hello.block_size
-        return room + worker.cached_prefix(need.chain, need.tokens - 1), -account.sequences
+        room += worker.cached_prefix(need.chain, need.tokens - 1)
+        return worker.id not in need.shun, room, -account.sequences
 
     def _nearest(self, need: Need, workers: list[Worker]) -> tuple[Worker, int, int]:
         """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
 
-        def cost(worker: Worker) -> tuple[int, int]:
+        def cost(worker: Worker) -> tuple[bool, int, int]:
             cached = worker.cached_prefix(need.chain, need.tokens - 1)
             account = self.account(worker)
-            return account.prefill_tokens + need.tokens - cached, account.sequences
+            return worker.id in need.shun, account.prefill_tokens + need.tokens - cached, account.sequences
 
         best = min(workers, key=cost)
         return best, self.account(best).prefill_tokens, best.cached_prefix(need.chain, need.tokens - 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 from common.errors import RequestError
@@ -15,6 +17,8 @@ from common.request import FinishReason, SamplingParams
 from coordinator.breakers import Pair
 from coordinator.lifecycle import Life, Path
 from coordinator.router import Need, Placement, Promise
+
+REMEMBERED_INTERVALS = 16
 
 
 class Client(Protocol):
@@ -57,11 +61,15 @@ class Ticket:
     """A choice was ended from this side: the workers do not know."""
     sent: dict[Incarnation, int] = field(default_factory=dict)
     avoid: frozenset[Pair] = frozenset()
+    shun: frozenset[Incarnation] = frozenset()
     missed_beats: int = 0
+    heard_at: float = 0.0
+    """When its workers last gave a sign that it goes on."""
     placed_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     last_token_at: list[float] = field(init=False)
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_INTERVALS))
     asked_at: float = 0.0
     stranded_at: float | None = None
     """Since when only workers that have left could hold it."""
@@ -81,8 +89,13 @@ class Ticket:
         """Accepted tokens of all choices."""
         return sum(map(len, self.life.output))
 
+    @property
+    def interval_s(self) -> float:
+        """Median of the last times between two tokens of a choice; 0 before there were two."""
+        return median(self.intervals) if self.intervals else 0.0
+
     def need(self) -> Need:
         emitted = max(map(len, self.life.output))
         diverged = self.n > 1 and self.life.started
         tokens, output = self.prompt_length + emitted, self.sampling.max_tokens - emitted
-        return Need(tokens, output, self.n, self.chain, diverged, self.avoid)
+        return Need(tokens, output, self.n, self.chain, diverged, self.avoid, self.shun)

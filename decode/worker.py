@@ -146,6 +146,7 @@ class DecodeWorker(Worker):
     # -- KV that arrives ----------------------------------------------------------------------------------------------
 
     def move_kv(self, now: float) -> None:
+        self.receiver.step_s = self.pace.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUSY_PUMP_S if self.planner.running else IDLE_PUMP_S):
             if self.close_trial(end.transfer):

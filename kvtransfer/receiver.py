@@ -17,7 +17,7 @@ from common.channel import Channels, send
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Cancel, Commit, Grant, Message, Open, Released, ToDecode
+from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Released, ToDecode
 from common.wire import decode
 from kvtransfer.frames import HEADER_BYTES, FrameHeader
 from kvtransfer.links import shm, zeromq
@@ -79,6 +79,8 @@ class Receiver:
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
         self._pools: OrderedDict[Incarnation, KvMemory | None] = OrderedDict()
         self._ended: list[Landed | Failed] = []
+        self.step_s = 0.0
+        """How long the worker's steps take, in which nothing is answered here."""
         self.bad_messages = 0
         self.stale_frames = 0
 
@@ -161,6 +163,7 @@ class Receiver:
             self._early.move_to_end(transfer)
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)
+            self._reply(peer, Heard(message.request, message.attempt, int(self.step_s * 1000)))
         elif not incoming.peer:
             self._grant(peer, message)
         elif incoming.peer == peer and not self._settled(incoming):
@@ -185,10 +188,9 @@ class Receiver:
     def _send_grant(self, incoming: _Incoming) -> None:
         session, link = incoming.session, incoming.link
         assert link is not None
-        name, credit = link.name, self._credit_bytes
-        self._reply(
-            incoming.peer, Grant(session.transfer.request, session.transfer.attempt, session.have, name, credit)
-        )
+        transfer, step_ms = session.transfer, int(self.step_s * 1000)
+        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, self._credit_bytes, step_ms)
+        self._reply(incoming.peer, grant)
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)

@@ -18,7 +18,7 @@ from common.channel import Channels, receive, send
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Cancel, Commit, Grant, Logprobs, Open, Peer, Released, ToPrefill
+from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import SendLink
@@ -184,7 +184,7 @@ class Sender:
             if outgoing is not None and outgoing.line is line:
                 self._handle(outgoing, message, now)
 
-    def _handle(self, outgoing: _Outgoing, message: Grant | Ack | Accept | Cancel, now: float) -> None:
+    def _handle(self, outgoing: _Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
         session = outgoing.session
         match message:
             case Grant():
@@ -194,7 +194,10 @@ class Sender:
                     )
                     return
                 if message.have < session.tokens:
+                    session.heard(message.step_ms / 1000, now)
                     session.granted(message.have, message.link, message.credit_bytes, now)
+            case Heard():
+                session.heard(message.step_ms / 1000, now)
             case Ack():
                 session.acked(message.frame, now)
             case Accept():

@@ -51,12 +51,16 @@ MOVES: dict[TransferState, frozenset[TransferState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times of a hand-off, in seconds."""
+    """Times of a hand-off, in seconds. Without an answer for ``no_progress_s``, or for ``busy_steps`` of the steps that
+    the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers that is
+    still no fault of our own."""
 
-    no_progress_s: float = 10.0
+    no_progress_s: float = 2.0
+    busy_steps: float = 4.0
     resend_s: float = 0.2
-    renew_s: float = 2.0
+    renew_s: float = 0.5
     lease_s: float = 8.0
+    lag_s: float = 0.1
 
 
 class Session:
@@ -103,6 +107,13 @@ class SenderSession(Session):
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
         self._renew_at = now
+        self._patience_s = limits.no_progress_s
+        self._ticked_at = now
+
+    def heard(self, step_s: float, now: float) -> None:
+        """Decode knows of the transfer; one of its steps, in which it answers nothing, takes about ``step_s``."""
+        self.progress_at = max(self.progress_at, now)
+        self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
 
     def granted(self, have: int, link: str, credit_bytes: int, now: float) -> None:
         """Decode reserved blocks and holds the first ``have`` tokens itself."""
@@ -117,7 +128,6 @@ class SenderSession(Session):
     def computed(self, tokens: int, layers: int, now: float) -> None:
         """Layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
         self._progress = (tokens, layers)
-        self.progress_at = now
         if tokens == self.tokens and layers == len(self.layout.layers) and not self.computed_at:
             self.computed_at = now
         if self._outbox is not None:
@@ -172,12 +182,21 @@ class SenderSession(Session):
     def tick(self, now: float) -> bool:
         """Timers. True when the commit should be sent again; frames to repeat come out of :meth:`next_cells`.
 
-        Waiting for a grant or for our own prompt's turn is not a lack of progress: the request's deadline bounds both.
+        Before the grant decode is expected to answer announcements, after it frames and commits. Waiting for our own
+        prompt's turn is no lack of progress, and neither is the time in which we did not listen ourselves.
         """
-        if self.over or not (self.state is TransferState.COMMITTING or self._unacked):
+        away, self._ticked_at = now - self._ticked_at - self.limits.lag_s, now
+        if away > 0:
+            self.progress_at += away
+        asked = self.state in (TransferState.RESERVED, TransferState.COMMITTING) or bool(self._unacked)
+        if self.over or not asked:
+            self.progress_at = now
             return False
-        if now - self.progress_at > self.limits.no_progress_s:
-            self.end(TransferState.EXPIRED, f"no progress for {self.limits.no_progress_s:g} s")
+        if now - self.progress_at > self._patience_s:
+            waited = "blocks" if self.state is TransferState.RESERVED else "frames"
+            self.end(TransferState.EXPIRED, f"no answer about {waited} for {self._patience_s:.1f} s")
+            return False
+        if self.state is TransferState.RESERVED:
             return False
         if now - self._resent_at <= self.limits.resend_s:
             return False

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import Holder, SequenceId, sequence_holder
+from common.ids import Holder, RequestId, SequenceId, sequence_holder
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.prefix import ChainKey
 from common.kv.table import BlockTable
@@ -95,6 +95,11 @@ class Planner:
     def parked(self) -> bool:
         """Whether a sequence that had already started waits for blocks: it outranks new reservations."""
         return any(entry.sequence.output_length for entry in self._waiting)
+
+    def resting(self) -> set[RequestId]:
+        """Requests that have begun and get no tokens now: parked, or behind more than fit into a step."""
+        begun = [entry for entry in self._waiting if entry.sequence.output_length]
+        return {entry.sequence.request.id for entry in (*begun, *self._running[self.max_sequences :])}
 
     def sequences(self) -> Iterator[Sequence]:
         return (entry.sequence for entry in self._entries.values())

@@ -39,6 +39,7 @@ from common.messages import (
     Generate,
     Goodbye,
     Grant,
+    Heard,
     Heartbeat,
     Hello,
     Lease,
@@ -206,6 +207,8 @@ _BEAT: dict[str, Any] = {
     "step_ms": -1,
     "draining": False,
     "counters": {"preemptions": 2.0},
+    "expected_ms": 40,
+    "resting": _ID,
 }
 EXAMPLES: list[Message] = [
     Hello(**_HELLO),
@@ -228,7 +231,8 @@ EXAMPLES: list[Message] = [
     Drain(30_000),
     Lease(bytes(20)),
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
-    Grant(_ID, 1, 32, "shm", 1 << 20),  # type: ignore[arg-type]
+    Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
+    Heard(_ID, 1, 40),  # type: ignore[arg-type]
     Ack(_ID, 1, 3, 65_536),  # type: ignore[arg-type]
     Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,)),  # type: ignore[arg-type]
     Accept(_ID, 1, 65_536),  # type: ignore[arg-type]

@@ -43,7 +43,8 @@ def main() -> int:
     for seed, text in failures[:20]:
         print(f"seed {seed}: {text}")
     print(f"{len(seeds)} seeds in {time.monotonic() - began:.1f} s; failed: {[seed for seed, _ in failures] or 'none'}")
-    print(f"requests {dict(total.ends.most_common())}, {total.tokens} tokens, longest gap {total.longest_gap:.2f} s")
+    print(f"requests {dict(total.ends.most_common())}, {total.tokens} tokens")
+    print(f"longest pause of a stream {total.longest_gap:.2f} s (seed {total.widest})")
     print(f"faults {dict(total.faults.most_common())}, {total.seconds:.0f} virtual seconds")
     return 1 if failures else 0
 

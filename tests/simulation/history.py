@@ -31,13 +31,15 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     longest_gap: float = 0.0
+    widest: int = 0
+    """The seed of that gap."""
     seconds: float = 0.0
 
     def add(self, other: Outcome) -> None:
         self.ends += other.ends
         self.faults += other.faults
         self.tokens += other.tokens
-        self.longest_gap = max(self.longest_gap, other.longest_gap)
+        self.longest_gap, self.widest = max((self.longest_gap, self.widest), (other.longest_gap, other.widest))
         self.seconds += other.seconds
 
 
@@ -52,7 +54,7 @@ def run(seed: int) -> Outcome:
             History(system, rng).play()
         finally:
             logging.getLogger("tandem").removeHandler(alarm)
-    return _outcome(system)
+    return _outcome(system, seed)
 
 
 class _Alarm(logging.Handler):
@@ -75,12 +77,13 @@ def _chance(rng: Random) -> Iterator[None]:
         yield
 
 
-def _outcome(system: System) -> Outcome:
+def _outcome(system: System, seed: int) -> Outcome:
     return Outcome(
         Counter(client.ends[0] for client in system.clients),
         Counter(system.network.happened),
         sum(len(output) for client in system.clients for output in client.output),
         max((client.longest_gap for client in system.clients), default=0.0),
+        seed,
         system.clock.now,
     )
 
@@ -189,6 +192,7 @@ class History:
             self._drain,
             self._restart,
             self._stall,
+            self._hang,
         )
         for _ in range(rng.choice((0, 1, 1, 2, 3, 4))):
             self._plan(rng.uniform(0.0, 2.5), rng.choice(faults))
@@ -217,6 +221,12 @@ class History:
         self.system.network.count("stopped")
         process.stop()
         self._plan(self.rng.uniform(0.1, 6.0), process.go_on)
+
+    def _hang(self) -> None:
+        worker = self.system.workers[self.rng.choice(self.names)]
+        if not worker.gone:
+            self.system.network.count("hung")
+            worker.hang(self.rng.uniform(0.1, 6.0))
 
     def _stall(self) -> None:
         process = self.system.coordinator.process

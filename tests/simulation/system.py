@@ -111,10 +111,25 @@ class SimulatedWorker:
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
+        if self.process.spent:  # the step is running until then: the heart tells of it
+            self.worker.membership.step = (clock.now, self.worker.pace.longest)
+            clock.at(self._busy_until, self._stepped)
         self.process.spent = 0.0
         self.system.look_at(self)
         waiting = self.system.network.waits_for(self.process)
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
+
+    def _stepped(self) -> None:
+        if self.system.clock.now >= self._busy_until:
+            self.worker.membership.step = None
+
+    def hang(self, seconds: float) -> None:
+        """The engine is stuck in a step; the heart goes on beating."""
+        now = self.system.clock.now
+        self._busy_until = max(now, self._busy_until) + seconds
+        self.worker.membership.step = (now, self.worker.pace.longest)
+        self.system.clock.at(self._busy_until, self._stepped)
+        self.wake()
 
     def sessions(self) -> int:
         """Hand-offs that are not over."""

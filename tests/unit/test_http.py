@@ -450,6 +450,17 @@ async def test_two_crashes_are_enough(model: Path) -> None:
         assert response.status == 500 and body["error"]["code"] == "request_quarantined"
 
 
+async def test_a_stream_that_is_held_and_never_served_moves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode worker lives, lists the request, and says nothing about it."""
+    monkeypatch.setattr("coordinator.dispatch.STALL_S", 0.3)
+    async with open_house(model, "prefill") as house:
+        stuck = await house.add("decode", step_s=30.0)
+        await house.add("decode", step_s=0.001, name="other")
+        answers = [await house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(2)]
+        assert [response.status for response, _ in answers] == [200, 200]
+        await until(lambda: not stuck.busy, "the stuck worker is told")
+
+
 async def test_lost_token_messages_are_asked_for_again(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", step_s=0.02)

@@ -127,9 +127,9 @@ def test_migrations_have_a_budget_of_their_own() -> None:
 
 def test_two_crashes_are_a_quarantine() -> None:
     life = placed()
-    assert life.setback(crashed=True) == "retry"
+    assert life.setback(crashed=Incarnation("a")) == "retry"
     life.place("disagg", P, D)
-    assert life.setback(crashed=True) == "quarantined"
+    assert life.setback(crashed=Incarnation("b")) == "quarantined"
 
 
 def test_prefill_is_needed_until_decode_has_the_kv() -> None:

@@ -1,0 +1,121 @@
+"""What tells a long silence from an end: paces of steps, patience of senders, hearts that beat over a hung engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.ids import RequestId, TransferId
+from common.kv.layout import KvLayout, LayerLayout
+from common.messages import Heartbeat
+from common.pace import FIRST_STEP_S, Pace
+from coordinator.limits import MIN_RETRIES, RETRY_SHARE, RetryBudget
+from coordinator.registry import HANG_S, HANG_STEPS, Registry
+from kvtransfer.session import Limits, SenderSession, TransferState
+from tests.unit.test_registry import join
+
+LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
+LIMITS = Limits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
+
+
+def test_a_step_is_expected_to_take_what_its_like_took() -> None:
+    pace = Pace()
+    assert pace.expect(1) == FIRST_STEP_S and pace.longest == 0
+    pace.took(1, 0.01)
+    pace.took(1, 0.03)
+    assert pace.expect(1) == 0.03
+    assert pace.expect(64) == 0.03 * 2**6, "a size that nobody has seen"
+    pace.took(64, 0.2)
+    assert pace.expect(64) == pace.expect(100) == pace.longest == 0.2 and pace.expect(2) == 0.03
+    for _ in range(40):
+        pace.took(64, 0.1)
+    assert pace.expect(64) == 0.1, "what was long ago is forgotten"
+
+
+def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> None:
+    pace = Pace()
+    pace.took(512, 1.0)
+    assert pace.expect(1) == 1.0
+
+
+def waiting(grant_at: float | None = None) -> SenderSession:
+    session = SenderSession(TransferId(RequestId(bytes(16)), 0), LAYOUT, 32, 0.0, LIMITS)
+    if grant_at is not None:
+        session.heard(0.0, grant_at)
+        session.granted(0, "zmq", 1 << 20, grant_at)
+    return session
+
+
+def turn(session: SenderSession, since: float, until_s: float, every: float = 0.05) -> float:
+    """Ticks until it is over or the time is; when that was."""
+    now = since
+    while now < until_s and not session.over:
+        now += every
+        session.tick(now)
+    return now
+
+
+def test_an_announcement_that_nobody_hears_is_given_up() -> None:
+    session = waiting()
+    assert 2.0 < turn(session, 0.0, 10.0) < 2.2 and session.state is TransferState.EXPIRED
+    assert "blocks" in session.why_ended
+
+
+def test_one_that_is_heard_may_wait_for_blocks_as_long_as_it_takes() -> None:
+    session = waiting()
+    for second in range(60):
+        session.heard(0.0, float(second))
+        turn(session, float(second), second + 1.0)
+    assert session.state is TransferState.RESERVED
+
+
+def test_waiting_for_our_own_computing_is_no_silence() -> None:
+    session = waiting(grant_at=0.5)
+    turn(session, 0.5, 60.0)
+    assert session.state is TransferState.SENDING
+
+
+@pytest.mark.parametrize(("step_s", "patience_s"), [(0.0, 2.0), (0.4, 2.0), (2.0, 8.0)])
+def test_frames_without_an_answer_wait_for_the_steps_of_the_other_side(step_s: float, patience_s: float) -> None:
+    session = waiting(grant_at=0.0)
+    session.heard(step_s, 0.0)
+    session.computed(32, 1, 0.0)
+    cells = session.next_cells()
+    session.sent(cells, 1024, 1)  # type: ignore[arg-type]
+    assert patience_s < turn(session, 0.0, 60.0) < patience_s + 0.2 and session.state is TransferState.EXPIRED
+
+
+def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
+    session = waiting(grant_at=0.0)
+    session.computed(32, 1, 0.0)
+    session.sent(session.next_cells(), 1024, 1)  # type: ignore[arg-type]
+    session.tick(0.1)
+    session.tick(30.0)  # a step of our own took half a minute
+    assert session.state is TransferState.SENDING
+    assert turn(session, 30.0, 60.0) < 32.2 and session.state is TransferState.EXPIRED
+
+
+def beat(step_ms: int, expected_ms: int) -> Heartbeat:
+    return Heartbeat("d", 0, b"", 1, 0, 0, 1, 0, 0, step_ms, False, {}, expected_ms)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "expected_ms", "hangs"),
+    [(-1, 0, False), (1900, 1, False), (2100, 1, True), (7900, 2000, False), (8100, 2000, True)],
+)
+def test_a_heart_over_a_step_without_end_is_no_life(step_ms: int, expected_ms: int, hangs: bool) -> None:
+    assert (HANG_S, HANG_STEPS) == (2.0, 4.0)
+    registry = Registry(None)
+    worker = join(registry)
+    registry.beat(worker, beat(step_ms, expected_ms))
+    assert registry.hangs(worker) is hangs
+
+
+def test_so_many_may_try_again_at_once() -> None:
+    budget = RetryBudget()
+    ids = [RequestId(number.to_bytes(16, "big")) for number in range(100)]
+    for request in ids[:MIN_RETRIES]:
+        assert budget.allows(1)
+        budget.placed(request)
+    assert not budget.allows(1) and budget.allows(int(MIN_RETRIES / RETRY_SHARE) + 1)
+    assert budget.settled(ids[0]) and not budget.settled(ids[0])
+    assert budget.allows(1)
