@@ -1,12 +1,17 @@
-"""``python -m tests.simulation [--seeds 0:2000] [--jobs N] [--log FILE]``: many histories, and the seeds that failed.
+"""``python -m tests.simulation``: many histories, and the seeds that fail.
 
-A failing seed replays with ``--seeds N``. With ``--log`` finished seeds are kept, and the same command goes on later.
+--seeds 0:2000           from the first up to the last, or one seed, which then shows its traceback
+--jobs N                 processes
+--keep FILE              remember which seeds have passed; the same command goes on where it was
+--mutation NAME          bring a known bug back: succeeds when the first seed notices it in the right words
+--trace                  print every message that arrives; --log what the parts say
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -14,48 +19,74 @@ import time
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from tests.simulation.history import Outcome, run
+from tests.simulation.mutations import MUTATIONS, brought_back
+from tests.simulation.network import Connection
 
 CHUNK = 20
+Failure = tuple[int, str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", default="0:2000", help="FIRST:END, or one seed")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--log", action="store_true", help="show what the parts say")
-    options = parser.parse_args()
+    options = _options()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the history
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
-            os.environ | {"PYTHONHASHSEED": "0"},
-        )
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
     logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL, format="%(name)s: %(message)s")
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
-    total, failures, began = Outcome(), [], time.monotonic()
+    if options.trace:
+        _trace()
+    if options.mutation:
+        return _mutated(options.mutation, seeds)
+    return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="0:2000")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--mutation", choices=MUTATIONS)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--log", action="store_true")
+    return parser.parse_args()
+
+
+def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
+    total, failures, began = Outcome(), list[Failure](), time.monotonic()
+    start = seeds.start
+    if keep is not None and keep.exists():
+        kept = json.loads(keep.read_text())
+        if kept["first"] == seeds.start:
+            total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
+    chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
     with contextlib.ExitStack() as stack:
-        for outcome, failed in _results(seeds, options.jobs, stack):
+        pool = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
+        results: Iterable[tuple[Outcome, list[Failure]]] = pool.map(_chunk, chunks) if pool else map(_chunk, chunks)
+        for chunk, (outcome, failed) in zip(chunks, results, strict=True):
             total.add(outcome)
             failures += failed
+            if keep is not None:
+                kept = {"first": seeds.start, "next": chunk.stop, "outcome": vars(total), "failures": failures}
+                keep.with_suffix(".part").write_text(json.dumps(kept))
+                keep.with_suffix(".part").replace(keep)
     for seed, text in failures[:20]:
         print(f"seed {seed}: {text}")
-    print(f"{len(seeds)} seeds in {time.monotonic() - began:.1f} s; failed: {[seed for seed, _ in failures] or 'none'}")
-    print(f"requests {dict(total.ends.most_common())}, {total.tokens} tokens")
+    seconds = time.monotonic() - began
+    print(f"{len(seeds)} seeds in {seconds:.1f} s; failed: {[seed for seed, _ in failures] or 'none'}")
+    print(f"requests {dict(total.ends)}, {total.tokens} tokens")
     print(f"longest pause of a stream {total.longest_gap:.2f} s (seed {total.widest})")
-    print(f"faults {dict(total.faults.most_common())}, {total.seconds:.0f} virtual seconds")
+    print(f"faults {dict(total.faults)}, {total.seconds:.0f} virtual seconds")
     return 1 if failures else 0
 
 
-def _results(seeds: range, jobs: int, stack: contextlib.ExitStack) -> Iterable[tuple[Outcome, list[tuple[int, str]]]]:
-    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
-    return map(_chunk, chunks) if jobs == 1 else stack.enter_context(ProcessPoolExecutor(jobs)).map(_chunk, chunks)
-
-
-def _chunk(seeds: range) -> tuple[Outcome, list[tuple[int, str]]]:
-    total, failures = Outcome(), []
+def _chunk(seeds: range) -> tuple[Outcome, list[Failure]]:
+    total, failures = Outcome(), list[Failure]()
     for seed in seeds:
         try:
             total.add(run(seed))
@@ -63,6 +94,32 @@ def _chunk(seeds: range) -> tuple[Outcome, list[tuple[int, str]]]:
             lines = traceback.format_exception(error)
             failures.append((seed, "".join(lines[-4:]) if len(seeds) > 1 else "".join(lines)))
     return total, failures
+
+
+def _mutated(name: str, seeds: range) -> int:
+    """Until a history notices the bug."""
+    with brought_back(name) as symptoms:
+        for seed in seeds:
+            try:
+                run(seed)
+            except Exception as error:
+                if any(symptom in str(error) for symptom in symptoms):
+                    print(f"{name}: caught by seed {seed}: {str(error)[:300]}")
+                    return 0
+                print(f"seed {seed} fails for another reason: {error!r}")
+    print(f"{name}: not caught by {len(seeds)} seeds; expected {' or '.join(map(repr, symptoms))}")
+    return 1
+
+
+def _trace() -> None:
+    arrive = Connection._arrive
+
+    def traced(self: Connection, receiver: object, parts: list[bytes]) -> None:
+        ends = f"{self.dealer.process.name} and {self.router.process.name}"
+        print(f"{self.network.clock.now:.6f} {ends}: {parts[-1][:80].hex()}")
+        arrive(self, receiver, parts)
+
+    Connection._arrive = traced  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ from unittest import mock
 from common import ids
 from common.request import SamplingParams
 from tests.simulation.network import Line
-from tests.simulation.system import Broken, SimulatedClient, System
+from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, System
 
 PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
+FLAVOURS = ("any",) * 7 + ("lonely", "deaf", "torn")
+"""lonely: without a coordinator for longer than the lease; deaf: control messages get lost while clients leave; torn: a
+black hole between two workers of a busy system."""
 QUIET_S = 12.0
 """... and from there until nothing is left: the lease (8 s), and detection."""
 
@@ -34,6 +37,11 @@ class Outcome:
     widest: int = 0
     """The seed of that gap."""
     seconds: float = 0.0
+
+    @classmethod
+    def of(cls, kept: dict[str, Any]) -> Outcome:
+        """The inverse of ``vars``, after a way through JSON."""
+        return cls(**kept | {"ends": Counter(kept["ends"]), "faults": Counter(kept["faults"])})
 
     def add(self, other: Outcome) -> None:
         self.ends += other.ends
@@ -51,7 +59,7 @@ def run(seed: int) -> Outcome:
         alarm = _Alarm(system)
         logging.getLogger("tandem").addHandler(alarm)
         try:
-            History(system, rng).play()
+            History(system, rng, FLAVOURS[seed % len(FLAVOURS)]).play()
         finally:
             logging.getLogger("tandem").removeHandler(alarm)
     return _outcome(system, seed)
@@ -61,10 +69,21 @@ class _Alarm(logging.Handler):
     """An error in the log is a problem: the real code would go on."""
 
     def __init__(self, system: System) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._system = system
 
+    def _silent(self, record: logging.LogRecord) -> None:
+        """A worker is taken for dead: there must be a reason."""
+        message = record.getMessage()
+        if "is gone: silent" in message or "is gone: its step" in message:
+            name = message.split()[1]
+            if name not in self._system.suspects | self._system.lossy:
+                self._system.complain(f"{name} is taken for dead though nothing was wrong with it")
+
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None and record.levelno < logging.ERROR:
+            self._silent(record)
+            return
         why = f" ({record.exc_info[1]!r})" if record.exc_info else ""
         self._system.complain(f"{record.name}: {record.getMessage()}{why}")
 
@@ -89,8 +108,10 @@ def _outcome(system: System, seed: int) -> Outcome:
 
 
 class History:
-    def __init__(self, system: System, rng: Random) -> None:
-        self.system, self.rng = system, rng
+    """``flavour``: most histories are drawn at random; some are made to be about one thing."""
+
+    def __init__(self, system: System, rng: Random, flavour: str = "any") -> None:
+        self.system, self.rng, self.flavour = system, rng, flavour
         self.names: list[str] = []
         self.pending = 0
 
@@ -104,11 +125,21 @@ class History:
         self._heal()
         self._pass(QUIET_S)
         system.look_at_quiet()
+        self._judge()
         self._epilogue()
         self._close()
 
+    def _judge(self) -> None:
+        """A few faults make no request fail."""
+        system, struck = self.system, sum(self.system.network.happened.values())
+        lost = [client.number for client in system.clients if client.ends[0] == "failed: worker_lost"]
+        if lost and struck <= 2:
+            raise Broken(f"requests {lost} fail after {dict(system.network.happened)}")
+
     def _epilogue(self) -> None:
         """Nothing stays broken after its cause is gone: one more request is served, by both pools if there are any."""
+        for name in self.names:
+            self.system.start_worker(name)
         self._until(lambda: all(self._joined(name) for name in self.names), 5.0, "workers are back")
         client = SimulatedClient(self.system, 999, [7] * 40, SamplingParams(3, 1), 1)
         self.system.clients.append(client)
@@ -145,25 +176,30 @@ class History:
     def _requests(self) -> None:
         rng, system = self.rng, self.system
         shared = rng.choices(range(1000), k=48)
-        at = 0.0
-        for number in range(1, rng.randint(4, 14)):
+        at, impatient, leaving = 0.0, rng.choice((0, 0, 0, 0.3)), rng.choice((0.1, 0.1, 0.5))
+        if self.flavour == "deaf":
+            leaving = 0.7
+        for number in range(1, 30 if self.flavour == "torn" else rng.randint(4, 14)):
             at += rng.expovariate(rng.choice((5.0, 50.0)))
             prompt = rng.choices(range(1000), k=rng.choice((1, rng.randint(2, 40), rng.randint(20, 110))))
             if rng.random() < 0.3:
                 prompt = shared[: rng.randint(16, 48)] + prompt
             n = rng.choice((1, 1, 1, 1, 2, 3))
             most = rng.choice((1, rng.randint(2, 12), rng.randint(5, 40)))
+            if self.flavour in ("lonely", "deaf"):
+                most = 40
             sampling = SamplingParams(most, rng.randrange(1 << 32), logprobs=rng.choice((None, None, 0)))
             stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
             client = SimulatedClient(system, number, prompt, sampling, n, stops)
             system.clients.append(client)
-            self._plan(at, self._send, client, rng.choice(("", "", "salt")))
-            if rng.random() < 0.12:
+            timeout_s = rng.uniform(0.01, 1.0) if rng.random() < impatient else 60.0
+            self._plan(at, self._send, client, rng.choice(("", "", "salt")), timeout_s)
+            if rng.random() < leaving:
                 self._plan(at + rng.expovariate(8.0), client.leave)
 
-    def _send(self, client: SimulatedClient, salt: str) -> None:
+    def _send(self, client: SimulatedClient, salt: str, timeout_s: float = 60.0) -> None:
         self.system.running += 1
-        client.send(60.0, salt)
+        client.send(timeout_s, salt)
 
     def _plan(self, at: float, action: Any, *arguments: Any) -> None:
         """At a time from now; the history does not end before."""
@@ -179,7 +215,17 @@ class History:
 
     def _faults(self) -> None:
         rng = self.rng
-        if rng.random() < 0.5:
+        self._distances()
+        if self.flavour in ("lonely", "deaf") or rng.random() < 0.05:
+            for worker in self.system.workers.values():
+                worker.engine.slowness = 60.0
+        if self.flavour == "lonely":
+            self._plan(rng.uniform(0.1, 1.0), self._restart, LONGEST_HOLD_S + 0.5)
+        if self.flavour == "torn" and len(self.names) > 1:
+            one, other = rng.sample(self.names, 2)
+            ends = self.system.workers[one].process, self.system.workers[other].process
+            self._plan(0.1, self._cut_for, ends, rng.uniform(4.0, 8.0))
+        if self.flavour == "deaf" or rng.random() < 0.5:
             self._noise()
         faults = (
             self._kill,
@@ -197,9 +243,23 @@ class History:
         for _ in range(rng.choice((0, 1, 1, 2, 3, 4))):
             self._plan(rng.uniform(0.0, 2.5), rng.choice(faults))
 
+    def _distances(self) -> None:
+        """Between the parts of one machine, of a room, of a country."""
+        processes = [self.system.coordinator.process, *(worker.process for worker in self.system.workers.values())]
+        delay_s = self.rng.choice((0.0003, 0.0003, 0.005, 0.04))
+        for one in processes:
+            for other in processes:
+                if one is not other:
+                    self.system.network.line(one, other).delay_s = delay_s
+
     def _noise(self) -> None:
-        """Lines between workers lose, repeat, swap and damage messages."""
+        """Lines between workers lose, repeat, swap and damage messages; those to the coordinator may lose some."""
         rng = self.rng
+        if self.flavour == "deaf" or rng.random() < 0.3:
+            for name in self.names:
+                line = self.system.network.line(self.system.workers[name].process, self.system.coordinator.process)
+                line.rates.drop = 0.1 if self.flavour == "deaf" else rng.choice((0, 0.01, 0.04))
+                self.system.lossy.add(name)
         for one in self.names:
             for other in self.names:
                 if one < other and rng.random() < 0.7:
@@ -218,6 +278,7 @@ class History:
 
     def _stop(self) -> None:
         process = self.system.workers[self.rng.choice(self.names)].process
+        self.system.suspects.add(process.name)
         self.system.network.count("stopped")
         process.stop()
         self._plan(self.rng.uniform(0.1, 6.0), process.go_on)
@@ -226,11 +287,13 @@ class History:
         worker = self.system.workers[self.rng.choice(self.names)]
         if not worker.gone:
             self.system.network.count("hung")
+            self.system.suspects.add(worker.name)
             worker.hang(self.rng.uniform(0.1, 6.0))
 
     def _stall(self) -> None:
         process = self.system.coordinator.process
         self.system.network.count("coordinator stalled")
+        self.system.stalled = True
         process.stop()
         self._plan(self.rng.uniform(0.1, 3.0), process.go_on)
 
@@ -242,9 +305,12 @@ class History:
         return one, workers[rng.choice([name for name in self.names if name != one.name])].process
 
     def _cut(self) -> None:
-        ends = self._ends()
+        self._cut_for(self._ends(), self.rng.uniform(0.1, 6.0))
+
+    def _cut_for(self, ends: tuple[Any, Any], seconds: float) -> None:
+        self.system.suspects |= {end.name for end in ends}
         self.system.network.cut(*ends)
-        self._plan(self.rng.uniform(0.1, 6.0), self.system.network.heal, *ends)
+        self._plan(seconds, self.system.network.heal, *ends)
 
     def _reset(self) -> None:
         self.system.network.reset(*self._ends())
@@ -262,9 +328,10 @@ class History:
             worker.process.run(worker.worker.drain, self.rng.uniform(0.0, 3.0))
             self._plan(self.rng.uniform(3.5, 6.0), self.system.start_worker, name)
 
-    def _restart(self) -> None:
-        if self.rng.random() < 0.3:
-            self.system.restart_coordinator(0.5)
+    def _restart(self, pause_s: float = 0.5) -> None:
+        if self.system.coordinator.process.alive:
+            self.system.kill_coordinator()
+            self._plan(pause_s, self.system.start_coordinator, pause_s)
 
     def _heal(self) -> None:
         for line in self.system.network.lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from random import Random
@@ -12,16 +13,17 @@ from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
 from common.kv.memory import Bytes, Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
-from common.messages import PROTOCOL, Hello, Logprobs, Role
+from common.messages import PROTOCOL, Hello, Logprobs, Role, Tokens
 from common.request import FinishReason, SamplingParams
 from common.sequence import Batch, StepResult
 from common.worker import Worker, WorkerSettings
+from coordinator.breakers import BreakerState
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway
 from coordinator.limits import Admission
 from coordinator.metrics import Metrics
 from coordinator.registry import Registry
-from coordinator.router import Router
+from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.ticket import Ticket
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -31,6 +33,11 @@ from tests.simulation.network import Network, SimulatedChannels
 
 CONTROL = "tcp://127.0.0.1:1000"
 STEP_S, TOKEN_S = 0.004, 0.0002
+DEADLINE_GRACE_S = 0.2
+LONGEST_LINGER_S = 6.0
+"""After a request's end, on a worker that can hear: leases come twice a second, and a fifth of them may be lost."""
+LONGEST_HOLD_S = 10.0
+"""Nothing is held for a dead or silent peer any longer."""
 Broken = AssertionError
 
 
@@ -131,6 +138,13 @@ class SimulatedWorker:
         self.system.clock.at(self._busy_until, self._stepped)
         self.wake()
 
+    @property
+    def awake(self) -> bool:
+        """Whether it can act: it is there, runs, and is not in the middle of a long step."""
+        step = self.worker.membership.step
+        busy = step is not None and self.system.clock.now - step[0] > 1.0
+        return not (self.gone or self.process.stopped or busy)
+
     def sessions(self) -> int:
         """Hand-offs that are not over."""
         return len(self.worker.sender if isinstance(self.worker, PrefillWorker) else self.worker.receiver)  # type: ignore[attr-defined]
@@ -165,6 +179,8 @@ class SimulatedClient:
     ends: list[str] = field(default_factory=list)
     ticket: Ticket | None = None
     last_at: float = 0.0
+    deadline_at: float = 0.0
+    ended_at: float = 0.0
     longest_gap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -172,6 +188,10 @@ class SimulatedClient:
         self.streams = [
             oracle_stream(self.prompt, self.sampling.seed, choice, self.sampling.max_tokens) for choice in range(self.n)
         ]
+
+    @property
+    def id(self) -> RequestId:
+        return RequestId(self.number.to_bytes(16, "big"))
 
     @property
     def over(self) -> bool:
@@ -184,7 +204,7 @@ class SimulatedClient:
         now = self.system.clock.now
         chain = extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)
         ticket = Ticket(
-            id=RequestId(self.number.to_bytes(16, "big")), prompt=pack_tokens(self.prompt), sampling=self.sampling,
+            id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
             n=self.n, cache_salt=salt, priority=0, chain=chain, client=self, arrived_at=now, tokenized_at=now,
             deadline_at=now + timeout_s,
         )  # fmt: skip
@@ -193,7 +213,7 @@ class SimulatedClient:
         except RequestError as error:
             self._end(f"refused: {error.code}")
             return
-        self.ticket, self.last_at = ticket, now
+        self.ticket, self.last_at, self.deadline_at = ticket, now, now + timeout_s
 
     def leave(self) -> None:
         if self.ticket is not None and not self.over:
@@ -236,9 +256,25 @@ class SimulatedClient:
 
     def _end(self, how: str) -> None:
         self.ends.append(how)
+        self.ended_at = self.system.clock.now
+        late = self.system.clock.now - self.deadline_at
+        if self.ticket is not None and late > DEADLINE_GRACE_S and not self.system.stalled:
+            self.system.complain(f"request {self.number} ends ({how}) {late:.1f} s after its deadline")
         if len(self.ends) > 1:
             self.system.complain(f"request {self.number} ends twice: {self.ends}")
         self.system.running -= 1
+
+
+class CheckedDispatcher(Dispatcher):
+    """Tokens are only ever taken from the running attempt."""
+
+    complain: Callable[[str], None]
+
+    def _span(self, worker: Any, ticket: Ticket, message: Tokens, index: int, *rest: Any) -> None:
+        attempt, before = ticket.life.attempt, ticket.output_length
+        super()._span(worker, ticket, message, index, *rest)
+        if ticket.output_length > before and message.attempts[index] != attempt:
+            self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")
 
 
 class SimulatedCoordinator:
@@ -248,10 +284,12 @@ class SimulatedCoordinator:
         self.registry = Registry(None)
         host, _, port = CONTROL.removeprefix("tcp://").rpartition(":")
         self.gateway = Gateway(self.registry, host, int(port), channels=channels)
-        self.router = Router(self.registry)
+        self.router = Router(self.registry, horizon=system.horizon)
         self.admission = Admission(10_000, 1 << 30)
         loop: Any = Loop(self.process)
-        self.dispatcher = Dispatcher(self.gateway, self.router, self.admission, Metrics("oracle", self.registry), loop)
+        metrics = Metrics("oracle", self.registry)
+        self.dispatcher = CheckedDispatcher(self.gateway, self.router, self.admission, metrics, loop)
+        self.dispatcher.complain = system.complain
         self.dispatcher.start()
 
     def kill(self, network: Network) -> None:
@@ -264,6 +302,8 @@ class System:
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
+        self.horizon = rng.choice((HORIZON_TOKENS, 2))
+        """A short one promises too much: sequences are parked."""
         self.clock = Clock()
         self.network = Network(self.clock, rng)
         self.numbers = iter(range(1, 1 << 30))
@@ -272,8 +312,15 @@ class System:
         self.shapes: dict[str, tuple[Role, int, int, str]] = {}
         self.clients: list[SimulatedClient] = []
         self.running = 0
+        self.stalled = False
+        """Whether the coordinator was stopped once: it cannot be on time."""
+        self.lossy: set[str] = set()
+        """Workers whose line to the coordinator loses messages."""
+        self.suspects: set[str] = set()
+        """Workers that had a reason to be silent."""
         self.problems: list[str] = []
         """Also what is found where the real code would swallow an exception."""
+        self._look_for_stragglers()
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -291,16 +338,17 @@ class System:
         if self.workers[name].gone:
             self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
 
-    def restart_coordinator(self, pause_s: float) -> None:
-        if not self.coordinator.process.alive:
-            return
+    def kill_coordinator(self) -> None:
         self.network.count("coordinator killed")
         self.coordinator.kill(self.network)
         for client in self.clients:
             client.cut()
-        self.clock.after(pause_s, self._start_coordinator)
 
-    def _start_coordinator(self) -> None:
+    def start_coordinator(self, pause_s: float) -> None:
+        """Again, after a pause."""
+        held = {name: worker.worker.holdings() for name, worker in self.workers.items() if worker.awake}
+        if pause_s > LONGEST_HOLD_S and any(held.values()):
+            self.complain(f"held for a dead coordinator: {held}")
         self.coordinator = SimulatedCoordinator(self)
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -320,6 +368,18 @@ class System:
         cache = worker.worker.cache
         if cache.strays():
             raise Broken(f"{worker.name} has blocks of closed tables: {cache.leaks()}")
+
+    def _look_for_stragglers(self) -> None:
+        """Twice a second: a worker that can hear has let go of what is over."""
+        now = self.clock.now
+        over = {client.id: now - client.ended_at for client in self.clients if client.over}
+        for name, worker in self.workers.items():
+            if worker.gone or worker.process.stopped or name in self.suspects or not self.coordinator.process.alive:
+                continue
+            late = [each for each in worker.worker.holdings() if over.get(each.request, 0) > LONGEST_LINGER_S]
+            if late and worker.engine.slowness <= 100:
+                self.complain(f"{name}: {late[0]} is still held {over[late[0].request]:.1f} s after its end")
+        self.clock.after(0.5, self._look_for_stragglers)
 
     def look_at_quiet(self) -> None:
         """At the end nothing is left anywhere."""
@@ -342,6 +402,9 @@ class System:
         for _, _, event in self.clock.events:
             if event.action is not None and "_expire" in repr(event.arguments):
                 left["a deadline's timer"] = event.arguments
+        for pair, breaker in self.coordinator.router.breakers._breakers.items():
+            if breaker.state is BreakerState.OPEN and breaker.opens_until < self.clock.now - 1.0:
+                left[f"the breaker of {pair} is still open"] = True
         for who, on in dispatcher._on.items():
             left[f"index of {who}"] = on
         if wrong := {what: value for what, value in left.items() if value}:

@@ -1,0 +1,169 @@
+"""Known bugs of prefill/decode serving, brought back on purpose: a suite that does not catch them proves nothing.
+
+Each is a patch over the real code, and the words with which the simulation must complain. ``python -m
+tests.simulation --mutation NAME`` runs histories with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from common.engine.planner import Planner
+from common.ids import TransferId
+from common.kv.cache import KvCache
+from common.worker import Worker
+from coordinator.breakers import Breakers
+from coordinator.dispatch import Dispatcher
+from coordinator.lifecycle import Accepted, Gap, Life
+from coordinator.router import Router
+from decode.worker import DecodeWorker
+from kvtransfer.links import zeromq
+from kvtransfer.session import ReceiverSession
+
+
+class Mutation(NamedTuple):
+    """``target.name`` becomes ``bug``; one of ``symptoms`` must be in the complaint."""
+
+    what: str
+    target: Any
+    name: str
+    bug: Any
+    symptoms: tuple[str, ...]
+
+
+WRONG_TOKENS = "is not the beginning of"
+
+
+def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None:
+    """Blocks are free while frames of their transfer still find them."""
+    with mock.patch.object(self.receiver, "cancel"):
+        _ABORT(self, transfer)
+
+
+def _places_unchecked(header: Any, data: Any, memory: Any, table: Any) -> None:
+    if data.nbytes == header.size_bytes:
+        memory.write(table, header.cells.tokens, header.cells.layers, data)
+
+
+def _without_fence(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+    return _ACCEPT(self, choice, self.attempt, start, ids, finish)
+
+
+def _takes_what_it_has(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+    known = len(self.output[choice]) if 0 <= choice < len(self.output) else 0
+    return _ACCEPT(self, choice, attempt, max(start, known), ids, finish)
+
+
+def _skips_gaps(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+    found = _ACCEPT(self, choice, attempt, start, ids, finish)
+    if not isinstance(found, Gap):
+        return found
+    self.output[choice] += ids
+    self.finish[choice] = finish
+    return Accepted(0, ids, finish)
+
+
+def _visible_at_once(self: DecodeWorker, now: float) -> None:
+    """The prefix cache hears of blocks before anything is in them."""
+    _GRANT(self, now)
+    for reservation in self.reservations._granted.values():
+        if reservation.table is not None:
+            self.cache.publish(reservation.table, reservation.sequence.tokens, len(reservation.sequence.tokens))
+
+
+def _parks_with_its_progress(self: Planner, entry: Any) -> None:
+    computed = entry.sequence.computed
+    _PARK(self, entry)
+    entry.sequence.computed = computed
+
+
+def _admits_with_its_progress(self: Planner, entry: Any) -> bool:
+    computed = entry.sequence.computed
+    admitted = _ADMIT(self, entry)
+    if admitted:
+        entry.sequence.computed = max(entry.sequence.computed, min(computed, len(entry.sequence.tokens) - 1))
+    return admitted
+
+
+def _forks_without_a_copy(self: KvCache, table: Any, holder: Any, computed: int) -> Any:
+    other, _ = _FORK(self, table, holder, computed)
+    return other, []
+
+
+_ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
+_PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+MUTATIONS: dict[str, tuple[Mutation, ...]] = {
+    "free early": (
+        Mutation(
+            "a reservation's blocks are freed while its hand-off goes on",
+            DecodeWorker, "abort", _aborts_below_the_receiver, ("held by nobody", "landed without"),
+        ),
+    ),
+    "fail open": (Mutation("checksums are not looked at", zeromq, "placed", _places_unchecked, (WRONG_TOKENS,)),),
+    "trust the commit": (
+        Mutation("what landed is not compared with the commit", ReceiverSession, "objection", lambda *_: "", ()),
+        Mutation(
+            "missing frames are not waited for",
+            ReceiverSession, "behind", _no, (WRONG_TOKENS, "without a frame", "bytes sent"),
+        ),
+    ),
+    "no lease sweep": (
+        Mutation("requests whose Abort was lost are kept", Worker, "_reap", _nothing, ("still held", "left behind")),
+    ),
+    "no expiry": (
+        Mutation("a worker without a coordinator keeps all", Worker, "_expire", _nothing, ("for a dead coordinator",)),
+    ),
+    "no fence": (Mutation("spans of an older attempt count", Life, "accept", _without_fence, ("older attempt",)),),
+    "take twice": (Mutation("known tokens are appended again", Life, "accept", _takes_what_it_has, (WRONG_TOKENS,)),),
+    "skip gaps": (Mutation("tokens after a hole are taken", Life, "accept", _skips_gaps, (WRONG_TOKENS,)),),
+    "visible early": (
+        Mutation(
+            "blocks are shared before their KV was verified",
+            DecodeWorker, "_grant", _visible_at_once, (WRONG_TOKENS, "writes into"),
+        ),
+    ),
+    "sticky breaker": (
+        Mutation("a pair that failed is never tried again", Breakers, "tick", _no, ("still open",)),
+    ),
+    "forget the ledger": (Mutation("promises are not taken back", Router, "release", _nothing, ("promised of",)),),
+    "stale progress": (
+        Mutation("a parked sequence keeps its progress", Planner, "_park", _parks_with_its_progress, ()),
+        Mutation("and goes on from there", Planner, "_admit", _admits_with_its_progress, (WRONG_TOKENS,)),
+    ),
+    "shared last block": (
+        Mutation("siblings go on in one block", KvCache, "fork", _forks_without_a_copy, (WRONG_TOKENS, "writes into")),
+    ),
+    "sleep through deadlines": (
+        Mutation("a deadline passes unseen", Dispatcher, "_expire", _nothing, ("after its deadline",)),
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def brought_back(name: str) -> Iterator[tuple[str, ...]]:
+    """The bug ``name`` is there; what the simulation must say of it."""
+    with _patched(MUTATIONS[name]):
+        yield tuple(symptom for mutation in MUTATIONS[name] for symptom in mutation.symptoms)
+
+
+@contextmanager
+def _patched(mutations: tuple[Mutation, ...]) -> Iterator[None]:
+    first, *rest = mutations
+    with mock.patch.object(first.target, first.name, first.bug):
+        if rest:
+            with _patched(tuple(rest)):
+                yield
+        else:
+            yield
