@@ -7,6 +7,9 @@ send to a peer that is gone says so, and the part count of every multipart messa
 A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
 ``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
 
+With cluster keys every socket of the process speaks CURVE (RFC 26) and a router admits only the keys of those who have
+business there (ZAP, RFC 27): on loopback too, since a process cannot know from where the others dial it.
+
 :class:`Channels` is all that a process has of the world outside: its sockets, its clock, the thread of its heart.
 A simulation gives another one.
 """
@@ -14,24 +17,31 @@ A simulation gives another one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
 from errno import EADDRNOTAVAIL, ENODEV
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from common.errors import NOT_OURS, StartError, WireError
 from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
+from common.keys import ClusterKeys, Party
 from common.messages import Message
 from common.wire import MAX_MESSAGE_BYTES, decode, encode
 
-MAX_PARTS = 4
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
 HIGH_WATER_MESSAGES = 100_000
 """Control messages are small and must not be dropped by a busy second; memory stays bounded by the message size."""
 BEAT_SUFFIX = "|hb"
+ADMITS: dict[Party, tuple[Party, ...]] = {"coordinator": ("prefill", "decode", "colocated"), "decode": ("prefill",)}
+"""Whose keys the router of each role lets in."""
+_Secure = Callable[[zmq.Socket[Any]], None]
 
 
 def identity(name: WorkerName, incarnation: Incarnation, *, beats: bool = False) -> bytes:
@@ -55,13 +65,21 @@ def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
 
 
+def _in_plain_text(_: zmq.Socket[Any]) -> None: ...
+
+
 def bind_router(
-    context: zmq.Context[Any], address: str, *, max_frame_bytes: int = MAX_MESSAGE_BYTES
+    context: zmq.Context[Any],
+    address: str,
+    *,
+    max_frame_bytes: int = MAX_MESSAGE_BYTES,
+    secure: _Secure = _in_plain_text,
 ) -> zmq.Socket[Any]:
     """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises."""
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    secure(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -74,12 +92,18 @@ def bind_router(
 
 
 def connect_dealer(
-    context: zmq.Context[Any], address: str, name: bytes, *, max_frame_bytes: int = MAX_MESSAGE_BYTES
+    context: zmq.Context[Any],
+    address: str,
+    name: bytes,
+    *,
+    max_frame_bytes: int = MAX_MESSAGE_BYTES,
+    secure: _Secure = _in_plain_text,
 ) -> zmq.Socket[Any]:
     """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.IDENTITY, name)
+    secure(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -114,9 +138,14 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
 class Channels:
     """The sockets of one process, in one libzmq context, and the clock that it lives by. Used from one thread."""
 
-    def __init__(self) -> None:
+    keys: ClusterKeys | None = None
+
+    def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.poller = zmq.Poller()
+        self.keys = keys
+        self._encrypt_kv = encrypt_kv
+        self._door: ThreadAuthenticator | None = None
 
     @staticmethod
     def clock() -> float:
@@ -125,16 +154,43 @@ class Channels:
 
     def router(self, address: str) -> tuple[zmq.Socket[Any], str]:
         """A ROUTER bound to ``address``, and the address that it got."""
-        socket = bind_router(self.context, address)
+        socket = bind_router(self.context, address, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def dealer(self, address: str, name: bytes) -> zmq.Socket[Any]:
-        """A DEALER connected to ``address``."""
-        return connect_dealer(self.context, address, name)
+    def dealer(self, address: str, name: bytes, *, to: Party = "coordinator") -> zmq.Socket[Any]:
+        """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer."""
+        return connect_dealer(self.context, address, name, secure=functools.partial(self._as_client, to))
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
-        return Heart(self.context, address, name, interval_s, beat)
+        return Heart(lambda: self.dealer(address, name), interval_s, beat)
+
+    def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
+        """The next message on a router, its parts after the sender's identity, and the role that the sender's key
+        proves (None without keys). ``zmq.Again`` if there is none now."""
+        if self.keys is None:
+            return None, router.recv_multipart(zmq.NOBLOCK)
+        frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+        return self.keys.party_of(str(frames[-1].get("User-Id"))), [frame.bytes for frame in frames]
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _as_server(self, socket: zmq.Socket[Any]) -> None:
+        if self.keys is None or (self.keys.party == "decode" and not self._encrypt_kv):
+            return
+        if self._door is None:
+            self._door = _open_door(self.context, self.keys)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, self.keys.party)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _as_client(self, to: Party, socket: zmq.Socket[Any]) -> None:
+        if self.keys is None or (to == "decode" and not self._encrypt_kv):
+            return
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys.public[to])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public[self.keys.party])
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
 
     # -- for a process that waits in poll -----------------------------------------------------------------------------
 
@@ -172,24 +228,23 @@ class Channels:
 
     def close(self) -> None:
         """Closes what is still open, after at most half a second for what must leave."""
+        if self._door is not None:
+            self._door.stop()
+            self._door = None
         self.context.destroy(linger=500)
 
 
 class Heart:
     """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat."""
 
-    def __init__(
-        self, context: zmq.Context[Any], address: str, name: bytes, interval_s: float, beat: Callable[[], Message]
-    ) -> None:
-        self._context, self._address, self._name, self._interval_s, self._beat = (
-            context, address, name, interval_s, beat,
-        )  # fmt: skip
+    def __init__(self, connect: Callable[[], zmq.Socket[Any]], interval_s: float, beat: Callable[[], Message]) -> None:
+        self._connect, self._interval_s, self._beat = connect, interval_s, beat
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        with connect_dealer(self._context, self._address, self._name) as socket:
+        with self._connect() as socket:
             while True:
                 send(socket, self._beat())
                 if self._stop.wait(self._interval_s):
@@ -198,6 +253,26 @@ class Heart:
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+class _Allowed:
+    """The allow-list of one router."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self._keys = {keys.public[party] for party in ADMITS[keys.party]}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
+
+
+def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthenticator:
+    """Answers libzmq's question who may come in, in a thread of its own, since a worker's loop is away for a step."""
+    from zmq.auth.thread import ThreadAuthenticator  # brings asyncio along: only who has keys pays for it
+
+    door = ThreadAuthenticator(context)
+    door.start()
+    door.configure_curve_callback(keys.party, _Allowed(keys))
+    return door
 
 
 def _descriptor(socket: zmq.Socket[Any]) -> int:

@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar
 from common.errors import StartError
 from common.hosts import is_loopback
 from common.ids import WorkerName
+from common.keys import PARTIES, ClusterKeys, Party
+from common.keys import load as load_keys
 from common.messages import Role
 from common.options import (
     ADDRESS,
@@ -39,6 +41,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvTransport = Literal["auto", "shm", "zmq"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
+KvEncryption = Literal["curve", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -90,9 +93,16 @@ class ProcessOptions:
 class ClusterOptions:
     """What processes take that may talk to other machines."""
 
+    cluster_key_file: str | None = option(
+        None, "file of tandem keygen: the parts know each other by its keys and encrypt", TEXT, "network and keys"
+    )
     insecure_cluster: bool = option(
         False, "let the parts talk in plain text over other addresses than loopback", SWITCH, "network and keys"
     )
+
+    def keys_of(self, party: Party) -> ClusterKeys | None:
+        """The keys of a process of this role, None without a file. StartError if the file is none."""
+        return load_keys(Path(self.cluster_key_file), party) if self.cluster_key_file else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +238,31 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
     host: str = option(
         "127.0.0.1", "address that KV hand-offs arrive on, as other workers reach it", TEXT, "network and keys"
     )
+    kv_encryption: KvEncryption | None = option(
+        None,
+        "how KV travels over the network; none only shows both ends that the coordinator knows them",
+        one_of("curve", "none"),
+        "transfer",
+        shown_default="curve with --cluster-key-file, else none",
+    )
     workers_on_host: int = option(1, "workers that share this machine's memory", count(1, 4096), "memory")
 
     def check_binds(self) -> None:
         """Refuses to talk in plain text beyond this machine unless told so."""
+        if self.kv_encryption == "curve" and not self.cluster_key_file:
+            raise StartError(
+                "--kv-encryption curve needs keys",
+                "workers without keys cannot tell each other from strangers",
+                "make some with tandem keygen and give --cluster-key-file",
+            )
+        self.keys_of(self.role)
         dialled = self.coordinator.rpartition(":")[0]
         for host, flag in ((self.host, "--host"), (dialled, "--coordinator")):
-            _check_cluster(host, flag, self.insecure_cluster)
+            _check_cluster(host, flag, self)
+
+    @property
+    def encrypts_kv(self) -> bool:
+        return bool(self.cluster_key_file) and self.kv_encryption != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +279,8 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
     def check_binds(self) -> None:
         """Refuses to be open to other machines unless told so."""
         self._check_http()
-        _check_cluster(self.control_host, "--control-host", self.insecure_cluster)
+        self.keys_of("coordinator")
+        _check_cluster(self.control_host, "--control-host", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,9 +370,35 @@ class EvalConfig(ClientOptions):
     failures: int = option(0, "wrong answers to show", count(0), "evaluation")
 
 
-Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | EvalConfig
-CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, EvalConfig)
-C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, EvalConfig)
+@dataclass(frozen=True, kw_only=True)
+class KeygenConfig:
+    """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
+
+    out: str | None = option(None, "file to write", TEXT, "network and keys", shown_default="cluster.key, or ROLE.key")
+    role: str | None = option(
+        None, "write only what this role needs", one_of(*PARTIES), "network and keys", shown_default="all roles"
+    )
+    cluster_key_file: str | None = option(
+        None, "file with all roles' keys, from which --role takes its part", TEXT, "network and keys"
+    )
+    overwrite: bool = option(False, "replace a file that exists", SWITCH, "network and keys")
+
+    def __post_init__(self) -> None:
+        if bool(self.role) != bool(self.cluster_key_file):
+            raise StartError(
+                "--role and --cluster-key-file go together",
+                "keys of one role are taken from a file with the keys of all",
+                "run tandem keygen first, then tandem keygen --role ROLE --cluster-key-file cluster.key",
+            )
+
+    @property
+    def path(self) -> Path:
+        return Path(self.out or f"{self.role or 'cluster'}.key")
+
+
+Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | EvalConfig | KeygenConfig
+CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, EvalConfig, KeygenConfig)
+C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, EvalConfig, KeygenConfig)
 
 
 def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:
@@ -357,10 +412,10 @@ def _shared(config: UpConfig, other: type[Any], changes: Mapping[str, Any]) -> d
     return {item.name: getattr(config, item.name) for item in fields(other) if item.name in mine} | dict(changes)
 
 
-def _check_cluster(host: str, flag: str, insecure: bool) -> None:
-    if not (is_loopback(host) or insecure):
+def _check_cluster(host: str, flag: str, cluster: ClusterOptions) -> None:
+    if not (is_loopback(host) or cluster.cluster_key_file or cluster.insecure_cluster):
         raise StartError(
             f"will not use {flag} {host} in plain text",
             "the parts would talk over the network without encryption or keys",
-            "stay on loopback, or say --insecure-cluster on a network you trust",
+            "run tandem keygen and give each part --cluster-key-file, or trust the network with --insecure-cluster",
         )

@@ -21,6 +21,7 @@ from common.request import Id, Request
 PROTOCOL = 3
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 TokenBytes = bytes
 """For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
 
@@ -35,7 +36,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Hello(Message, tag="hello"):
     """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, weights, revision); ``layout``
     the KV layout's. ``data_address`` is where a decode worker takes hand-offs ("" for others); ``host_id`` is equal for
-    processes that can share memory. ``links`` are the transports it speaks, best first."""
+    processes that can share memory. ``kv_encryption`` is how its KV travels: "curve" or
+    "none". ``links`` are the transports it speaks, best first."""
 
     protocol: int
     name: WorkerName
@@ -57,6 +59,7 @@ class Hello(Message, tag="hello"):
     max_num_batched_tokens: int
     device: str
     dtype: str
+    kv_encryption: str = "none"
 
 
 class Heartbeat(Message, tag="heartbeat"):
@@ -178,12 +181,14 @@ class Rejoin(Message, tag="rejoin"):
 
 
 class Peer(Message):
-    """How one worker finds another."""
+    """How one worker finds another. ``token`` is known to the two of them alone, and for one hand-off: each shows the
+    other that it holds it (:mod:`kvtransfer.proof`)."""
 
     name: WorkerName
     incarnation: Incarnation
     address: str
     host_id: str
+    token: Secret = b""
 
 
 class Prefill(Message, tag="prefill"):
@@ -267,6 +272,7 @@ class Open(Message, tag="open"):
     pool: str
     pool_block_size: Count
     pool_blocks: Count
+    proof: Secret = b""
 
 
 class Grant(Message, tag="grant"):
@@ -280,6 +286,7 @@ class Grant(Message, tag="grant"):
     link: str
     credit_bytes: Count
     step_ms: Count = 0
+    proof: Secret = b""
 
 
 class Heard(Message, tag="heard"):

@@ -144,6 +144,10 @@ class Worker(abc.ABC):
         """Messages and frames of hand-offs that made no sense and were dropped."""
 
     @abc.abstractmethod
+    def cut_off_peers(self) -> int:
+        """Peers of hand-offs that are not listened to any more."""
+
+    @abc.abstractmethod
     def holdings(self) -> set[TransferId]:
         """Everything that is held here, in any state."""
 
@@ -257,7 +261,10 @@ class Worker(abc.ABC):
         self.membership.knock()
         if not self.membership.joined and now - self._lonely_since > LONELY_S:
             self._lonely_since = now
-            log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
+            log.warning(
+                "still waiting for the coordinator at %s: is it started, and with the same keys?",
+                self.settings.coordinator,
+            )
         for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
             if transfer in self._trials:
                 self.abort(transfer)
@@ -347,6 +354,7 @@ class Worker(abc.ABC):
         self.counters["prefix_cache_hits"] = self.cache.hit_tokens
         self.counters["num_preemptions"] = self.planner.preemptions
         self.counters["bad_messages"] = self.membership.bad_messages + self.bad_transfer_messages()
+        self.counters["cut_off_peers"] = self.cut_off_peers()
         self.counters["leaked_blocks"] = self.cache.strays()
         self.membership.snapshot = Snapshot(
             live=b"".join({transfer.request: None for transfer in self.holdings()}),

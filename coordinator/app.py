@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import uvloop
 from aiohttp import web
 
+from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError
@@ -72,13 +73,21 @@ async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
     checkpoint = open_checkpoint(config.model, config.revision)
     registry = Registry(checkpoint.fingerprint)
     model = ServedModel(checkpoint, config, registry)
-    gateway = Gateway(registry, config.control_host, config.control_port, insecure_cluster=config.insecure_cluster)
+    channels = Channels(config.keys_of("coordinator"))
+    gateway = Gateway(
+        registry,
+        config.control_host,
+        config.control_port,
+        insecure_cluster=config.insecure_cluster,
+        channels=channels,
+    )
     metrics = Metrics(model.name, registry)
     router = Router(registry, config.local_prefill, config.no_prefill_policy)
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics)
     metrics.load = lambda: Load(len(dispatcher.tickets) - admission.requests, admission.requests)
     metrics.bad_messages = lambda: gateway.bad_messages
+    metrics.cut_off = lambda: gateway.strikes.cut_off
     dispatcher.start()
     try:
         yield Services(config, model, dispatcher, registry, metrics)

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 
 from common.errors import RequestError, WireError
@@ -53,6 +54,8 @@ from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.dispatch")
 
+TOKEN_BYTES = 16
+"""Of the secret of one hand-off, which its two ends are told."""
 WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits for a worker of a role that has none left; a stream waits to its deadline."""
 RESEND_EVERY_S = 0.2
@@ -247,8 +250,9 @@ class Dispatcher:
         else:
             ticket.pair = Pair(prefill.id, decode.id)
             self.breakers.placed(ticket.pair)
-            reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill)))
-            reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode)))
+            token = secrets.token_bytes(TOKEN_BYTES)
+            reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill, token)))
+            reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode, token)))
         if reached:
             life.move(State.PREFILLING)
         else:
@@ -339,8 +343,9 @@ class Dispatcher:
     def _try(self, trial: Trial) -> None:
         """Decode first: it must expect what prefill offers."""
         request, tokens = new_request_id(), trial.tokens
-        if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill), tokens)):
-            self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode), tokens))
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill, token), tokens)):
+            self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode, token), tokens))
 
     def measured(self, worker: Worker, message: Measured) -> None:
         decode = self.registry.get(message.decode)
@@ -559,9 +564,9 @@ class Dispatcher:
                 self.fail(ticket, reason)
 
 
-def _peer(worker: Worker) -> Peer:
+def _peer(worker: Worker, token: bytes) -> Peer:
     hello = worker.hello
-    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id)
+    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, token)
 
 
 def _ids(joined: bytes) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ import zmq
 from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
 from common.errors import StartError, WireError
 from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
+from common.keys import Party
 from common.messages import (
     Abort,
     Cached,
@@ -33,6 +34,7 @@ from common.messages import (
     Turned,
     Welcome,
 )
+from common.strikes import STRIKES, Strikes
 from common.wire import decode
 from coordinator.registry import Refused, Registry, Worker, WorkerState
 
@@ -82,15 +84,18 @@ class Gateway:
     ) -> None:
         host = bracketed(host)
         address = f"tcp://{host}:{port or '*'}"
-        if not (is_local(address) or insecure_cluster):
+        self.channels = channels or Channels()
+        if not (is_local(address) or self.channels.keys or insecure_cluster):
+            self.channels.close()
             raise StartError(
                 f"will not listen for workers on {host}",
-                "the control socket has no keys yet, and that address can be reached from other machines",
-                "use --control-host 127.0.0.1, or accept the risk with --insecure-cluster",
+                "there are no keys, and that address can be reached from other machines",
+                "make keys with tandem keygen and give --cluster-key-file, or accept the risk with --insecure-cluster",
             )
         self.registry = registry
         self.incarnation = new_incarnation()
         self.bad_messages = 0
+        self.strikes = Strikes()
         self._last_bad = ""
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self.times_emptied = 0
@@ -98,7 +103,6 @@ class Gateway:
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
         self._events: Events | None = None
-        self.channels = channels or Channels()
         self.clock = self.channels.clock
         try:
             self._socket, bound = self.channels.router(address)
@@ -189,16 +193,32 @@ class Gateway:
         now_s = self.clock()
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                party, frames = self.channels.take(self._socket)
             except zmq.Again:
                 self.times_emptied += 1
                 return
+            peer = party, frames[0].removesuffix(BEAT_SUFFIX.encode())
+            if self.strikes.out(peer):
+                self.bad_messages += 1
+                continue
             try:
-                self._dispatch(frames, now_s)
+                self._dispatch(party, frames, now_s)
             except WireError as error:
                 self.bad_messages += 1
                 self._last_bad = f"from {frames[0][:64]!r}: {error}"
                 self._complain(now_s)
+                if self.strikes.strike(peer):
+                    self._cut_off(*peer)
+
+    def _cut_off(self, party: Party | None, frame: bytes) -> None:
+        """Nothing that this incarnation says is read any more; its process is told, and may start again as another."""
+        log.warning("%r is cut off: %d of its messages made no sense", frame[:64], STRIKES)
+        worker = next((each for each in self.registry if identity(each.hello.name, each.id) == frame), None)
+        if worker is not None and party in (None, worker.role):  # else somebody has misused its identity
+            self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
+            self._remove(worker)
+            if self._events is not None:
+                self._events.lost(worker, crashed=False)
 
     def _complain(self, now_s: float) -> None:
         """Tells of the rubbish that has come since the last time."""
@@ -207,19 +227,23 @@ class Gateway:
             self._told_of, self._told_at = self.bad_messages, now_s
             log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
 
-    def _dispatch(self, frames: list[bytes], now_s: float) -> None:
+    def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
             raise WireError(f"{len(frames)} parts, two expected")
         frame, data = frames
         message: FromWorker = decode(data, FromWorker)
         incarnation = _incarnation(frame)
         if isinstance(message, Hello):
-            self._hello(frame, message, now_s)
+            self._hello(party, frame, message, now_s)
             return
         worker = self.registry.get(incarnation)
         if worker is None:
             self._stranger(frame, incarnation, message)
             return
+        if party not in (None, worker.role):
+            raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
+        if frame.removesuffix(BEAT_SUFFIX.encode()) != identity(worker.hello.name, worker.id):
+            raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
         self.registry.heard(worker, now_s)
         self._deliver(worker, message)
 
@@ -259,9 +283,12 @@ class Gateway:
             case _:
                 assert_never(message)
 
-    def _hello(self, frame: bytes, hello: Hello, now_s: float) -> None:
+    def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
         if frame != identity(hello.name, hello.incarnation):
             raise WireError("a Hello under another identity than its own")
+        if party not in (None, hello.role):
+            self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
+            raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
         before = self.registry.get(hello.incarnation)
         verdict = self.registry.join(hello, now_s)
         if isinstance(verdict, Refused):

@@ -59,12 +59,13 @@ class Load(NamedTuple):
 
 
 class Metrics:
-    """``load`` and ``bad_messages`` are asked at every scrape, once the dispatcher exists."""
+    """``load``, ``bad_messages`` and ``cut_off`` are asked at every scrape, once the dispatcher exists."""
 
     def __init__(self, model: str, workers: Registry) -> None:
         self.registry = CollectorRegistry()
         self.load: Callable[[], Load] = lambda: Load(0, 0)
         self.bad_messages: Callable[[], int] = lambda: 0
+        self.cut_off: Callable[[], int] = lambda: 0
         self._model = model
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
@@ -104,7 +105,9 @@ class Metrics:
             "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(_Pools(model, workers, lambda: self.load(), lambda: self.bad_messages()))
+        self.registry.register(
+            _Pools(model, workers, lambda: self.load(), lambda: self.bad_messages(), lambda: self.cut_off())
+        )
 
     def page(self) -> bytes:
         """The exposition text."""
@@ -192,9 +195,15 @@ class _Pools(Collector):
     """Gauges and counters that workers report in their heartbeats, read at each scrape."""
 
     def __init__(
-        self, model: str, workers: Registry, load: Callable[[], Load], bad_messages: Callable[[], int]
+        self,
+        model: str,
+        workers: Registry,
+        load: Callable[[], Load],
+        bad_messages: Callable[[], int],
+        cut_off: Callable[[], int],
     ) -> None:
         self._model, self._workers, self._load, self._bad_messages = model, workers, load, bad_messages
+        self._cut_off = cut_off
         self._sums: defaultdict[str, _Sum] = defaultdict(_Sum)
 
     def collect(self) -> Iterator[Metric]:
@@ -237,6 +246,10 @@ class _Pools(Collector):
         family = CounterMetricFamily("tandem_bad_messages", "Messages that made no sense.", labels=("source",))
         family.add_metric(("coordinator",), self._bad_messages())
         family.add_metric(("workers",), self._sum("bad_messages"))
+        yield family
+        family = CounterMetricFamily("tandem_cut_off_peers", "Peers cut off after bad messages.", labels=("source",))
+        family.add_metric(("coordinator",), self._cut_off())
+        family.add_metric(("workers",), self._sum("cut_off_peers"))
         yield family
 
     def _sum(self, name: str) -> float:

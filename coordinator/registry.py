@@ -216,6 +216,12 @@ class Registry:
                 f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT, others may have none"
             )
         others = [worker.hello for worker in self if worker.id != hello.incarnation]
+        ends = [other for other in others if {hello.role, other.role} == {"prefill", "decode"}]
+        if ends and ends[0].kv_encryption != hello.kv_encryption:
+            return (
+                f"--kv-encryption {hello.kv_encryption}, but {ends[0].kv_encryption} of {ends[0].name}: "
+                "both ends of a hand-off must have the same"
+            )
         for other in others:
             if other.name == hello.name and other.host != hello.host:
                 return f"{other.host} has a worker {hello.name} too: give every worker a name of its own with --name"

@@ -22,11 +22,13 @@ from common.sequence import Sequence
 
 @dataclass(slots=True)
 class Reservation:
-    """One hand-off that this worker expects; ``table`` is None while it waits for blocks."""
+    """One hand-off that this worker expects; ``table`` is None while it waits for blocks;
+    ``token`` is what its sender must know."""
 
     request: Request
     sequence: Sequence
     asked_at: float
+    token: bytes = b""
     table: BlockTable | None = None
     chain: list[ChainKey] = field(default_factory=list)
 

@@ -13,9 +13,18 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from common.config import C, ChatConfig, CoordinatorConfig, EvalConfig, UpConfig, WorkerConfig, load_config
+from common.config import (
+    C,
+    ChatConfig,
+    CoordinatorConfig,
+    EvalConfig,
+    KeygenConfig,
+    UpConfig,
+    WorkerConfig,
+    load_config,
+)
 from common.errors import StartError
 from common.log import setup_logging
 from common.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
@@ -198,6 +207,21 @@ def _eval(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _keygen(given: dict[str, Any]) -> int:
+    config = _load(KeygenConfig, given)
+    from common import keys
+
+    if config.cluster_key_file:
+        keys.narrow(
+            Path(config.cluster_key_file), cast(keys.Party, config.role), config.path, overwrite=config.overwrite
+        )
+        print(f"wrote {config.path}: enough for {config.role} processes, and for nothing else")
+    else:
+        keys.make(config.path, overwrite=config.overwrite)
+        print(f"wrote {config.path}: whoever reads it can join the cluster; copy it over a safe channel only")
+    return 0
+
+
 def _config(name: str, given: dict[str, Any]) -> int:
     """Prints each value of a command's configuration and where it came from."""
     config = COMMANDS[name][1]
@@ -223,6 +247,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "decode": ("a decode worker that joins a coordinator", WorkerConfig, _decode),
     "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
     "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
+    "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""
 

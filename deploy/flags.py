@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import ChatConfig, CoordinatorConfig, EvalConfig, UpConfig, WorkerConfig
+from common.config import ChatConfig, CoordinatorConfig, EvalConfig, KeygenConfig, UpConfig, WorkerConfig
 from common.options import GROUPS, Option, options
 
 BEGIN, END = "<!-- flags: written by `python -m deploy.flags README.md` -->", "<!-- /flags -->"
@@ -19,6 +19,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("prefill, decode", WorkerConfig),
     ("chat", ChatConfig),
     ("eval", EvalConfig),
+    ("keygen", KeygenConfig),
 )
 
 

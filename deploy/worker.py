@@ -12,6 +12,7 @@ import platform
 import socket
 
 from common import device
+from common.channel import Channels
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
@@ -95,8 +96,10 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         max_num_batched_tokens=batched_tokens,
         device=machine.kind,
         dtype=engine.layout.dtype,
+        kv_encryption="curve" if config.encrypts_kv else "none",
     )
-    worker = _role(config.role)(engine, settings, hello)
+    channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv)
+    worker = _role(config.role)(engine, settings, hello, channels)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,

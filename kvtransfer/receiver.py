@@ -7,6 +7,7 @@ unknown, expired or older transfer touches nothing. What is over comes back as :
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,15 @@ from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Released, ToDecode
+from common.strikes import Strikes
 from common.wire import decode
 from kvtransfer.frames import HEADER_BYTES, FrameHeader
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import ReceiveLink
+from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
+
+log = logging.getLogger("tandem.kv")
 
 CREDIT_BYTES = 16 << 20
 MAX_EARLY = 4096
@@ -47,10 +52,15 @@ class Failed:
     told: bool
 
 
+class Damaged(WireError):
+    """The bytes of a frame are not those that were sent: the link's fault. It is counted, and the sender repeats it."""
+
+
 @dataclass(slots=True)
 class _Incoming:
     session: ReceiverSession
     table: Sequence[BlockId]
+    token: bytes = b""
     peer: bytes = b""
     link: ReceiveLink | None = None
 
@@ -82,6 +92,7 @@ class Receiver:
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
         self.bad_messages = 0
+        self.strikes = Strikes()
         self.stale_frames = 0
 
     def __len__(self) -> int:
@@ -89,12 +100,18 @@ class Receiver:
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
-    def expect(self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], now: float) -> None:
-        """Blocks for ``tokens`` tokens are reserved in ``table``; the first ``have`` tokens are there already."""
+    def expect(
+        self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], token: bytes, now: float
+    ) -> None:
+        """Blocks for ``tokens`` tokens are reserved in ``table``; the first ``have`` tokens are there already. Only a
+        sender that knows ``token`` is granted them."""
         session = ReceiverSession(transfer, self._memory.layout, tokens, have, now, self._limits)
-        self._incoming[transfer] = _Incoming(session, table)
+        self._incoming[transfer] = _Incoming(session, table, token)
         if early := self._early.pop(transfer, None):
-            self._grant(*early)
+            try:
+                self._grant(*early)
+            except WireError as error:
+                self._bad(early[0], str(error))
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
         """Gives a hand-off up; nothing comes back for it. Unknown ones are fine."""
@@ -111,10 +128,16 @@ class Receiver:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            try:
-                self._take(parts, now)
-            except WireError:
+            peer = parts[0].bytes
+            if self.strikes.out(peer):
                 self.bad_messages += 1
+                continue
+            try:
+                self._take(peer, parts[1:], now)
+            except Damaged:
+                self.bad_messages += 1
+            except WireError as error:
+                self._bad(peer, str(error))
         self._tick(clock())
         ended, self._ended = self._ended, []
         return ended
@@ -131,11 +154,19 @@ class Receiver:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _take(self, parts: list[zmq.Frame], now: float) -> None:
-        if len(parts) == 3 and len(parts[1]) == HEADER_BYTES:
-            self._frame(parts[0].bytes, FrameHeader.unpack(parts[1].bytes), parts[2].buffer, now)
-        elif len(parts) == 2:
-            self._message(parts[0].bytes, decode(parts[1].buffer, ToDecode), now)
+    def _bad(self, peer: bytes, why: str) -> None:
+        """A message made no sense; at the third one its sender is cut off, and what it was sending has failed."""
+        self.bad_messages += 1
+        if self.strikes.strike(peer):
+            log.warning("prefill peer %r is cut off, the last of its bad messages: %s", peer[:64], why)
+            for incoming in [each for each in self._incoming.values() if each.peer == peer]:
+                self._fail(incoming, TransferState.FAILED, "the sender's messages make no sense")
+
+    def _take(self, peer: bytes, parts: list[zmq.Frame], now: float) -> None:
+        if len(parts) == 2 and len(parts[0]) == HEADER_BYTES:
+            self._frame(peer, FrameHeader.unpack(parts[0].bytes), parts[1].buffer, now)
+        elif len(parts) == 1:
+            self._message(peer, decode(parts[0].buffer, ToDecode), now)
         else:
             raise WireError(f"{len(parts)} parts are neither a message nor a frame")
 
@@ -173,8 +204,10 @@ class Receiver:
 
     def _grant(self, peer: bytes, message: Open) -> None:
         incoming = self._incoming[TransferId(message.request, message.attempt)]
-        incoming.peer = peer
         session = incoming.session
+        if not proves(message.proof, incoming.token, session.transfer, "open"):
+            raise WireError(f"the sender of {session.transfer} is not the one that the coordinator chose")
+        incoming.peer = peer
         if message.layout != self._memory.layout.fingerprint or message.tokens != session.tokens:
             why = f"{message.tokens} tokens in layout {message.layout}, expected {session.tokens} in "
             self._fail(incoming, TransferState.FAILED, why + self._memory.layout.fingerprint)
@@ -189,7 +222,8 @@ class Receiver:
         session, link = incoming.session, incoming.link
         assert link is not None
         transfer, step_ms = session.transfer, int(self.step_s * 1000)
-        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, self._credit_bytes, step_ms)
+        shown = proof(incoming.token, transfer, "grant")
+        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, self._credit_bytes, step_ms, shown)
         self._reply(incoming.peer, grant)
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
@@ -200,7 +234,10 @@ class Receiver:
         session = incoming.session
         verdict = session.judge(header, now)
         if verdict is Verdict.TAKE:
-            incoming.link.place(header, payload, incoming.table)  # WireError: counted, and the sender repeats the frame
+            try:
+                incoming.link.place(header, payload, incoming.table)
+            except WireError as error:
+                raise Damaged(str(error)) from error
             session.took(header, now)
         elif verdict is Verdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")

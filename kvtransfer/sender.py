@@ -8,6 +8,7 @@ drops the blocks: a source block is held until it is accepted, cancelled or expi
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,14 @@ from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
+from common.strikes import Strikes
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import SendLink
+from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, SenderSession, TransferState
+
+log = logging.getLogger("tandem.kv")
 
 IDLE_SOCKET_S = 60.0
 COPY_BELOW_BYTES = 65536
@@ -64,6 +69,7 @@ class _Line:
 
     socket: zmq.Socket[Any]
     used_at: float
+    peer: Incarnation
 
 
 @dataclass(slots=True)
@@ -71,6 +77,7 @@ class _Outgoing:
     session: SenderSession
     line: _Line
     table: Sequence[BlockId]
+    token: bytes
     first: FirstTokens | None = None
 
 
@@ -97,6 +104,7 @@ class Sender:
         self._outgoing: dict[TransferId, _Outgoing] = {}
         self._ended: list[Shipped | Lost] = []
         self.bad_messages = 0
+        self.strikes = Strikes()
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -107,9 +115,12 @@ class Sender:
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
-        """Announces ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must stay until the end."""
+        """Announces ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must stay until the end.
+        WireError if nothing can be sent there."""
+        if self.strikes.out(peer.incarnation):
+            raise WireError(f"{peer.name} is cut off: its messages made no sense")
         session = SenderSession(transfer, self._memory.layout, tokens, now, self._limits)
-        self._outgoing[transfer] = _Outgoing(session, self._line(peer, now), table)
+        self._outgoing[transfer] = _Outgoing(session, self._line(peer, now), table, peer.token)
         self._announce(transfer, now)
 
     def computed(self, transfer: TransferId, table: Sequence[BlockId], tokens: int, layers: int, now: float) -> None:
@@ -156,26 +167,25 @@ class Sender:
     def _line(self, peer: Peer, now: float) -> _Line:
         line = self._lines.get(peer.incarnation)
         if line is None:
-            socket = self._channels.dealer(peer.address, f"{self._incarnation}|kv".encode())
+            socket = self._channels.dealer(peer.address, f"{self._incarnation}|kv".encode(), to="decode")
             self._channels.register(socket)
-            line = self._lines[peer.incarnation] = _Line(socket, now)
+            line = self._lines[peer.incarnation] = _Line(socket, now, peer.incarnation)
         line.used_at = now
         return line
 
     def _close_idle(self, now: float) -> None:
         busy = {id(outgoing.line) for outgoing in self._outgoing.values()}
-        for incarnation, line in list(self._lines.items()):
+        for line in list(self._lines.values()):
             if id(line) not in busy and now - line.used_at > IDLE_SOCKET_S:
-                self._channels.unregister(line.socket)
-                line.socket.close()
-                del self._lines[incarnation]
+                self._close(line)
 
     def _drain(self, line: _Line, now: float) -> None:
         while True:
             try:
                 message = receive(line.socket, ToPrefill)
-            except WireError:
-                self.bad_messages += 1
+            except WireError as error:
+                if self._bad(line, str(error)):
+                    return
                 continue
             if message is None:
                 return
@@ -183,10 +193,31 @@ class Sender:
             outgoing = self._outgoing.get(TransferId(message.request, message.attempt))
             if outgoing is not None and outgoing.line is line:
                 self._handle(outgoing, message, now)
+                if line.socket.closed:
+                    return
+
+    def _bad(self, line: _Line, why: str) -> bool:
+        """A message made no sense; True if its sender is cut off for that, and all hand-offs to it are lost."""
+        self.bad_messages += 1
+        if not self.strikes.strike(line.peer):
+            return False
+        log.warning("decode worker %s is cut off, the last of its bad messages: %s", line.peer, why)
+        for outgoing in [each for each in self._outgoing.values() if each.line is line]:
+            self._lose(outgoing, "the decode worker sends messages that make no sense", told=False)
+        self._close(line)
+        return True
+
+    def _close(self, line: _Line) -> None:
+        self._channels.unregister(line.socket)
+        line.socket.close(linger=200)
+        del self._lines[line.peer]
 
     def _handle(self, outgoing: _Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
         session = outgoing.session
         match message:
+            case Grant() if not proves(message.proof, outgoing.token, session.transfer, "grant"):
+                self._bad(outgoing.line, "a Grant of somebody else")
+                return
             case Grant():
                 if message.link not in self._links or self._transport not in ("auto", message.link):
                     self._lose(
@@ -226,6 +257,7 @@ class Sender:
             self._door.address if self._door else "",
             layout.block_size,
             self._memory.blocks,
+            proof(outgoing.token, transfer, "open"),
         )
         send(outgoing.line.socket, message)
 

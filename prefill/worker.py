@@ -70,6 +70,9 @@ class PrefillWorker(Worker):
     def bad_transfer_messages(self) -> int:
         return self.sender.bad_messages
 
+    def cut_off_peers(self) -> int:
+        return self.sender.strikes.cut_off
+
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def handle(self, message: Any, now: float) -> None:

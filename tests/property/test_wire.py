@@ -81,9 +81,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     """A strategy for everything that ``annotation`` allows, NaN apart (it equals nothing)."""
     if typing.get_origin(annotation) is typing.Annotated:
         inner, meta = annotation.__origin__, annotation.__metadata__[0]
-        if meta.min_length is not None:
-            return st.binary(min_size=meta.min_length, max_size=meta.max_length)
-        assert inner is int
+        if inner is not int:
+            return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
         return st.integers(meta.ge, meta.lt - 1)
     if isinstance(annotation, typing.NewType):
         return values(annotation.__supertype__)

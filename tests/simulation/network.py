@@ -375,7 +375,7 @@ class SimulatedChannels(Channels):
         bound = self.network.address(address)
         return Router(self.network, self.process, bound), bound
 
-    def dealer(self, address: str, name: bytes) -> Any:
+    def dealer(self, address: str, name: bytes, *, to: str = "coordinator") -> Any:
         return Dealer(self.network, self.process, address, name)
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:

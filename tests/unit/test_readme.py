@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import CONFIGS, ChatConfig, EvalConfig, WorkerConfig, load_config
+from common import keys
+from common.config import CONFIGS, ChatConfig, EvalConfig, KeygenConfig, WorkerConfig, load_config
 from common.options import options
 from deploy.cli import COMMANDS, build_parser
 from deploy.flags import flag_table, with_table
@@ -41,18 +42,20 @@ def test_every_flag_in_the_text_exists() -> None:
         assert flag in known | {"--kv-cache-memory-bytes", "--num-gpu-blocks-override"}, flag
 
 
-def test_every_command_that_is_shown_is_understood() -> None:
+def test_every_command_that_is_shown_is_understood(tmp_path: Path) -> None:
     """With its flags, and with leave to bind where it says: none would be refused before it opens its model."""
     _, commands = build_parser()
+    keys.make(tmp_path / "cluster.key")
+    ours = {"coordinator": {"api_key_file": None, "api_key": "k"}}
     shown = re.findall(r"^\w?\$ (?:\.venv/bin/)?tandem (\w+) ?(.*?)(?: +#.*)?$", README, re.MULTILINE)
-    assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode", "eval"}
+    assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode", "eval", "keygen"}
     for name, words in shown:
         config = COMMANDS[name][1]
         given = vars(commands[name].parse_args(shlex.split(words)))
         fixed = {"role": name} if config is WorkerConfig else {}
         loaded = load_config(config, given, {}, **fixed).config
-        if not isinstance(loaded, ChatConfig | EvalConfig):
-            replace(loaded, **({"api_key_file": None, "api_key": "k"} if name == "coordinator" else {})).check_binds()
+        if not isinstance(loaded, ChatConfig | EvalConfig | KeygenConfig):
+            replace(loaded, cluster_key_file=str(tmp_path / "cluster.key"), **ours.get(name, {})).check_binds()
 
 
 def test_what_a_newcomer_must_be_told_is_told() -> None:

@@ -1,0 +1,309 @@
+"""Cluster keys: the file, who is let in with which key, and who is cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from common import keys
+from common.channel import Channels, identity, receive, send
+from common.config import CoordinatorConfig, WorkerConfig
+from common.errors import StartError
+from common.ids import TransferId, new_request_id
+from common.keys import PARTIES, Party
+from common.messages import Cancel, Goodbye, Open, ToPrefill, ToWorker, Turned, Welcome
+from common.strikes import REMEMBERED, STRIKES, Strikes
+from coordinator.gateway import Gateway
+from coordinator.registry import Registry
+from deploy import cli
+from kvtransfer.proof import proof, proves
+from kvtransfer.receiver import Receiver
+from tests.fakes.oracle import OracleEngine
+from tests.fakes.worker import FakeWorker
+
+WAIT_S = 10.0
+QUIET_S = 0.3
+"""Long enough for a handshake on this machine: who has not come in by then was turned away."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "cluster.key"
+    keys.make(path)
+    return path
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.005)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_keygen_writes_a_file_for_its_owner_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, part = tmp_path / "cluster.key", tmp_path / "decode.key"
+    assert cli.main(["keygen", "--out", str(whole)]) == 0
+    assert cli.main(["keygen", "--role", "decode", "--cluster-key-file", str(whole), "--out", str(part)]) == 0
+    assert whole.stat().st_mode & 0o777 == part.stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["cluster.key", "decode.key"], "no temporary file is left"
+    secrets = json.loads(whole.read_text())["secret"]
+    assert set(secrets) == set(PARTIES)
+    text = part.read_text()
+    assert secrets["decode"] in text and not any(secrets[each] in text for each in PARTIES if each != "decode")
+    assert all(secret not in capsys.readouterr().out for secret in secrets.values())
+    assert keys.load(part, "decode") == keys.load(whole, "decode")
+    with pytest.raises(StartError, match="cannot be used by a prefill process"):
+        keys.load(part, "prefill")
+
+
+def test_keygen_overwrites_nothing_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.key"
+    assert cli.main(["keygen", "--out", str(path)]) == 0
+    before = path.read_text()
+    assert cli.main(["keygen", "--out", str(path)]) == 1
+    assert path.read_text() == before and "--overwrite" in capsys.readouterr().err
+    assert cli.main(["keygen", "--out", str(path), "--overwrite"]) == 0
+    assert path.read_text() != before
+    assert cli.main(["keygen", "--out", str(tmp_path / "no" / "such" / "place")]) == 1
+    assert cli.main(["keygen", "--role", "decode"]) == 1, "one role's keys must come from somewhere"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
+def test_a_file_that_others_can_open_is_refused(cluster: Path, tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "open.key"
+    path.write_bytes(cluster.read_bytes())
+    path.chmod(mode)
+    with pytest.raises(StartError, match="other users") as caught:
+        keys.load(path, "decode")
+    assert "chmod 600" in caught.value.todo
+
+
+def _swapped(content: Any) -> None:
+    content["secret"]["decode"], content["secret"]["prefill"] = (
+        content["secret"]["prefill"],
+        content["secret"]["decode"],
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content.clear(),
+        lambda content: content["public"].pop("decode"),
+        lambda content: content["public"].update(decode=content["public"]["prefill"]),
+        lambda content: content["secret"].update(decode="too short"),
+        lambda content: content["secret"].update(decode=" " * 40),
+        lambda content: content["secret"].update(decode=7),
+        lambda content: content.update(secret=[]),
+        lambda content: content.update(tandem_cluster_keys=2),
+        _swapped,
+    ],
+)
+def test_a_spoilt_file_is_refused_in_words(cluster: Path, tmp_path: Path, spoil: Callable[[Any], None]) -> None:
+    content = json.loads(cluster.read_text())
+    spoil(content)
+    path = tmp_path / "spoilt.key"
+    path.write_text(json.dumps(content))
+    path.chmod(0o600)
+    with pytest.raises(StartError, match="no file of cluster keys"):
+        keys.load(path, "decode")
+    path.write_bytes(b"\xff\x00")
+    with pytest.raises(StartError, match="no JSON"):
+        keys.load(path, "decode")
+    with pytest.raises(StartError, match="cannot read"):
+        keys.load(tmp_path / "nowhere", "decode")
+
+
+def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
+    CoordinatorConfig(model="m", control_host="10.0.0.1", cluster_key_file=str(cluster)).check_binds()
+    WorkerConfig(role="decode", model="m", host="10.0.0.1", cluster_key_file=str(cluster)).check_binds()
+    with pytest.raises(StartError) as caught:
+        WorkerConfig(role="decode", model="m", host="10.0.0.1").check_binds()
+    assert "--cluster-key-file" in caught.value.todo and "tandem keygen" in caught.value.todo
+    with pytest.raises(StartError, match="needs keys"):
+        WorkerConfig(role="decode", model="m", kv_encryption="curve").check_binds()
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+
+
+class Door:
+    """The coordinator's gateway, turned by hand, and dealers with keys of their own."""
+
+    def __init__(self, cluster: Path) -> None:
+        self.cluster = cluster
+        self.registry = Registry(None)
+        self.gateway = Gateway(self.registry, "127.0.0.1", 0, channels=Channels(keys.load(cluster, "coordinator")))
+        self.gateway._events = self  # type: ignore[assignment]
+        self.lost_workers: list[str] = []
+        self.channels: list[Channels] = []
+        self.sockets: list[zmq.Socket[Any]] = []
+
+    def joined(self, worker: Any) -> None: ...
+
+    def lost(self, worker: Any, *, crashed: bool) -> None:
+        self.lost_workers.append(worker.hello.name)
+
+    def dial(self, party: Party | None, name: bytes, cluster: Path | None = None) -> zmq.Socket[Any]:
+        self.channels.append(Channels(party and keys.load(cluster or self.cluster, party)))
+        self.sockets.append(self.channels[-1].dealer(self.gateway.address, name))
+        return self.sockets[-1]
+
+    def answer(self, socket: zmq.Socket[Any]) -> Any:
+        """The next message to ``socket``, or None after QUIET_S without one."""
+        give_up = time.monotonic() + (WAIT_S if self.expected else QUIET_S)
+        while time.monotonic() < give_up:
+            self.gateway._read()
+            if socket.poll(5):
+                return receive(socket, ToWorker)
+        return None
+
+    expected = True
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close(0)
+        for channels in self.channels:
+            channels.close()
+        self.gateway.close()
+
+
+@pytest.fixture
+def door(cluster: Path) -> Iterator[Door]:
+    door = Door(cluster)
+    yield door
+    door.close()
+
+
+def hello_of(role: Party) -> Any:
+    fake = FakeWorker(role, "tcp://127.0.0.1:1", "f", name=f"{role}-0")  # type: ignore[arg-type]
+    return fake.hello
+
+
+@pytest.mark.parametrize("key", ["prefill", "decode", "colocated"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
+def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role: Party) -> None:
+    hello = hello_of(role)
+    socket = door.dial(key, identity(hello.name, hello.incarnation))
+    send(socket, hello)
+    answer = door.answer(socket)
+    if key == role:
+        assert isinstance(answer, Welcome)
+    else:
+        assert isinstance(answer, Turned) and f"key is that of {key}" in answer.reason
+        assert not list(door.registry) and door.gateway.bad_messages == 1
+
+
+@pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
+def test_strangers_do_not_get_in(door: Door, tmp_path: Path, who: str) -> None:
+    door.expected = False
+    other = tmp_path / "other.key"
+    keys.make(other)
+    hello = hello_of("decode")
+    party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[who]  # type: ignore[assignment]
+    socket = door.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
+    send(socket, hello)
+    assert door.answer(socket) is None
+    assert not list(door.registry) and not door.gateway.bad_messages, "nothing has arrived"
+
+
+def test_another_key_cannot_speak_in_a_workers_name(door: Door) -> None:
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation)
+    worker = door.dial("decode", name)
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    thief = door.dial("prefill", name + b"|hb")
+    for _ in range(STRIKES):
+        send(thief, Goodbye(hello.incarnation, "stolen"))
+    door.expected = False
+    assert door.answer(worker) is None and door.gateway.bad_messages == STRIKES
+    assert door.registry.get(hello.incarnation) is not None and not door.lost_workers, "the thief is cut off, not it"
+    assert door.gateway.strikes.cut_off == 1
+
+
+def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
+    hello = hello_of("decode")
+    worker = door.dial("decode", identity(hello.name, hello.incarnation))
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    for part in (b"x", b"\xc1", b"\x93"):
+        worker.send(part)
+    answer = door.answer(worker)
+    assert isinstance(answer, Turned) and "made no sense" in answer.reason
+    assert not list(door.registry) and door.lost_workers == ["decode-0"]
+    send(worker, hello)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == STRIKES + 1, "the same incarnation is not heard")
+    assert not list(door.registry)
+    again = msgspec.structs.replace(hello, incarnation="a new one")
+    socket = door.dial("decode", identity(again.name, again.incarnation))
+    send(socket, again)
+    assert isinstance(door.answer(socket), Welcome), "its next incarnation is"
+
+
+def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:
+    strikes = Strikes()
+    assert [strikes.strike("a") for _ in range(4)] == [False, False, True, False]
+    assert strikes.out("a") and not strikes.out("b") and strikes.cut_off == 1
+    for peer in range(REMEMBERED):
+        strikes.strike(peer)
+    assert not strikes.out("a") and len(strikes._counts) == REMEMBERED
+
+
+# -- hand-offs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+@pytest.mark.parametrize("key", ["prefill", "decode", None])
+def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party | None, encrypt: bool) -> None:
+    """With CURVE a wrong key gets no connection; without, everybody does, and the token decides."""
+    engine = OracleEngine(blocks=8)
+    inside, outside = (
+        Channels(keys.load(cluster, "decode"), encrypt_kv=encrypt),
+        Channels(key and keys.load(cluster, key), encrypt_kv=encrypt),
+    )
+    receiver = Receiver(inside, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
+    transfer, token, layout = TransferId(new_request_id(), 1), b"t" * 16, engine.layout
+    receiver.expect(transfer, 16, 0, [0], token, time.monotonic())
+    socket = outside.dealer(receiver.address, b"peer", to="decode")
+    words = transfer.request, transfer.attempt, "sender", 16, layout.fingerprint, "there", "", 16, 8
+
+    def say(shown: bytes) -> Any:
+        send(socket, Open(*words, shown))  # type: ignore[arg-type]
+        give_up = time.monotonic() + QUIET_S
+        while time.monotonic() < give_up:
+            receiver.pump(time.monotonic, 0.01)
+            if socket.poll(5):
+                return receive(socket, ToPrefill)
+        return None
+
+    try:
+        assert say(proof(b"wrong", transfer, "open")) is None
+        may_connect = key == "prefill" or not encrypt
+        assert receiver.bad_messages == (1 if may_connect else 0)
+        grant = say(proof(token, transfer, "open"))
+        assert (grant is not None) == may_connect
+        if grant is not None:
+            assert proves(grant.proof, token, transfer, "grant") and not proves(grant.proof, b"", transfer, "grant")
+            for _ in range(STRIKES):
+                socket.send_multipart([b"x", b"y"])
+            until(lambda: receiver.pump(time.monotonic, 0.01), "what it was sending has failed")
+            assert socket.poll(int(WAIT_S * 1000)) and isinstance(receive(socket, ToPrefill), Cancel), "and it is told"
+            assert receiver.strikes.cut_off == 1 and say(proof(token, transfer, "open")) is None
+    finally:
+        socket.close(0)
+        receiver.close()
+        outside.close()
+        inside.close()
+        engine.memory.close()
