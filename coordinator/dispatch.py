@@ -353,13 +353,23 @@ class Dispatcher:
             self._try(trial)
 
     def lost(self, worker: Worker, *, crashed: bool) -> None:
+        for ticket in self._bereaved(worker):
+            self._setback(ticket, crashed=worker.id if crashed else None)
+        self.pump_soon()
+
+    def left(self, worker: Worker) -> None:
+        """It was told to leave and had no time to finish: what it was doing moves on, at the cost of a pause."""
+        for ticket in self._bereaved(worker):
+            log.info("a request moves on from %s, which has left", worker.hello.name)
+            self._setback(ticket, turned_away=True)
+        self.pump_soon()
+
+    def _bereaved(self, worker: Worker) -> list[Ticket]:
+        """Forgets a worker that is gone; the requests that cannot go on without it."""
         self.router.forget(worker)
         self.links.forget(worker)
         self._emptied.pop(worker.id, None)
-        for ticket in list(self._on.pop(worker.id, {}).values()):
-            if ticket.life.needs(worker.id):
-                self._setback(ticket, crashed=worker.id if crashed else None)
-        self.pump_soon()
+        return [ticket for ticket in self._on.pop(worker.id, {}).values() if ticket.life.needs(worker.id)]
 
     def tokens(self, worker: Worker, message: Tokens) -> None:
         """One step's spans; WireError if the columns do not match."""

@@ -59,6 +59,8 @@ class Events(Protocol):
 
     def lost(self, worker: Worker, *, crashed: bool) -> None: ...
 
+    def left(self, worker: Worker) -> None: ...
+
     def tokens(self, worker: Worker, message: Tokens) -> None: ...
 
     def timing(self, worker: Worker, message: Timing) -> None: ...
@@ -279,7 +281,7 @@ class Gateway:
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
                 self._remove(worker)
-                events.lost(worker, crashed=False)
+                events.left(worker)
             case _:
                 assert_never(message)
 

@@ -179,8 +179,8 @@ class Life:
     def setback(self, *, crashed: Incarnation | None = None, turned_away: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
         the old one is void; anything else: it must fail. ``crashed`` is the worker whose loss is the reason, if that
-        came without a word. Being ``turned_away`` at the door costs nothing of the budget: a worker that leaves does so
-        once, and is not asked again."""
+        came without a word. Being ``turned_away`` by a worker that leaves, at its door or when its time is up, costs
+        nothing of the budget: it does so once, and is not asked again."""
         if crashed is not None:
             self.crashes.add(crashed)
             if len(self.crashes) >= MAX_CRASHES:

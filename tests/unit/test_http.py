@@ -33,7 +33,7 @@ from coordinator.app import drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES
-from coordinator.lifecycle import MAX_RETRIES
+from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES
 from coordinator.metrics import _Sum
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -410,6 +410,33 @@ async def test_a_worker_that_leaves_politely(model: Path) -> None:
             first.say(Goodbye(first.hello.incarnation, "drained"))
 
         await stream_over(house, leave)
+
+
+async def test_streams_move_from_workers_that_leave_more_often_than_they_could_after_losses(model: Path) -> None:
+    """A planned move costs nothing of the budget, and the stream is the one that nothing had disturbed."""
+    body = {"prompt": "moved about", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    async with open_house(model, "decode", "decode") as house:
+        for worker in house.workers:
+            worker.step_s = 0.0
+        _, quiet = await house.stream(TEXT, body)
+        for worker in house.workers:
+            worker.step_s = 0.02
+        asked = asyncio.create_task(house.stream(TEXT, body))
+        for _ in range(MAX_MIGRATIONS + 2):
+            await until(lambda: any(worker.busy for worker in house.workers), "somebody has the stream")
+            leaving = next(worker for worker in house.workers if worker.busy)
+            ticket = next(iter(house.dispatcher.tickets.values()))
+            attempt = ticket.life.attempt
+            leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
+            await until(lambda before=attempt, ticket=ticket: ticket.life.attempt > before, "it moves on")
+            leaving._jobs.clear()
+            await until(lambda: len(house.services.registry.ready("decode")) == 2, "the one that left is back")
+        for worker in house.workers:
+            worker.step_s = 0.0
+        _, events = await asked
+        assert ticket.life.migrations == 0
+        texts = ["".join(event["choices"][0]["text"] for event in each if event["choices"]) for each in (quiet, events)]
+        assert texts[0] == texts[1] and texts[0]
 
 
 async def test_a_dead_prefill_worker_costs_a_retry_only(model: Path) -> None:
