@@ -352,6 +352,14 @@ class ChatConfig(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleConfig(ClientOptions):
+    """``tandem scale``: a client of a running ``tandem up``; None leaves a pool as it is."""
+
+    prefill: int | None = option(None, "prefill workers wanted", count(0, 4096), "pools", shown_default="as they are")
+    decode: int | None = option(None, "decode workers wanted", count(0, 4096), "pools", shown_default="as they are")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig(ClientOptions):
     """``tandem eval``: the golden set, asked of any OpenAI-compatible server."""
 
@@ -396,9 +404,11 @@ class KeygenConfig:
         return Path(self.out or f"{self.role or 'cluster'}.key")
 
 
-Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | EvalConfig | KeygenConfig
-CONFIGS: tuple[type[Any], ...] = (UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, EvalConfig, KeygenConfig)
-C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, EvalConfig, KeygenConfig)
+Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | ScaleConfig | EvalConfig | KeygenConfig
+CONFIGS: tuple[type[Any], ...] = (
+    UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, KeygenConfig,
+)  # fmt: skip
+C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, ScaleConfig, EvalConfig, KeygenConfig)
 
 
 def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:

@@ -22,7 +22,7 @@ from common.config import CoordinatorConfig
 from common.errors import StartError
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway, bracketed
-from coordinator.http import SERVICES, Services, make_app, make_runner
+from coordinator.http import SERVICES, Scale, Services, make_app, make_runner
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
 from coordinator.refusals import shutting_down
@@ -35,21 +35,24 @@ log = logging.getLogger("tandem.coordinator")
 BACKLOG = 4_096
 
 
-def run(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None = None) -> int:
-    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
+def run(
+    config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None = None, scale: Scale | None = None
+) -> int:
+    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
+    ``scale`` changes the pools for POST /admin/scale; without it nobody can.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, on_ready))
+        return runner.run(_serve(config, on_ready, scale))
 
 
-async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None) -> int:
+async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None, scale: Scale | None) -> int:
     config.check_binds()
     stop = _Stop()
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
-        async with running(config) as services:
+        async with running(config, scale) as services:
             web_runner = make_runner(make_app(services))
             await web_runner.setup()
             try:
@@ -68,10 +71,15 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
 
 
 @contextlib.asynccontextmanager
-async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
+async def running(config: CoordinatorConfig, scale: Scale | None = None) -> AsyncIterator[Services]:
     """Everything but HTTP, in the running event loop."""
     checkpoint = open_checkpoint(config.model, config.revision)
     registry = Registry(checkpoint.fingerprint)
+    registry.expected = {
+        "prefill": config.expect_prefill,
+        "decode": config.expect_decode,
+        "colocated": config.expect_colocated,
+    }
     model = ServedModel(checkpoint, config, registry)
     channels = Channels(config.keys_of("coordinator"))
     gateway = Gateway(
@@ -90,7 +98,7 @@ async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
     metrics.cut_off = lambda: gateway.strikes.cut_off
     dispatcher.start()
     try:
-        yield Services(config, model, dispatcher, registry, metrics)
+        yield Services(config, model, dispatcher, registry, metrics, scale)
     finally:
         dispatcher.close()
         gateway.close()
@@ -98,9 +106,9 @@ async def running(config: CoordinatorConfig) -> AsyncIterator[Services]:
 
 
 @contextlib.asynccontextmanager
-async def create_app(config: CoordinatorConfig) -> AsyncIterator[web.Application]:
+async def create_app(config: CoordinatorConfig, scale: Scale | None = None) -> AsyncIterator[web.Application]:
     """The application over running services, for tests: ``app[SERVICES]`` has the parts."""
-    async with running(config) as services:
+    async with running(config, scale) as services:
         yield make_app(services)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -40,6 +40,10 @@ KEEPALIVE_CONNECTION_S = 75.0
 _LAST_WORDS_S = 1.0
 
 
+Scale = Callable[[int | None, int | None], Awaitable[tuple[int, int]]]
+"""Makes the prefill and the decode pool that large (None: as it is); returns their sizes, or raises RequestError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What handlers need, made once per coordinator."""
@@ -49,6 +53,7 @@ class Services:
     dispatcher: Dispatcher
     registry: Registry
     metrics: Metrics
+    scale: Scale | None = None
 
 
 SERVICES = web.AppKey("services", Services)

@@ -16,6 +16,7 @@ from coordinator.served import product_version
 
 routes = web.RouteTableDef()
 
+MAX_WORKERS = 4096
 MAX_DETOKENIZED = 1 << 20
 """Token ids in one POST /detokenize."""
 
@@ -114,7 +115,7 @@ def _not_ready(services: Services) -> str | None:
     if services.dispatcher.draining:
         return "The server is shutting down."
     config, registry = services.config, services.registry
-    wanted = {"prefill": config.expect_prefill, "decode": config.expect_decode, "colocated": config.expect_colocated}
+    wanted = registry.expected
     for role, seen in registry.seen.items():
         if len(seen) < wanted[role]:
             return f"{len(seen)} of {wanted[role]} {role} workers have joined."
@@ -122,7 +123,7 @@ def _not_ready(services: Services) -> str | None:
         return None
     if not registry.ready("decode"):
         return "No decode worker is ready."
-    asked_without = config.expect_decode > 0 and not config.expect_prefill and config.no_prefill_policy == "local"
+    asked_without = wanted["decode"] > 0 and not wanted["prefill"] and config.no_prefill_policy == "local"
     if config.local_prefill != "always" and not asked_without and not registry.ready("prefill"):
         return "No prefill worker is ready."
     return None
@@ -145,6 +146,25 @@ async def workers(request: web.Request) -> web.Response:
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
     return json_response({"workers": [_worker(each, dispatcher.links, avoided[each.id]) for each in registry]})
+
+
+@routes.post("/admin/scale")
+async def scale(request: web.Request) -> web.Response:
+    """``prefill`` and ``decode``: how many workers of each are wanted. Answers when there are so many."""
+    services = request.app[SERVICES]
+    fields = Fields(await read_body(request))
+    prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
+    if prefill is None and decode is None:
+        fields.missing("decode")
+    if services.scale is None:
+        raise RequestError(
+            "This server was not started by `tandem up`: start and stop its workers one by one.",
+            status=409,
+            code="cannot_scale",
+        )
+    prefill, decode = await services.scale(prefill, decode)
+    services.registry.expected |= {"prefill": prefill, "decode": decode}
+    return json_response({"prefill": prefill, "decode": decode})
 
 
 def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[str]:

@@ -110,6 +110,8 @@ class Registry:
         self.fingerprint = fingerprint
         self.seen: dict[Role, set[str]] = {"prefill": set(), "decode": set(), "colocated": set()}
         """Names of the workers that have been ready at least once."""
+        self.expected: dict[Role, int] = {"prefill": 0, "decode": 0, "colocated": 0}
+        """How many of each must have been ready once before the system is."""
         self._workers: dict[Incarnation, Worker] = {}
         self._replaced: dict[Incarnation, None] = {}
         self._swept_at: float | None = None

@@ -21,6 +21,7 @@ from common.config import (
     CoordinatorConfig,
     EvalConfig,
     KeygenConfig,
+    ScaleConfig,
     UpConfig,
     WorkerConfig,
     load_config,
@@ -200,6 +201,13 @@ def _chat(given: dict[str, Any]) -> int:
     return run(config, prompt)
 
 
+def _scale(given: dict[str, Any]) -> int:
+    config = _load(ScaleConfig, given)
+    from deploy.scale import run
+
+    return run(config)
+
+
 def _eval(given: dict[str, Any]) -> int:
     config = _load(EvalConfig, given)
     from bench.evaluate import run
@@ -246,6 +254,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "prefill": ("a prefill worker that joins a coordinator", WorkerConfig, _prefill),
     "decode": ("a decode worker that joins a coordinator", WorkerConfig, _decode),
     "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
+    "scale": ("grow or shrink the pools of a running tandem up", ScaleConfig, _scale),
     "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }

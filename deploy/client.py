@@ -47,6 +47,21 @@ class Server:
         finally:
             connection.close()
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON body of the answer to a POST; Refused with the server's reason, OSError when none answers."""
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **self._headers})
+            response = connection.getresponse()
+            answer = _parse(response.read())
+        except (http.client.HTTPException, UnicodeError) as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Refused(_message(answer) or f"HTTP status {response.status}")
+        return answer
+
     def model(self) -> str:
         """The first model that is served; StartError when nobody answers there."""
         try:

@@ -7,6 +7,7 @@ the end of every layer, so cores are dealt out whole wherever there are enough.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,26 @@ def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: 
         width = each + (1 if index < extra else 0)
         shares.append(Share(tuple(cores[at : at + width]), threads or width))
         at += width
+    return shares
+
+
+def deal_more(
+    cores: Sequence[int], taken: Sequence[Share], workers: int, quota: int | None = None, threads: int | None = None
+) -> list[Share]:
+    """Shares for ``workers`` more workers beside those that have ``taken`` theirs and keep them (a process cannot
+    change its number of threads): the cores that nobody has, whole; where these are too few, one core each, of those
+    that the fewest have."""
+    if quota is not None and quota < len(cores):
+        return [Share(None, threads or max(1, quota // (len(taken) + workers)))] * workers
+    load = Counter(core for share in taken for core in share.cores or ())
+    free = [core for core in cores if not load[core]]
+    if len(free) >= workers:
+        return deal(free, workers, threads=threads)
+    shares = []
+    for _ in range(workers):
+        core = min(cores, key=lambda each: load[each])
+        load[core] += 1
+        shares.append(Share((core,), threads or 1))
     return shares
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import ChatConfig, CoordinatorConfig, EvalConfig, KeygenConfig, UpConfig, WorkerConfig
+from common.config import ChatConfig, CoordinatorConfig, EvalConfig, KeygenConfig, ScaleConfig, UpConfig, WorkerConfig
 from common.options import GROUPS, Option, options
 
 BEGIN, END = "<!-- flags: written by `python -m deploy.flags README.md` -->", "<!-- /flags -->"
@@ -18,6 +18,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("coordinator", CoordinatorConfig),
     ("prefill, decode", WorkerConfig),
     ("chat", ChatConfig),
+    ("scale", ScaleConfig),
     ("eval", EvalConfig),
     ("keygen", KeygenConfig),
 )

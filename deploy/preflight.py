@@ -36,9 +36,12 @@ def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
         claim_port(config.host, 0, "--host")
 
 
-def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int) -> None:
+def check_memory(
+    checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, added: int | None = None
+) -> None:
     """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later, and pools
-    that this machine has no memory for: the kernel would kill somebody once they fill.
+    that this machine has no memory for: the kernel would kill somebody once they fill. ``added``: how many of the
+    ``workers`` are yet to come; without it, all of them.
 
     Models whose configuration does not tell the shape of their KV are left to the engine.
     """
@@ -55,11 +58,12 @@ def check_memory(checkpoint: Checkpoint, config: UpConfig | WorkerConfig, worker
         limit=checkpoint.position_limit,
     )
     wanted, free = plan.blocks * layout.block_bytes, device.free_memory()
-    if wanted * workers > free:
+    coming = workers if added is None else added
+    if wanted * coming > free:
         raise StartError(
-            f"cannot take {human_bytes(wanted)} of KV for each of {workers} workers",
+            f"cannot take {human_bytes(wanted)} of KV for each of {coming} workers",
             f"this machine has {human_bytes(free)} of memory free",
-            f"use --kv-cache-memory {free // 2 // workers >> 20}MiB or less",
+            f"use --kv-cache-memory {free // 2 // coming >> 20}MiB or less",
         )
 
 

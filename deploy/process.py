@@ -4,7 +4,7 @@ A child gets its configuration through its standard input (not the command line:
 status pipe by number, ignores Ctrl-C (the launcher decides who stops when) and dies with the launcher, however that
 dies: the kernel kills it, and a launcher that was gone before the kernel was told is noticed by its process id.
 
-    python -m deploy.process LABEL PARENT_PID STATUS_FD  < {"kind": "worker", "config": {...}}
+    python -m deploy.process LABEL PARENT_PID STATUS_FD [LINE_FD]  < {"kind": "worker", "config": {...}}
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Mapping
@@ -49,19 +50,24 @@ def die_with(parent: int) -> None:
 
 
 async def start(
-    label: str, config: WorkerConfig | CoordinatorConfig, environment: Mapping[str, str]
+    label: str,
+    config: WorkerConfig | CoordinatorConfig,
+    environment: Mapping[str, str],
+    line: socket.socket | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-    """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout."""
+    """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
+    ``line`` is the child's end of a socket pair for :mod:`deploy.line`."""
     reading, writing = os.pipe()
+    passed = (writing,) if line is None else (writing, line.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
     try:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "deploy.process", label, str(os.getpid()), str(writing)),
+            *(sys.executable, "-m", "deploy.process", label, str(os.getpid()), *map(str, passed)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_MEBIBYTE,
-            pass_fds=(writing,),
+            pass_fds=passed,
             process_group=0,  # a terminal's Ctrl-C goes to the launcher alone
             env={**os.environ, **environment},
         )
@@ -79,15 +85,17 @@ async def start(
     return child, stream
 
 
-def run(launch: Launch, label: str) -> int:
+def run(launch: Launch, label: str, line: int | None = None) -> int:
     """Runs the process that ``launch`` describes; its exit code. Only that role's rooms are imported."""
     try:
         if launch.kind == "coordinator":
             served = CoordinatorConfig(**launch.config)
             setup_logging(served.log_level, served.log_format, label)
             from coordinator.app import run as run_coordinator
+            from deploy.line import Asker
 
-            return run_coordinator(served, lambda url, control: status.ready(url=url, control=control))
+            scale = Asker(line) if line is not None else None
+            return run_coordinator(served, lambda url, control: status.ready(url=url, control=control), scale)
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)
         from deploy.worker import run as run_worker
@@ -111,7 +119,7 @@ def main() -> None:
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    code = run(launch, label)
+    code = run(launch, label, int(sys.argv[4]) if len(sys.argv) > 4 else None)
     logging.shutdown()
     sys.exit(code)
 

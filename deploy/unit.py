@@ -6,13 +6,17 @@ Owns the restarts and what is read from the child's pipes. Does not know what th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
 from deploy import cores, process, status
+from deploy.line import Pools, serve
 from deploy.screen import Screen
 
 BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
@@ -22,18 +26,26 @@ BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
 class Unit:
     """One child process, and every process that replaces it.
 
-    ``facts`` is what it said when it first became ready; before that, dying is a failed start.
+    ``facts`` is what it said when it first became ready; before that, dying is a failed start. ``config`` may be
+    replaced and is then the next process's. ``scale`` is for a child that may ask for other pools.
     """
 
     def __init__(
-        self, label: str, config: WorkerConfig | CoordinatorConfig, share: cores.Share, screen: Screen
+        self,
+        label: str,
+        config: WorkerConfig | CoordinatorConfig,
+        share: cores.Share,
+        screen: Screen,
+        scale: Callable[[int | None, int | None], Awaitable[Pools]] | None = None,
     ) -> None:
         self.label, self.config, self.share = label, config, share
+        self._scale = scale
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._screen = screen
         self._process: asyncio.subprocess.Process | None = None
         self._error: StartError | None = None
+        self._lines: set[asyncio.Task[None]] = set()
         self._last_lines: deque[str] = deque(maxlen=3)
 
     async def keep(self) -> None:
@@ -64,6 +76,16 @@ class Unit:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
+    def running(self) -> bool:
+        """Whether there is a process now."""
+        return self._process is not None and self._process.returncode is None
+
+    async def close_lines(self) -> None:
+        """Gives up every change of the pools that this child has asked for."""
+        for task in self._lines:
+            task.cancel()
+        await asyncio.gather(*self._lines, return_exceptions=True)
+
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
@@ -80,11 +102,20 @@ class Unit:
         # read by OpenMP when torch is imported, which is before anybody can tell torch
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
         self._error = None
-        self._process, reports = await process.start(self.label, self.config, environment)
+        with contextlib.ExitStack() as stack:
+            line = theirs = None
+            if self._scale is not None:
+                line, theirs = socket.socketpair()
+                stack.enter_context(theirs)
+            self._process, reports = await process.start(self.label, self.config, environment, theirs)
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()
         assert self._process.stdout is not None
         readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
+        if line is not None and self._scale is not None:
+            served = asyncio.create_task(serve(line, self._scale))  # a wish outlives the process that passed it
+            self._lines.add(served)
+            served.add_done_callback(self._lines.discard)
         try:
             code = await self._process.wait()
             await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open

@@ -12,23 +12,27 @@ second signal kills everybody, exit 130. Children never outlive the supervisor (
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from common.config import UpConfig, WorkerConfig
+from common.checkpoint import open_checkpoint
+from common.config import CoordinatorConfig, UpConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
 from common.log import setup_logging
 from common.messages import Role
 from deploy import builtin, cores
 from deploy.client import Server
-from deploy.preflight import check_up
+from deploy.line import Pools
+from deploy.preflight import check_memory, check_up
 from deploy.screen import Lines, Screen, Serving, Terminal, WorkerFacts
 from deploy.unit import Unit
 
@@ -75,16 +79,21 @@ class Member(NamedTuple):
 
 def plan(config: UpConfig) -> list[Member]:
     """Which workers there will be, and which cores each gets."""
-    allowed = cores.usable_cores()
-    mine = [core for core in config.cores or allowed if core in allowed]
-    if not mine:
-        raise StartError(f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus")
-    quota = cores.core_quota()
+    mine, quota = machine(config)
     prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
     counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
     names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
     shares = cores.deal(mine, len(names), quota, config.threads)
     return [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
+
+
+def machine(config: UpConfig) -> tuple[list[int], int | None]:
+    """The cores that workers may have, and how many cores' time in all, if that is limited."""
+    allowed = cores.usable_cores()
+    mine = [core for core in config.cores or allowed if core in allowed]
+    if not mine:
+        raise StartError(f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus")
+    return mine, cores.core_quota()
 
 
 class Supervisor:
@@ -94,22 +103,30 @@ class Supervisor:
         self._config, self._fleet, self._screen = config, fleet, screen
         self._units: list[Unit] = []
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
-        self._chatting = False
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._grown = asyncio.Event()
+        self._up = self._scaling = self._chatting = False
         self._url = f"http://{reachable(config.host)}:{config.port}"
         self._keyed = bool(config.api_keys())
 
     async def run(self) -> int:
         self._listen_to_signals()
         self._units = self._make_units()
-        keepers = [asyncio.create_task(unit.keep()) for unit in self._units]
+        for unit in self._units:
+            self._keep(unit)
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             while not self._stop.is_set():
-                done, _ = await asyncio.wait({*keepers, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                self._grown.clear()
+                watched = {task for task in (*self._watched(), serving) if not task.done()}
+                grown = asyncio.create_task(self._grown.wait())
+                done, _ = await asyncio.wait({*watched, stopped, grown}, return_when=asyncio.FIRST_COMPLETED)
+                grown.cancel()
+                for task in done & watched:
                     task.result()  # a failed start ends everything
-            await self._drain(keepers, at_once=not all(unit.facts.done() for unit in self._units))
+            await self._units[0].close_lines()
+            await self._drain(at_once=not self._up)
             if self._kill.is_set():
                 self._screen.fact("stopped at once")
                 return STOPPED_AT_ONCE
@@ -119,7 +136,16 @@ class Supervisor:
                 unit.send(signal.SIGKILL)
             for task in (serving, stopped):
                 task.cancel()
-            await asyncio.gather(*keepers, serving, stopped, return_exceptions=True)
+            await self._units[0].close_lines()
+            await asyncio.gather(*self._keepers.values(), serving, stopped, return_exceptions=True)
+
+    def _watched(self) -> list[asyncio.Task[None]]:
+        """Whose end may end everything; a worker that was asked for later is its asker's business until it is ready."""
+        return [self._keepers[unit.label] for unit in self._units if not self._up or unit.facts.done()]
+
+    def _keep(self, unit: Unit) -> asyncio.Task[None]:
+        task = self._keepers[unit.label] = asyncio.create_task(unit.keep())
+        return task
 
     def _make_units(self) -> list[Unit]:
         """The coordinator and the workers."""
@@ -129,18 +155,20 @@ class Supervisor:
             expect_decode=roles.count("decode"),
             expect_colocated=roles.count("colocated"),
         )
-        units = [Unit("coordinator", door, cores.Share(None, 0), self._screen)]
-        for label, role, share in self._fleet:
-            worker = config.for_worker(
-                role,
-                WorkerName(label),
-                coordinator=f"127.0.0.1:{config.control_port}",
-                workers_on_host=len(roles),
-                threads=share.threads,
-                cpus=share.cpus or config.cpus,
-            )
-            units.append(Unit(label, worker, share, self._screen))
-        return units
+        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self.scale)
+        return [coordinator, *(self._make_worker(member, len(roles)) for member in self._fleet)]
+
+    def _make_worker(self, member: Member, workers: int) -> Unit:
+        """One of ``workers`` workers on this machine."""
+        config = self._config.for_worker(
+            member.role,
+            WorkerName(member.label),
+            coordinator=f"127.0.0.1:{self._config.control_port}",
+            workers_on_host=workers,
+            threads=member.share.threads,
+            cpus=member.share.cpus or self._config.cpus,
+        )
+        return Unit(member.label, config, member.share, self._screen)
 
     # -- coming up ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +183,7 @@ class Supervisor:
     async def _come_up(self) -> None:
         """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
         await asyncio.gather(*(asyncio.shield(unit.facts) for unit in self._units))
+        self._up = True
         await self._until_ready()
         workers = tuple(
             WorkerFacts(
@@ -225,6 +254,108 @@ class Supervisor:
                 child.terminate()
             self._chatting = False
 
+    # -- other pools --------------------------------------------------------------------------------------------------
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        """Makes the pools that large and returns their sizes; StartError says why not.
+
+        Those that join come first, those that leave have as long as at a stop. One change at a time: the second is
+        refused, as it was asked for a system that is about to be another.
+        """
+        wanted = self._checked(prefill, decode)
+        self._scaling = True
+        try:
+            coming, leaving = self._difference(wanted)
+            await asyncio.to_thread(self._check_memory, len(coming))
+            self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
+            results = await asyncio.gather(*map(self._grow, coming), return_exceptions=True)
+            await asyncio.gather(*map(self._shrink, leaving))
+            for failure in results:
+                if isinstance(failure, BaseException):
+                    raise failure
+            sizes = self._pool("prefill"), self._pool("decode")
+            self._screen.fact(f"scaled: prefill {len(sizes[0])}, decode {len(sizes[1])}")
+            return len(sizes[0]), len(sizes[1])
+        finally:
+            self._scaling = False  # a coordinator that restarts expects those that there are
+            door = self._units[0]
+            assert isinstance(door.config, CoordinatorConfig)
+            door.config = replace(
+                door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
+            )
+
+    def _pool(self, role: Role) -> list[Unit]:
+        return [unit for unit in self._units if isinstance(unit.config, WorkerConfig) and unit.config.role == role]
+
+    def _checked(self, prefill: int | None, decode: int | None) -> dict[Role, int]:
+        """The sizes that are wanted; StartError if they cannot be had now."""
+        if not self._up or self._stop.is_set():
+            when = "is stopping" if self._stop.is_set() else "is still starting"
+            raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it serves")
+        if self._scaling:
+            raise StartError("the pools cannot be changed now", "another change is under way", "try again after it")
+        if self._pool("colocated"):
+            why = "a colocated worker does the work of both"
+            raise StartError("there are no pools to change", why, "start with --prefill N --decode M")
+        if prefill == 0 and self._config.no_prefill_policy != "local":
+            why = f"--no-prefill-policy {self._config.no_prefill_policy} then serves nobody"
+            raise StartError("the last prefill worker cannot be removed", why, "keep one, or start with policy local")
+        return {
+            "prefill": len(self._pool("prefill")) if prefill is None else prefill,
+            "decode": len(self._pool("decode")) if decode is None else decode,
+        }
+
+    def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[Unit], list[Unit]]:
+        """Who comes, not started yet, and who leaves: first those that are down, then the youngest names."""
+        names: list[tuple[str, Role]] = []
+        leaving: list[Unit] = []
+        for role, count in wanted.items():
+            pool = self._pool(role)
+            taken = {unit.label for unit in pool}
+            free = (label for index in itertools.count() if (label := f"{role}-{index}") not in taken)
+            names += [(label, role) for label in itertools.islice(free, max(0, count - len(pool)))]
+            pool.sort(key=lambda unit: (unit.running(), -int(unit.label.rpartition("-")[2])))
+            leaving += pool[: max(0, len(pool) - count)]
+        staying = [unit.share for unit in self._units[1:] if unit not in leaving]
+        mine, quota = machine(self._config)
+        shares = cores.deal_more(mine, staying, len(names), quota, self._config.threads) if names else []
+        members = [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
+        return [self._make_worker(member, len(staying) + len(members)) for member in members], leaving
+
+    def _check_memory(self, added: int) -> None:
+        if added:
+            config = self._config
+            checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+            check_memory(checkpoint, config, len(self._units) - 1 + added, added)
+
+    async def _grow(self, unit: Unit) -> None:
+        """Waits until a new worker is ready; one that cannot start is dropped, and StartError says why."""
+        self._units.append(unit)
+        keeper = self._keep(unit)
+        await asyncio.wait((keeper, unit.facts), return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done() and not unit.facts.done():
+            self._forget(unit)
+            await keeper
+            raise StartError(f"{unit.label} did not start", "it was told to stop", "try again")
+        self._grown.set()  # from now on it is watched like the others
+        facts = WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
+        self._screen.fact(f"{unit.label} joins: {facts.budget} ({facts.compute})")
+
+    async def _shrink(self, unit: Unit) -> None:
+        """Drains a worker and waits until it has gone; between two processes it is gone at once."""
+        unit.send(signal.SIGTERM)
+        keeper = self._keepers[unit.label]
+        _, late = await asyncio.wait((keeper,), timeout=self._config.drain_timeout + LEAVE_GRACE_S)
+        if late:
+            unit.send(signal.SIGKILL)
+            await asyncio.wait((keeper,))
+        self._forget(unit)
+        self._screen.fact(f"{unit.label} has left")
+
+    def _forget(self, unit: Unit) -> None:
+        self._units.remove(unit)
+        del self._keepers[unit.label]
+
     # -- going down ---------------------------------------------------------------------------------------------------
 
     def _listen_to_signals(self) -> None:
@@ -237,7 +368,7 @@ class Supervisor:
             return  # it stops an answer, which is the conversation's business
         (self._kill if self._stop.is_set() else self._stop).set()
 
-    async def _drain(self, keepers: list[asyncio.Task[None]], at_once: bool) -> None:
+    async def _drain(self, at_once: bool) -> None:
         """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
         if at_once:
             self._screen.fact("told to stop before everybody was ready: stopping at once")
@@ -250,7 +381,7 @@ class Supervisor:
         for group, limit_s in zip((slice(0, 1), slice(1, None)), limits_s, strict=True):
             for unit in self._units[group]:
                 unit.send(signal.SIGTERM)
-            gone = asyncio.create_task(asyncio.wait(keepers[group]))
+            gone = asyncio.create_task(asyncio.wait([self._keepers[unit.label] for unit in self._units[group]]))
             await asyncio.wait((gone, killed), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if self._kill.is_set():

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,3 +166,49 @@ def test_a_worker_that_cannot_start_ends_it_in_words(start: Callable[..., Up], c
     last = up.said.strip().splitlines()[-3:]
     assert [line.split(":")[0].strip() for line in last] == ["error", "why", "do"], up.said
     assert "Traceback" not in up.said
+
+
+def test_it_grows_and_shrinks_under_load_without_a_failed_request(start: Callable[..., Up]) -> None:
+    up = start("--drain-timeout", "1", "--max-model-len", "512", "--threads", "1")
+    server = up.server()
+    over, answered, failed = threading.Event(), [], []
+
+    def load() -> None:
+        while not over.is_set():
+            try:
+                answered.append(len(list(ask(server, 100))))
+            except Refused as error:
+                failed.append(str(error))
+
+    def scale(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "deploy.cli", "scale", "--url", server.url, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+
+    clients = [threading.Thread(target=load) for _ in range(4)]
+    for client in clients:
+        client.start()
+    try:
+        grown = scale("--prefill", "2", "--decode", "2")
+        assert (grown.returncode, grown.stdout) == (0, "prefill 2, decode 2\n"), grown.stderr
+        wait_for(lambda: set(workers(server)) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}, 10)
+        before = len(answered)
+        wait_for(lambda: len(answered) >= before + 8, 60)
+        both = [subprocess.Popen([sys.executable, "-m", "deploy.cli", "scale", "--url", server.url, *words],
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                for words in (("--decode", "1"), ("--decode", "1", "--prefill", "1"))]  # fmt: skip
+        said = [child.communicate(timeout=START_S) for child in both]
+        assert any(child.returncode == 0 for child in both), said
+        shrunk = scale("--prefill", "1", "--decode", "1")
+        assert (shrunk.returncode, shrunk.stdout) == (0, "prefill 1, decode 1\n"), shrunk.stderr
+        assert set(workers(server)) == {"prefill-0", "decode-0"}
+        before = len(answered)
+        wait_for(lambda: len(answered) >= before + 4, 60)
+    finally:
+        over.set()
+        for client in clients:
+            client.join(START_S)
+    assert not failed
+    assert set(answered) == {101}
+    refused = scale("--decode", "0")
+    assert refused.returncode == 1 and "--decode" in refused.stderr
+    assert server.get("/ready")[0] == 200

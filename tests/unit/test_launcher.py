@@ -54,6 +54,14 @@ def test_a_quota_or_a_wish_changes_the_threads() -> None:
     assert cores.Share((1, 2), 2).cpus == "1,2"
 
 
+def test_workers_that_join_later_get_what_is_free_or_least_crowded() -> None:
+    running = cores.deal(range(4), 2)[:1]  # (0, 1)
+    assert cores.deal_more(range(4), running, 1) == [cores.Share((2, 3), 2)]
+    assert cores.deal_more(range(4), running, 2) == [cores.Share((2,), 1), cores.Share((3,), 1)]
+    assert [share.cores for share in cores.deal_more(range(2), cores.deal(range(2), 2), 3)] == [(0,), (1,), (0,)]
+    assert cores.deal_more(range(64), [cores.Share(None, 4)] * 2, 2, quota=8) == [cores.Share(None, 2)] * 2
+
+
 def test_the_quota_is_read(tmp_path: Path) -> None:
     assert cores.core_quota(tmp_path) is None
     for text, quota in (("max 100000\n", None), ("150000 100000\n", 2), ("50000 100000\n", 1), ("rubbish", None)):
