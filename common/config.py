@@ -188,6 +188,9 @@ class ServingOptions:
     max_queued_requests: int = option(2048, "requests that may wait; more get 429", count(1), "queue")
     max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait; more get 429", count(1), "queue")
     request_timeout: float = option(600.0, "deadline of a request", DEADLINE, "queue")
+    client_timeout: float = option(
+        30.0, "how long a client may not read, or take to send its body, before it is cut", DEADLINE, "queue"
+    )
     max_body_bytes: int = option(8 << 20, "largest request body", SIZE, "queue", shown_default="8MiB")
     api_key: str | None = option(None, "key that clients must send", TEXT, "network and keys", secret=True)
     api_key_file: str | None = option(None, "file with such keys, one per line", TEXT, "network and keys")

@@ -29,10 +29,9 @@ from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.served import ServedModel
-from coordinator.sse import KEEPALIVE_S, EventStream
+from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.ticket import Ticket
 
-BODY_TIMEOUT_S = 30.0
 INLINE_BYTES = 64 << 10
 """Bodies up to here are parsed in the event loop."""
 MAX_HEADER_BYTES = 16 << 10
@@ -97,9 +96,10 @@ async def read_body(request: web.Request) -> Json:
             code="unsupported_content_encoding",
         )
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(request.app[SERVICES].config.client_timeout):
             body = await request.read()
     except TimeoutError:
+        request.app[SERVICES].metrics.cut_off("sending")
         raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
     if len(body) <= INLINE_BYTES:
         return parse_json(body)
@@ -181,7 +181,8 @@ async def _answer(
     if reply.error is not None:
         raise reply.error
     assert isinstance(reply, WholeReply)
-    return json_response(reply.body(), headers=_headers(request, reply))
+    response = json_response(reply.body(), headers=_headers(request, reply))
+    return await deliver(request, response, *_patience(services))
 
 
 def _ticket(
@@ -214,11 +215,16 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
     if reply.refused:
         assert reply.error is not None
         raise reply.error
-    stream = EventStream(request, _headers(request, reply))
+    stream = EventStream(request, _headers(request, reply), *_patience(request.app[SERVICES]))
     await stream.open()
     stream.send(reply.open(stream.send))
     await stream.until(reply.finished)
     return await stream.close()
+
+
+def _patience(services: Services) -> tuple[float, Callable[[], None]]:
+    """How long a client may not read, and who hears if it does not."""
+    return services.config.client_timeout, lambda: services.metrics.cut_off("reading")
 
 
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:

@@ -101,6 +101,10 @@ class Metrics:
         )
         self._migrations = Counter("tandem_migrations", "Streams that moved to other workers.", registry=self.registry)
         self._retries = Counter("tandem_retries", "Requests retried before a token.", registry=self.registry)
+        self._cut_off = Counter(
+            "tandem_clients_cut_off", "Clients that stopped reading, or did not send their body.", ("while",),
+            registry=self.registry,
+        )  # fmt: skip
         self._lag = Histogram(
             "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
             registry=self.registry,
@@ -131,6 +135,10 @@ class Metrics:
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
+
+    def cut_off(self, doing: str) -> None:
+        """A client is no longer waited for: while it was ``reading`` or ``sending``."""
+        self._cut_off.labels(doing).inc()
 
     def set_back(self, *, migration: bool) -> None:
         (self._migrations if migration else self._retries).inc()

@@ -1,28 +1,34 @@
 """Server-sent events: bytes into a connection without waiting, and a reader that stopped reading cut off.
 
 Owns the HTTP side of a stream. Writes go to the transport at once (uvloop gathers those of one turn into one system
-call); a reader is slow as long as bytes move, stalled when none did for :data:`STALL_S`.
+call). What a reader has not taken waits in memory, up to a limit; a reader is slow as long as bytes move, stalled when
+none did for ``stall_s``. One that stalls, or that is slower than its answer by more than the limit, is cut: its handler
+is cancelled, which stops the work everywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from aiohttp import HttpVersion11, web
 
 KEEPALIVE_S = 15.0
-STALL_S = 30.0
-MAX_BUFFERED_BYTES = 8 << 20
+MAX_BUFFERED_BYTES = 1 << 20
 _LOW_WATER_BYTES = 64 << 10
 _COMMENT = b": keep-alive\n\n"
+log = logging.getLogger("tandem.http")
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream:
-    """One streaming response on the connection of ``request``."""
+    """One streaming response on the connection of ``request``; ``on_cut`` hears when its reader is cut."""
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
-        self._request = request
+    def __init__(
+        self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[], None]
+    ) -> None:
+        self._request, self._stall_s, self._on_cut = request, stall_s, on_cut
         self._response = web.StreamResponse(headers={**headers, **HEADERS})
         self._chunked = request.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()
@@ -42,30 +48,58 @@ class EventStream:
         transport.write(framed)
         self._sent_at = self._loop.time()
         self._written += len(framed)
-        self._check_reader(transport)
+        self._check_reader(transport, self._sent_at)
 
-    def _check_reader(self, transport: asyncio.Transport) -> None:
+    def _check_reader(self, transport: asyncio.Transport, now: float) -> None:
         waiting = transport.get_write_buffer_size()
         delivered = self._written - waiting
-        if waiting <= _LOW_WATER_BYTES or delivered > self._delivered:
-            self._delivered, self._moved_at = delivered, self._sent_at
-        elif waiting > MAX_BUFFERED_BYTES or self._sent_at - self._moved_at > STALL_S:
-            transport.abort()
+        if not waiting or delivered > self._delivered:
+            self._delivered, self._moved_at = delivered, now
+        if waiting > MAX_BUFFERED_BYTES:
+            self._cut(transport, f"is {waiting >> 10} KiB behind")
+        elif now - self._moved_at > self._stall_s:
+            self._cut(transport, f"has taken nothing for {self._stall_s:g} s")
+
+    def _cut(self, transport: asyncio.Transport, why: str) -> None:
+        log.warning("a client is cut off: it %s", why)
+        self._on_cut()
+        transport.abort()
 
     async def until(self, finished: asyncio.Future[None]) -> None:
-        """Waits for the end of the stream; an idle one gets a comment every 15 s."""
+        """Waits for the end of the stream; an idle one gets a comment every 15 s, and its reader is looked at."""
         while not finished.done():
             idle = self._loop.time() - self._sent_at
-            await asyncio.wait((finished,), timeout=max(0.1, KEEPALIVE_S - idle))
-            if not finished.done() and self._loop.time() - self._sent_at >= KEEPALIVE_S:
+            await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / 4)))
+            transport = self._request.transport
+            if finished.done() or transport is None or transport.is_closing():
+                continue
+            self._check_reader(transport, self._loop.time())
+            if self._loop.time() - self._sent_at >= KEEPALIVE_S:
                 self.send(_COMMENT)
 
     async def close(self) -> web.StreamResponse:
         """Ends the response; a reader that does not take the rest in time is cut."""
-        try:
-            async with asyncio.timeout(STALL_S):
-                await self._response.write_eof()
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-        return self._response
+        return await deliver(self._request, self._response, self._stall_s, self._on_cut)
+
+
+async def deliver(
+    request: web.Request, response: web.StreamResponse, stall_s: float, on_cut: Callable[[], None]
+) -> web.StreamResponse:
+    """Sends what is left of ``response``; a reader that takes nothing of it for ``stall_s`` is cut."""
+    transport = request.transport
+    await response.prepare(request)
+    sending = asyncio.ensure_future(response.write_eof())
+    try:
+        await asyncio.wait((sending,), timeout=0)
+        while not sending.done() and transport is not None:
+            before = transport.get_write_buffer_size()
+            await asyncio.wait((sending,), timeout=stall_s)
+            if not sending.done() and 0 < before <= transport.get_write_buffer_size():
+                log.warning("a client is cut off: it has taken nothing of its answer for %g s", stall_s)
+                on_cut()
+                transport.abort()
+                break
+        await sending
+    finally:
+        sending.cancel()
+    return response

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from common.ids import Incarnation, RequestId, unpack_transfers
 from common.messages import (
@@ -32,9 +35,10 @@ from common.request import Request
 from coordinator.app import drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
-from coordinator.http import INLINE_BYTES
+from coordinator.http import INLINE_BYTES, make_runner
 from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES
 from coordinator.metrics import _Sum
+from coordinator.sse import deliver
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
 from tests.unit.coordinator_house import House, open_house, until, valid
@@ -793,16 +797,68 @@ async def test_with_a_key_everything_is_closed(model: Path) -> None:
         assert (await house.get("/ready"))[0].status == 200
 
 
-async def test_a_reader_that_stopped_reading_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.sse.STALL_S", 0.3)
-    asked = json.dumps({"prompt": "x", "stream": True, "n": 16, "logprobs": 20, "max_tokens": 2000, "ignore_eos": True})
-    async with open_house(model) as house:
+async def _ask_and_read_no_more(house: House, asked: dict[str, Any]) -> asyncio.StreamWriter:
+    """A client that reads nothing, with buffers so small that the server notices soon."""
+    body = json.dumps(asked)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", int(house.url.rsplit(":", 1)[1])))
+    _, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return writer
+
+
+async def _cut_off(house: House) -> dict[str, float]:
+    async with house.client.get(f"{house.url}/metrics") as response:
+        lines = re.findall(r'^tandem_clients_cut_off_total\{while="(\w+)"\} (\S+)', await response.text(), re.MULTILINE)
+    return {doing: float(count) for doing, count in lines}
+
+
+async def test_a_reader_that_stopped_reading_is_cut_and_others_feel_nothing(model: Path) -> None:
+    asked = {"prompt": "x", "stream": True, "n": 16, "logprobs": 20, "max_tokens": 2000, "ignore_eos": True}
+    async with open_house(model, client_timeout=0.5) as house:
         worker = await house.add("colocated", changes={"kv_blocks": 4096})
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]), limit=1024)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n\r\n"
-        writer.write((head + asked).encode())
-        await reader.readexactly(20)
-        await until(lambda: worker.got(Abort), "it is cut and stopped", 20)
+        writer = await _ask_and_read_no_more(house, asked)
+        other = asyncio.create_task(house.stream(TEXT, {"prompt": "y", "max_tokens": 200, "ignore_eos": True}))
+        await until(lambda: worker.got(Abort), "it is cut and its work stopped", 20)
+        assert len([event for event in (await other)[1] if event["choices"][0]["text"]]) > 100
+        assert await _cut_off(house) == {"reading": 1}
+        writer.close()
+
+
+async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> None:
+    """The answer is larger than what the kernel takes without a reader."""
+    cut, over = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await deliver(request, web.Response(body=bytes(64 << 20)), 0.3, cut.set)
+        finally:
+            over.set()
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        _, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1], limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(20):
+            await cut.wait()
+            await over.wait()
+        writer.close()
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_body_that_does_not_come_is_answered_in_time(model: Path) -> None:
+    async with open_house(model, "colocated", client_timeout=0.3) as house:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]))
+        writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+        async with asyncio.timeout(10):
+            assert b" 408 " in await reader.readline()
+        assert await _cut_off(house) == {"sending": 1}
         writer.close()
 
 
