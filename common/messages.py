@@ -277,8 +277,8 @@ class Open(Message, tag="open"):
 
 class Grant(Message, tag="grant"):
     """Blocks are reserved. The first ``have`` tokens are in decode's own prefix cache and pinned: send the rest over
-    ``link``, with at most ``credit_bytes`` unacknowledged. ``step_ms``: decode may be busy for so long before it
-    answers a frame."""
+    ``link``. Frames may begin before byte ``credit_bytes`` of what is sent, and acks move that place forward.
+    ``step_ms``: decode may be busy for so long before it answers a frame."""
 
     request: Id
     attempt: Count
@@ -298,12 +298,14 @@ class Heard(Message, tag="heard"):
 
 
 class Ack(Message, tag="ack"):
-    """Frames up to sequence number ``frame`` (inclusive) have been verified and placed; ``bytes`` in all so far."""
+    """Frames up to sequence number ``frame`` (inclusive) have been verified and placed; ``bytes`` in all so far, and
+    ``credit_bytes`` beyond them may be on their way."""
 
     request: Id
     attempt: Count
     frame: Count
     bytes: Count
+    credit_bytes: Count = 0
 
 
 class Commit(Message, tag="commit"):

@@ -21,6 +21,7 @@ from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Released, ToDecode
 from common.strikes import Strikes
 from common.wire import decode
+from kvtransfer.credit import CreditBook
 from kvtransfer.frames import HEADER_BYTES, FrameHeader
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import ReceiveLink
@@ -29,7 +30,6 @@ from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
 
 log = logging.getLogger("tandem.kv")
 
-CREDIT_BYTES = 16 << 20
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
 MAX_POOLS = 64
@@ -77,11 +77,11 @@ class Receiver:
         *,
         transport: str = "auto",
         limits: Limits | None = None,
-        credit_bytes: int = CREDIT_BYTES,
+        credit: CreditBook | None = None,
     ) -> None:
         self._memory, self._host_id, self._transport = memory, host_id, transport
         self._limits = limits or Limits()
-        self._credit_bytes = credit_bytes
+        self.credit = credit or CreditBook()
         self._channels = channels
         self._socket, self.address = channels.router(address)
         channels.register(self._socket)
@@ -116,6 +116,7 @@ class Receiver:
     def cancel(self, transfer: TransferId, reason: str) -> None:
         """Gives a hand-off up; nothing comes back for it. Unknown ones are fine."""
         self._early.pop(transfer, None)
+        self.credit.close(transfer)
         incoming = self._incoming.pop(transfer, None)
         if incoming is not None and incoming.session.end(TransferState.CANCELLED, reason) and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
@@ -223,7 +224,8 @@ class Receiver:
         assert link is not None
         transfer, step_ms = session.transfer, int(self.step_s * 1000)
         shown = proof(incoming.token, transfer, "grant")
-        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, self._credit_bytes, step_ms, shown)
+        credit = self.credit.open(transfer, incoming.peer)
+        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, step_ms, shown)
         self._reply(incoming.peer, grant)
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
@@ -242,7 +244,9 @@ class Receiver:
         elif verdict is Verdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
         if session.frames:
-            self._reply(peer, Ack(header.transfer.request, header.transfer.attempt, session.frames - 1, session.bytes))
+            transfer = header.transfer
+            credit = 0 if self._settled(incoming) else self.credit.landed(transfer, session.bytes)
+            self._reply(peer, Ack(transfer.request, transfer.attempt, session.frames - 1, session.bytes, credit))
 
     def _commit(self, peer: bytes, commit: Commit, incoming: _Incoming | None, now: float) -> None:
         transfer = TransferId(commit.request, commit.attempt)
@@ -259,6 +263,7 @@ class Receiver:
             self._fail(incoming, TransferState.FAILED, why)
             return
         session.accept(now)
+        self.credit.close(transfer)
         self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
         self._ended.append(Landed(transfer, commit))
 
@@ -322,6 +327,7 @@ class Receiver:
     def _forget(self, incoming: _Incoming, reason: str, *, tell: bool) -> None:
         transfer = incoming.session.transfer
         del self._incoming[transfer]
+        self.credit.close(transfer)
         if tell and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
         self._ended.append(Failed(transfer, reason, told=not tell))

@@ -31,6 +31,8 @@ log = logging.getLogger("tandem.kv")
 
 IDLE_SOCKET_S = 60.0
 COPY_BELOW_BYTES = 65536
+QUEUE_BYTES = 128 << 20
+"""Sent to one peer and not acknowledged; what one peer that hangs can make us keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,10 @@ class Sender:
         *,
         transport: str = "auto",
         limits: Limits | None = None,
+        queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self._channels, self._memory = channels, memory
+        self._queue_bytes = queue_bytes
         self._incarnation, self._host_id = incarnation, host_id
         self._limits = limits or Limits()
         self._transport = transport
@@ -230,7 +234,7 @@ class Sender:
             case Heard():
                 session.heard(message.step_ms / 1000, now)
             case Ack():
-                session.acked(message.frame, now)
+                session.acked(message.frame, message.bytes + message.credit_bytes, now)
             case Accept():
                 if session.accepted(message.bytes, now):
                     self._shipped(outgoing)
@@ -263,11 +267,19 @@ class Sender:
 
     def _push(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
-        while (what := session.next_cells()) is not None:
+        while self._has_room(outgoing) and (what := session.next_cells()) is not None:
             self._send_cells(outgoing, what)
         if outgoing.first is not None and session.may_commit():
             session.committed(now)
             self._send_commit(outgoing)
+
+    def _has_room(self, outgoing: _Outgoing) -> bool:
+        """Whether this peer's share of the queue has room; a transfer with nothing on its way is never held up."""
+        if not outgoing.session.unacked_bytes:
+            return True
+        line = outgoing.line
+        queued = sum(each.session.unacked_bytes for each in self._outgoing.values() if each.line is line)
+        return queued < self._queue_bytes
 
     def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
         cells = what.cells if isinstance(what, FrameHeader) else what

@@ -51,9 +51,9 @@ MOVES: dict[TransferState, frozenset[TransferState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times of a hand-off, in seconds. Without an answer for ``no_progress_s``, or for ``busy_steps`` of the steps that
-    the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers that is
-    still no fault of our own."""
+    """Measures of a hand-off, times in seconds. Without an answer for ``no_progress_s``, or for ``busy_steps`` of the
+    steps that the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers
+    that is still no fault of our own. A frame has about ``frame_bytes``."""
 
     no_progress_s: float = 2.0
     busy_steps: float = 4.0
@@ -61,6 +61,7 @@ class Limits:
     renew_s: float = 0.5
     lease_s: float = 8.0
     lag_s: float = 0.1
+    frame_bytes: int = TARGET_BYTES
 
 
 class Session:
@@ -98,12 +99,12 @@ class SenderSession(Session):
         super().__init__(transfer, tokens, now, limits)
         self.layout = layout
         self.link = ""
-        self.credit_bytes = 0
+        self.limit_bytes = 0
         self.granted_at = self.computed_at = self.accepted_at = 0.0
         self._outbox: Outbox | None = None
         self._progress = (0, 0)  # tokens, layers computed
         self._unacked: deque[FrameHeader] = deque()
-        self._unacked_bytes = 0
+        self.unacked_bytes = 0
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
         self._renew_at = now
@@ -120,9 +121,9 @@ class SenderSession(Session):
         if self.state is not TransferState.RESERVED:
             return  # a repeated grant
         self.move(TransferState.SENDING)
-        self.have, self.link, self.credit_bytes = have, link, credit_bytes
+        self.have, self.link, self.limit_bytes = have, link, credit_bytes
         self.granted_at = self.progress_at = now
-        self._outbox = Outbox(self.layout, have, self.tokens, min(TARGET_BYTES, max(1, credit_bytes // 2)))
+        self._outbox = Outbox(self.layout, have, self.tokens, self.limits.frame_bytes)
         self._outbox.computed(*self._progress)
 
     def computed(self, tokens: int, layers: int, now: float) -> None:
@@ -139,8 +140,8 @@ class SenderSession(Session):
             return self._again.popleft()
         if self.state is not TransferState.SENDING or self._outbox is None:
             return None
-        if self._unacked_bytes >= self.credit_bytes:
-            return None
+        if self._unacked and self.bytes >= self.limit_bytes:
+            return None  # without any credit there is still one frame at a time
         return self._outbox.next()
 
     def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
@@ -150,13 +151,14 @@ class SenderSession(Session):
         self.bytes += size
         self.checksum = fold(self.checksum, checksum)
         self._unacked.append(header)
-        self._unacked_bytes += size
+        self.unacked_bytes += size
         return header
 
-    def acked(self, frame: int, now: float) -> None:
-        """Frames up to ``frame`` inclusive are placed."""
+    def acked(self, frame: int, limit_bytes: int, now: float) -> None:
+        """Frames up to ``frame`` inclusive are placed; frames may begin before ``limit_bytes`` of the whole stream."""
+        self.limit_bytes = max(self.limit_bytes, limit_bytes)
         while self._unacked and self._unacked[0].number <= frame:
-            self._unacked_bytes -= self._unacked.popleft().size_bytes
+            self.unacked_bytes -= self._unacked.popleft().size_bytes
             self.progress_at = self._resent_at = now
         while self._again and self._again[0].number <= frame:
             self._again.popleft()

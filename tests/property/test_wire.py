@@ -232,7 +232,7 @@ EXAMPLES: list[Message] = [
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
     Heard(_ID, 1, 40),  # type: ignore[arg-type]
-    Ack(_ID, 1, 3, 65_536),  # type: ignore[arg-type]
+    Ack(_ID, 1, 3, 65_536, 1_048_576),  # type: ignore[arg-type]
     Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,)),  # type: ignore[arg-type]
     Accept(_ID, 1, 65_536),  # type: ignore[arg-type]
     Released(_ID, 1),  # type: ignore[arg-type]
