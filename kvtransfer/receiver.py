@@ -25,6 +25,7 @@ from kvtransfer.credit import CreditBook
 from kvtransfer.frames import HEADER_BYTES, FrameHeader
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import ReceiveLink
+from kvtransfer.links.pull import PullReceiveLink
 from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
 
@@ -276,7 +277,7 @@ class Receiver:
         if self._transport != zeromq.NAME and message.pool and message.host_id == self._host_id:
             pool = self._pool(message)
             if pool is not None:
-                return shm.ShmReceiveLink(self._memory, pool)
+                return PullReceiveLink(shm.NAME, self._memory, pool)
         return None if self._transport == shm.NAME else zeromq.ZmqReceiveLink(self._memory)
 
     def _pool(self, message: Open) -> KvMemory | None:
@@ -293,7 +294,7 @@ class Receiver:
         return self._pools[message.sender]
 
     def _forget_a_pool(self) -> None:
-        used = {id(x.link.source) for x in self._incoming.values() if isinstance(x.link, shm.ShmReceiveLink)}
+        used = {id(x.link.source) for x in self._incoming.values() if isinstance(x.link, PullReceiveLink)}
         for sender, pool in list(self._pools.items())[:-1]:
             if id(pool) not in used:
                 del self._pools[sender]

@@ -24,6 +24,7 @@ from common.strikes import Strikes
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import SendLink
+from kvtransfer.links.pull import PullSendLink
 from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, SenderSession, TransferState
 
@@ -103,7 +104,10 @@ class Sender:
         self._limits = limits or Limits()
         self._transport = transport
         self._door = shm.PoolDoor(memory, incarnation) if transport != zeromq.NAME else None
-        self._links: dict[str, SendLink] = {zeromq.NAME: zeromq.ZmqSendLink(memory), shm.NAME: shm.ShmSendLink(memory)}
+        self._links: dict[str, SendLink] = {
+            zeromq.NAME: zeromq.ZmqSendLink(memory),
+            shm.NAME: PullSendLink(shm.NAME, memory),
+        }
         self._lines: dict[Incarnation, _Line] = {}
         self._outgoing: dict[TransferId, _Outgoing] = {}
         self._ended: list[Shipped | Lost] = []

@@ -1,8 +1,4 @@
-"""The link on one host: the receiver maps the sender's pool read-only and pulls.
-
-The message carries only which blocks, and the generation of each. The sender holds those blocks until the receiver has
-acknowledged them; if its hold ended early (its lease lapsed) and a block was given to somebody else, the generation
-word has moved on, and the reader, who looks before and after its copy, drops what it read.
+"""The link on one host: the receiver maps the sender's pool read-only and pulls, as :mod:`kvtransfer.links.pull` says.
 
 The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user. It has
 a thread of its own because the sender's engine may be in the middle of a long step when a receiver knocks.
@@ -14,16 +10,10 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
 
-import numpy as np
-
-from common.errors import WireError
-from common.ids import BlockId, Incarnation
+from common.ids import Incarnation
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
-from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
-from kvtransfer.links.base import Payload, placed
 
 NAME = "shm"
 _KNOCK_TIMEOUT_S = 1.0
@@ -73,50 +63,3 @@ def knock(address: str, layout: KvLayout, blocks: int) -> KvMemory:
     if len(descriptors) != 1:
         raise OSError(f"{address} gave no descriptor")
     return KvMemory.attach(descriptors[0], layout, blocks)
-
-
-class ShmSendLink:
-    """Sends directions instead of bytes: per block its id (uint32) and generation (uint64), in columns."""
-
-    name = NAME
-
-    def __init__(self, memory: KvMemory) -> None:
-        self.memory = memory
-
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        block_size = self.memory.layout.block_size
-        blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
-        ids = np.asarray(blocks, "<u4")
-        generations = self.memory.generations[ids].astype("<u8")
-        data = self.memory.read(table, cells.tokens, cells.layers)
-        return generations.tobytes() + ids.tobytes(), data.nbytes, checksum_of(data)
-
-
-class ShmReceiveLink:
-    """Pulls from ``source``, another process's pool (whose block size may differ), into ``memory``."""
-
-    name = NAME
-
-    def __init__(self, memory: KvMemory, source: KvMemory) -> None:
-        self.memory, self.source = memory, source
-
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
-        cells, block_size = header.cells, self.source.layout.block_size
-        first = cells.first_token // block_size
-        count = -(-cells.last_token // block_size) - first
-        if len(payload) != 12 * count:
-            raise WireError(f"directions of {len(payload)} bytes for {count} blocks")
-        generations = np.frombuffer(payload, "<u8", count)
-        ids = np.frombuffer(payload, "<u4", count, 8 * count).astype(np.int64)
-        if int(ids.max()) >= self.source.blocks:
-            raise WireError(f"block {int(ids.max())} of a pool of {self.source.blocks}")
-        shift = first * block_size
-        tokens = range(cells.first_token - shift, cells.last_token - shift)
-        self._check(ids, generations)
-        data = self.source.read(ids, tokens, cells.layers)
-        self._check(ids, generations)
-        placed(header, data, self.memory, table)
-
-    def _check(self, ids: np.ndarray, generations: np.ndarray) -> None:
-        if not np.array_equal(self.source.generations[ids], generations):
-            raise WireError("the sender has reused a block that was to be read")

@@ -1,0 +1,157 @@
+"""The contract of a link, for every link: the cells arrive as they were, or nothing is written and an error says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import pytest
+
+from common.errors import WireError
+from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import KvMemory
+from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.links import memory as memory_link
+from kvtransfer.links import shm, zeromq
+from kvtransfer.links.base import ReceiveLink, SendLink
+from kvtransfer.links.faulty import FaultRates, FaultyLink
+from kvtransfer.links.pull import PullReceiveLink, PullSendLink
+
+LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2), LayerLayout(3, 2, 6))
+TRANSFER = TransferId(RequestId(b"t" * 16), 1)
+SOURCE_TABLE = [BlockId(b) for b in (5, 1, 6, 3, 7, 0)]
+TARGET_TABLE = [BlockId(b) for b in (2, 4, 0)]
+
+
+@dataclass
+class Pair:
+    """A sender's pool with blocks of 16 tokens, a receiver's with blocks of 32, and a link between them."""
+
+    source: KvMemory
+    target: KvMemory
+    sending: SendLink
+    receiving: ReceiveLink
+
+    def carry(self, cells: Rectangle, payload: bytes | None = None) -> None:
+        """One frame from side to side; ``payload`` arrives in place of the right one."""
+        right, size, checksum = self.sending.payload(SOURCE_TABLE, cells)
+        header = FrameHeader(TRANSFER, 0, cells, size, checksum)
+        arrived = bytes(right) if payload is None else payload
+        self.receiving.place(header, memoryview(arrived), TARGET_TABLE)
+
+    def written(self) -> bool:
+        return bool((self.target.raw != 0xEE).any())
+
+
+@pytest.fixture(params=["zmq", "shm", "memory"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    source, target = KvMemory(KvLayout(LAYERS, "float32", 16), 8), KvMemory(KvLayout(LAYERS, "float32", 32), 5)
+    source.raw[:] = np.random.default_rng(7).integers(0, 256, source.raw.shape, np.uint8)
+    source.generations[:] = np.arange(8) + 100
+    target.raw[:] = 0xEE
+    if request.param == "zmq":
+        yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target))
+    elif request.param == "memory":
+        pools = memory_link.Pools()
+        owner = new_incarnation()
+        yield Pair(source, target, pools.offer(owner, source), pools.reach(owner, target))
+    else:
+        mapped = KvMemory.attach(os.dup(source.fd), source.layout, source.blocks)
+        yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
+        mapped.close()
+    source.close()
+    target.close()
+
+
+CELLS = [
+    Rectangle(0, 3, 0, 96),
+    Rectangle(0, 1, 0, 1),
+    Rectangle(1, 3, 15, 17),
+    Rectangle(2, 3, 31, 65),
+    Rectangle(0, 2, 40, 41),
+]
+
+
+@pytest.mark.parametrize("cells", CELLS, ids=str)
+def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
+    pair.carry(cells)
+    wanted = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
+    assert (pair.target.read(TARGET_TABLE, cells.tokens, cells.layers) == wanted).all()
+    pair.target.write(TARGET_TABLE, cells.tokens, cells.layers, np.full(wanted.nbytes, 0xEE, np.uint8))
+    assert not pair.written(), "something else was written, too"
+
+
+def test_the_sizes_said_are_canonical(pair: Pair) -> None:
+    for cells in CELLS:
+        _, size, _ = pair.sending.payload(SOURCE_TABLE, cells)
+        assert size == pair.source.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
+def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pair, fault: str) -> None:
+    right = pair.sending
+    faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
+    pair.sending = faulty
+    if fault == "swap":
+        faulty.payload(SOURCE_TABLE, Rectangle(0, 3, 64, 96))  # what will come in place of the next
+    for _ in range(50 if fault != "swap" else 1):
+        with pytest.raises(WireError):
+            pair.carry(Rectangle(0, 3, 0, 32))
+    assert faulty.happened[fault] and not pair.written()
+    pair.sending = right
+    pair.carry(Rectangle(0, 3, 0, 32))
+    assert pair.written()
+
+
+def test_payloads_of_any_length_are_survived(pair: Pair) -> None:
+    for length in (0, 1, 11, 12, 13, 24, 5000):
+        with pytest.raises(WireError):
+            pair.carry(Rectangle(0, 3, 0, 32), os.urandom(length))
+    assert not pair.written()
+
+
+def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
+    pair.sending = FaultyLink(pair.sending, FaultRates(), Random(0))
+    pair.carry(Rectangle(0, 3, 0, 96))
+    assert pair.sending.name == pair.receiving.name
+    assert not pair.sending.happened and pair.written()
+
+
+@pytest.mark.parametrize("pair", ["shm", "memory"], indirect=True)
+def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 0, 32)
+    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    pair.source.generations[SOURCE_TABLE[1]] += 1
+    with pytest.raises(WireError, match="reused"):
+        pair.receiving.place(FrameHeader(TRANSFER, 0, cells, size, checksum), memoryview(bytes(payload)), TARGET_TABLE)
+    assert not pair.written()
+
+
+@pytest.mark.parametrize("pair", ["shm", "memory"], indirect=True)
+def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(pair.receiving, PullReceiveLink)
+    mapped, read = pair.receiving.source, pair.receiving.source.read
+
+    def read_and_reuse(*arguments: object) -> object:
+        data = read(*arguments)  # type: ignore[arg-type]
+        pair.source.generations[SOURCE_TABLE[0]] += 1
+        return data
+
+    monkeypatch.setattr(mapped, "read", read_and_reuse)
+    with pytest.raises(WireError, match="reused"):
+        pair.carry(Rectangle(0, 3, 0, 32))
+    assert not pair.written()
+
+
+def test_a_pool_that_was_withdrawn_is_not_reached() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    pools, owner = memory_link.Pools(), Incarnation("gone")
+    pools.offer(owner, memory)
+    pools.withdraw(owner)
+    with pytest.raises(OSError, match="gone"):
+        pools.reach(owner, memory)
+    memory.close()
