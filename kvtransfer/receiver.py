@@ -34,6 +34,8 @@ log = logging.getLogger("tandem.kv")
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
 MAX_POOLS = 64
+_PoolKey = tuple[Incarnation, str, int, int]
+"""All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Receiver:
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
-        self._pools: OrderedDict[Incarnation, KvMemory | None] = OrderedDict()
+        self._pools: OrderedDict[_PoolKey, KvMemory | None] = OrderedDict()
         self._ended: list[Landed | Failed] = []
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
@@ -282,16 +284,17 @@ class Receiver:
 
     def _pool(self, message: Open) -> KvMemory | None:
         """The mapped pool of this sender's incarnation; None (remembered) if it cannot be mapped."""
-        if message.sender not in self._pools:
+        key = (message.sender, message.pool, message.pool_block_size, message.pool_blocks)
+        if key not in self._pools:
             try:
                 layout = replace(self._memory.layout, block_size=message.pool_block_size)
-                self._pools[message.sender] = shm.knock(message.pool, layout, message.pool_blocks)
+                self._pools[key] = shm.knock(message.pool, layout, message.pool_blocks)
             except (OSError, ValueError):
-                self._pools[message.sender] = None
-        self._pools.move_to_end(message.sender)
+                self._pools[key] = None
+        self._pools.move_to_end(key)
         if len(self._pools) > MAX_POOLS:
             self._forget_a_pool()
-        return self._pools[message.sender]
+        return self._pools[key]
 
     def _forget_a_pool(self) -> None:
         used = {id(x.link.source) for x in self._incoming.values() if isinstance(x.link, PullReceiveLink)}

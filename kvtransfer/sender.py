@@ -200,7 +200,10 @@ class Sender:
             line.used_at = now
             outgoing = self._outgoing.get(TransferId(message.request, message.attempt))
             if outgoing is not None and outgoing.line is line:
-                self._handle(outgoing, message, now)
+                try:
+                    self._handle(outgoing, message, now)
+                except WireError as error:
+                    self._bad(line, str(error))
                 if line.socket.closed:
                     return
 

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from common.errors import InvariantBroken
+from common.errors import InvariantBroken, WireError
 from common.ids import TransferId
 from common.kv.layout import KvLayout
 from common.messages import Commit
@@ -155,7 +155,12 @@ class SenderSession(Session):
         return header
 
     def acked(self, frame: int, limit_bytes: int, now: float) -> None:
-        """Frames up to ``frame`` inclusive are placed; frames may begin before ``limit_bytes`` of the whole stream."""
+        """Frames up to ``frame`` inclusive are placed; frames may begin before ``limit_bytes`` of the whole stream.
+
+        WireError for a frame that was never sent.
+        """
+        if frame >= self.frames:
+            raise WireError(f"transfer {self.transfer}: frame {frame} of {self.frames} is acknowledged")
         self.limit_bytes = max(self.limit_bytes, limit_bytes)
         while self._unacked and self._unacked[0].number <= frame:
             self.unacked_bytes -= self._unacked.popleft().size_bytes
@@ -172,11 +177,12 @@ class SenderSession(Session):
         self._resent_at = now
 
     def accepted(self, received_bytes: int, now: float) -> bool:
-        """Decode took everything; False if this transfer is not waiting for that."""
+        """Decode took everything; False if this transfer is not waiting for that. WireError for a wrong figure: the
+        commit is repeated, and its right answer still counts."""
         if self.state is not TransferState.COMMITTING:
             return False
         if received_bytes != self.bytes:
-            raise InvariantBroken(f"transfer {self.transfer}: {self.bytes} bytes sent, {received_bytes} landed")
+            raise WireError(f"transfer {self.transfer}: {self.bytes} bytes sent, {received_bytes} said to have landed")
         self.accepted_at = now
         self.move(TransferState.ACCEPTED)
         return True

@@ -1,0 +1,239 @@
+"""A real sender and a real receiver, and somebody who repeats, mutates, truncates, delays and forges what they say.
+
+Whatever arrives from whomever: nothing is raised, no block is written that its transfer does not hold, what is accepted
+is right, and in the end nothing is left.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import KvMemory
+from common.messages import Peer
+from kvtransfer.credit import CreditBook
+from kvtransfer.receiver import Landed, Receiver
+from kvtransfer.sender import FirstTokens, Sender
+from kvtransfer.session import Limits
+from tests.simulation.clock import Clock, Process
+from tests.simulation.network import Network, SimulatedChannels
+
+LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2))
+FRAME_BYTES, TOKENS, SLOTS = 2048, 90, 4
+LEASE_S = 0.5
+LIMITS = Limits(frame_bytes=FRAME_BYTES)
+FIRST = FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,))
+
+
+class Recorded(SimulatedChannels):
+    """Keeps all that arrived at its sockets, for somebody to say again."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        super().__init__(network, process)
+        self.heard: list[tuple[Any, list[bytes]]] = []
+
+    def register(self, what: Any) -> None:
+        super().register(what)
+        deliver = what.deliver
+
+        def recorded(connection: Any, parts: list[bytes]) -> None:
+            deliver(connection, parts)
+            self.heard.append((what, what.inbox[-1]))
+
+        what.deliver = recorded
+
+
+class House:
+    """One pair with a table of blocks per transfer; blocks that no transfer holds are watched."""
+
+    def __init__(self, transport: str, seed: int) -> None:
+        self.rng, self.clock = Random(seed), Clock()
+        network = Network(self.clock, self.rng)
+        self.there, self.here = (Recorded(network, Process(self.clock, name)) for name in ("prefill", "decode"))
+        self.source = KvMemory(KvLayout(LAYERS, "float32", 16), SLOTS * 6)
+        self.target = KvMemory(KvLayout(LAYERS, "float32", 32), SLOTS * 3)
+        self.source.raw[:] = np.random.default_rng(seed).integers(0, 256, self.source.raw.shape, np.uint8)
+        self.credit = CreditBook(6 * FRAME_BYTES, 4 * FRAME_BYTES, 2 * FRAME_BYTES)
+        self.receiver = Receiver(
+            self.here, self.target, "host", "tcp://d:*", transport=transport, limits=LIMITS, credit=self.credit
+        )
+        incarnation = Incarnation(self.rng.randbytes(8).hex())
+        self.sender = Sender(
+            self.there,
+            self.source,
+            incarnation,
+            "host",
+            transport=transport,
+            limits=LIMITS,
+            queue_bytes=4 * FRAME_BYTES,
+        )
+        self.peer = Peer(WorkerName("decode"), Incarnation("decode"), self.receiver.address, "host")
+        self.held: dict[TransferId, int] = {}
+        self.attempts = [0] * SLOTS
+        self.landed = 0
+        self.before = self.target.raw.copy()
+
+    def table(self, slot: int, blocks: int) -> list[BlockId]:
+        return [BlockId(slot * blocks + index) for index in range(blocks)]
+
+    def begin(self, slot: int) -> None:
+        """A hand-off in a slot that is free on both sides; announcement and reservation come in either order."""
+        if slot in self.held.values():
+            return
+        self.attempts[slot] += 1
+        transfer = TransferId(RequestId(bytes([slot]) * 16), self.attempts[slot])
+        if transfer in self.sender:
+            return
+        have = self.rng.choice((0, 0, 32))
+        if have:
+            self.target.write(
+                self.table(slot, 3), range(have), range(2), self.source.read(self.table(slot, 6), range(have), range(2))
+            )
+        self.held[transfer] = slot
+        now = self.clock.now
+        reserve = lambda: self.receiver.expect(transfer, TOKENS, have, self.table(slot, 3), now)  # noqa: E731
+        announce = lambda: self.sender.open(transfer, self.peer, TOKENS, self.table(slot, 6), now)  # noqa: E731
+        for each in self.rng.sample((reserve, announce), 2):
+            each()
+        self.sender.computed(transfer, self.table(slot, 6), TOKENS, 2, now)
+        self.sender.finish(transfer, FIRST, now)
+
+    def cancel(self, slot: int) -> None:
+        for transfer, used in list(self.held.items()):
+            if used == slot:
+                self.receiver.cancel(transfer, "no longer wanted")
+                self.give_up(transfer)
+
+    def give_up(self, transfer: TransferId) -> None:
+        """As its coordinator does, whose list of what may be held the sender hears a little later."""
+        self.free(transfer)
+        self.clock.after(LEASE_S, self.sender.cancel, transfer, "not in the list")
+
+    def free(self, transfer: TransferId) -> None:
+        slot = self.held.pop(transfer)
+        rows = slice(3 * slot, 3 * slot + 3)
+        self.before[rows] = self.target.raw[rows]
+
+    def travel(self, seconds: float) -> None:
+        """What is on its way arrives, and is not read yet."""
+        until = self.clock.now + seconds
+        self.clock.at(until, lambda: None)
+        while self.clock.now < until and self.clock.step():
+            pass
+
+    def turn(self, seconds: float = 0.02) -> None:
+        self.travel(seconds)
+        self.sender.pump(self.clock.now)
+        times = iter(range(1000))
+        for ended in self.receiver.pump(lambda: self.clock.now + 1e-6 * next(times), 5e-4):
+            if isinstance(ended, Landed):
+                slot = self.held[ended.transfer]
+                wanted = self.source.read(self.table(slot, 6), range(TOKENS), range(2))
+                assert (self.target.read(self.table(slot, 3), range(TOKENS), range(2)) == wanted).all()
+                self.landed += 1
+                self.free(ended.transfer)
+            else:
+                self.give_up(ended.transfer)
+        self.check()
+
+    def check(self) -> None:
+        busy = {3 * slot + index for slot in self.held.values() for index in range(3)}
+        for block in set(range(self.target.blocks)) - busy:
+            assert (self.target.raw[block] == self.before[block]).all(), (
+                f"block {block} was written by nobody's transfer"
+            )
+        assert self.credit.held() <= self.credit.total_bytes
+
+    def meddle(self, side: str, what: str) -> None:
+        """Changes something that one side has not read yet, or says something again that it has."""
+        self.travel(0.002)
+        heard = (self.here if side == "decode" else self.there).heard
+        if not heard:
+            return
+        socket, parts = self.rng.choice(heard[-40:])
+        if socket.closed:
+            return
+        unread = bool(socket.inbox) and self.rng.random() < 0.7
+        at = self.rng.randrange(len(socket.inbox)) if unread else 0
+        parts = list(socket.inbox[at] if unread else parts)
+        first = 1 if side == "decode" else 0  # the peer's identity comes first at a router
+        chosen = self.rng.randrange(first, len(parts))
+        match what:
+            case "mutate":
+                changed = bytearray(parts[chosen])
+                for _ in range(self.rng.randint(1, 3) if changed else 0):
+                    changed[self.rng.randrange(len(changed))] = self.rng.randrange(256)
+                parts[chosen] = bytes(changed)
+            case "truncate":
+                parts[chosen] = parts[chosen][: self.rng.randrange(len(parts[chosen]) + 1)]
+            case "forge" if first:
+                parts[0] = b"somebody else"
+            case "lose":
+                if socket.inbox:
+                    del socket.inbox[self.rng.randrange(len(socket.inbox))]
+                return
+            case "shuffle":
+                self.rng.shuffle(socket.inbox)
+                return
+            case "parts":
+                parts = parts[:first] + [self.rng.randbytes(self.rng.choice((0, 5, 56)))] * self.rng.randint(0, 4)
+        if unread:
+            socket.inbox[at] = parts
+        else:
+            socket.inbox.append(parts)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+        self.source.close()
+        self.target.close()
+
+
+actions = st.one_of(
+    st.tuples(st.just("begin"), st.integers(0, SLOTS - 1), st.just("")),
+    st.tuples(st.just("cancel"), st.integers(0, SLOTS - 1), st.just("")),
+    st.tuples(st.just("turn"), st.integers(1, 3), st.just("")),
+    st.tuples(
+        st.sampled_from(["decode", "prefill"]),
+        st.integers(1, 4),
+        st.sampled_from(["repeat", "mutate", "truncate", "forge", "lose", "shuffle", "parts"]),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["zmq", "shm"]), st.integers(0, 2**32), st.lists(actions, max_size=60))
+def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
+    transport: str, seed: int, story: list[tuple[str, int, str]]
+) -> None:
+    house = House(transport, seed)
+    try:
+        for what, number, how in story:
+            match what:
+                case "begin":
+                    house.begin(number)
+                case "cancel":
+                    house.cancel(number)
+                case "turn":
+                    for _ in range(number):
+                        house.turn()
+                case side:
+                    for _ in range(number):
+                        house.meddle(side, how)
+        for _ in range(200):  # as long as no progress and the leases may last
+            house.turn(0.1)
+        assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
+        assert len(house.credit) == 0 and house.credit.held() == 0
+        house.begin(0)  # and it still works
+        landed = house.landed
+        for _ in range(30):
+            house.turn(0.1)
+        assert house.landed == landed + 1
+    finally:
+        house.close()
