@@ -59,13 +59,13 @@ class Load(NamedTuple):
 
 
 class Metrics:
-    """``load``, ``bad_messages`` and ``cut_off`` are asked at every scrape, once the dispatcher exists."""
+    """``load``, ``bad_messages`` and ``cut_off_peers`` are asked at every scrape, once the dispatcher exists."""
 
     def __init__(self, model: str, workers: Registry) -> None:
         self.registry = CollectorRegistry()
         self.load: Callable[[], Load] = lambda: Load(0, 0)
         self.bad_messages: Callable[[], int] = lambda: 0
-        self.cut_off: Callable[[], int] = lambda: 0
+        self.cut_off_peers: Callable[[], int] = lambda: 0
         self._model = model
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
@@ -110,7 +110,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.registry.register(
-            _Pools(model, workers, lambda: self.load(), lambda: self.bad_messages(), lambda: self.cut_off())
+            _Pools(model, workers, lambda: self.load(), lambda: self.bad_messages(), lambda: self.cut_off_peers())
         )
 
     def page(self) -> bytes:
