@@ -17,6 +17,7 @@ from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Peer
+from common.strikes import Strikes
 from kvtransfer.credit import CreditBook
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Sender
@@ -84,7 +85,7 @@ class House:
 
     def begin(self, slot: int) -> None:
         """A hand-off in a slot that is free on both sides; announcement and reservation come in either order."""
-        if slot in self.held.values():
+        if slot in self.held.values() or self.sender.strikes.out(self.peer.incarnation):
             return
         self.attempts[slot] += 1
         transfer = TransferId(RequestId(bytes([slot]) * 16), self.attempts[slot])
@@ -97,7 +98,7 @@ class House:
             )
         self.held[transfer] = slot
         now = self.clock.now
-        reserve = lambda: self.receiver.expect(transfer, TOKENS, have, self.table(slot, 3), now)  # noqa: E731
+        reserve = lambda: self.receiver.expect(transfer, TOKENS, have, self.table(slot, 3), b"", now)  # noqa: E731
         announce = lambda: self.sender.open(transfer, self.peer, TOKENS, self.table(slot, 6), now)  # noqa: E731
         for each in self.rng.sample((reserve, announce), 2):
             each()
@@ -230,6 +231,7 @@ def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
             house.turn(0.1)
         assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
         assert len(house.credit) == 0 and house.credit.held() == 0
+        house.sender.strikes, house.receiver.strikes = Strikes(), Strikes()  # as another incarnation has none
         house.begin(0)  # and it still works
         landed = house.landed
         for _ in range(30):
