@@ -104,6 +104,8 @@ class Gateway:
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        self._losing: dict[Incarnation, Worker] = {}
+        """Workers that cannot be reached any more, until what they said before has been read."""
         self._events: Events | None = None
         self.clock = self.channels.clock
         try:
@@ -154,11 +156,19 @@ class Gateway:
     def _lose(self, worker: Worker) -> None:
         log.warning("worker %s is gone: its connection is closed", worker.hello.name)
         self._remove(worker)
-        if self._loop is not None and self._events is not None:  # later, because the sender may be in mid-decision
-            self._loop.call_soon(functools.partial(self._events.lost, worker, crashed=True))
+        if self._loop is not None:  # later, because the sender may be in mid-decision
+            self._losing[worker.id] = worker
+            self._loop.call_soon(self._lost, worker)
+
+    def _lost(self, worker: Worker) -> None:
+        """Its last words may still be unread: tokens, or that it leaves."""
+        self._read()
+        if self._losing.pop(worker.id, None) is not None and self._events is not None:
+            self._events.lost(worker, crashed=True)
 
     def _remove(self, worker: Worker) -> None:
         self.registry.gone(worker)
+        self._losing.pop(worker.id, None)
         self.sent.pop(worker.id, None)
 
     # -- in -------------------------------------------------------------------------------------------------------
@@ -238,7 +248,7 @@ class Gateway:
         if isinstance(message, Hello):
             self._hello(party, frame, message, now_s)
             return
-        worker = self.registry.get(incarnation)
+        worker = self.registry.get(incarnation) or self._losing.get(incarnation)
         if worker is None:
             self._stranger(frame, incarnation, message)
             return
@@ -291,6 +301,8 @@ class Gateway:
         if party not in (None, hello.role):
             self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
+        if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
+            self._events.lost(losing, crashed=False)  # it was only its connection
         before = self.registry.get(hello.incarnation)
         verdict = self.registry.join(hello, now_s)
         if isinstance(verdict, Refused):

@@ -416,6 +416,29 @@ async def test_a_worker_that_leaves_politely(model: Path) -> None:
         await stream_over(house, leave)
 
 
+async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(model: Path) -> None:
+    """It said Goodbye and is gone before anybody has read it: sending to it fails first."""
+    async with open_house(model, "colocated", "colocated") as house:
+        for worker in house.workers:
+            worker.step_s = 0.02
+        asked = asyncio.create_task(house.post(TEXT, {"prompt": "wait", "max_tokens": 50, "ignore_eos": True}))
+        await until(lambda: any(worker.busy for worker in house.workers), "somebody has it")
+        leaving = next(worker for worker in house.workers if worker.busy)
+        ticket = next(iter(house.dispatcher.tickets.values()))
+        registered = house.services.registry.get(leaving.hello.incarnation)
+        assert registered is not None
+        leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
+        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to be away while both happen
+        leaving.stop()
+        time.sleep(0.2)  # noqa: ASYNC251
+        assert not house.dispatcher.gateway.send(registered, Abort(ticket.id, 99))
+        response, body = await asked
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 50
+        assert (
+            ticket.life.attempt == 1 and not ticket.life.crashes and ticket.life.migrations == ticket.life.retries == 0
+        )
+
+
 async def test_streams_move_from_workers_that_leave_more_often_than_they_could_after_losses(model: Path) -> None:
     """A planned move costs nothing of the budget, and the stream is the one that nothing had disturbed."""
     body = {"prompt": "moved about", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
