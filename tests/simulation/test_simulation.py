@@ -20,7 +20,7 @@ MUTATED_SEEDS = 400
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.simulation", "--jobs", "1", *arguments]
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
