@@ -52,8 +52,8 @@ def test_a_checkpoint_is_read_as_it_was_written_and_its_draft_beside_it(encoder:
     assert figures.agreement(model, model, encoder, items) == 1.0
     draft.model.norm.weight.data.neg_()  # the least likely token becomes the most likely one
     assert figures.agreement(model, draft, encoder, items) == 0.0
-    export.write_card({"world": 0.5}, model, draft, tmp_path / "out")
-    assert "| world | 50 | 50.0% |" in (tmp_path / "out" / "MODEL_CARD.md").read_text()
+    export.write_card({"world": 0.5}, {"world": 4}, model, draft, tmp_path / "out")
+    assert "| world | 4 | 50.0% |" in (tmp_path / "out" / "MODEL_CARD.md").read_text()
 
 
 def test_answers_do_not_depend_on_what_is_asked_beside_them(encoder: Encoder, tmp_path: Path) -> None:

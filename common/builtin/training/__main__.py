@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def make_figures(options: argparse.Namespace) -> None:
         if not verdict.right:
             print(f"{item.skill}: {item.messages[-2]['content']!r} -> {text!r}: {verdict.why}")
     found = figures.per_skill(results) | {"draft_agreement": figures.agreement(model, draft, encoder, items)}
-    export.write_card(found, model, draft, options.out)
+    export.write_card(found, Counter(item.skill for item in items), model, draft, options.out)
     stories = [text for item, text, _ in results if item.skill == "stories"]
     (options.room / "stories.txt").write_text("\n\n".join(stories) + "\n", encoding="utf-8")
     for name, value in found.items():

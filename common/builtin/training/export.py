@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from common.builtin.corpus import GOLDEN_COUNTS, LATER_SHARES, SHARES
+from common.builtin.corpus import LATER_SHARES, SHARES
 from common.builtin.training.recipe import DRAFT, MODEL
 from common.builtin.training.tokenizer import CONTEXT, VOCABULARY, Encoder
 
@@ -54,8 +55,17 @@ def read(directory: Path) -> LlamaForCausalLM:
     return model
 
 
-def write_card(figures: dict[str, float], model: LlamaForCausalLM, draft: LlamaForCausalLM, directory: Path) -> None:
-    rows = "\n".join(f"| {name} | {GOLDEN_COUNTS.get(name, '')} | {value:.1%} |" for name, value in figures.items())
+def write_card(
+    figures: dict[str, float],
+    counts: Mapping[str, int],
+    model: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    directory: Path,
+) -> None:
+    """``counts`` are the golden items of each skill; other figures are over all items."""
+    total = sum(counts.values())
+    items = {name: counts.get(name.removesuffix("_valid"), total) for name in figures}
+    rows = "\n".join(f"| {name} | {items[name]} | {value:.1%} |" for name, value in figures.items())
     shares = ", ".join(f"{name} {share} then {LATER_SHARES[name]}" for name, share in SHARES.items())
     card = _CARD.format(
         parameters=_millions(model), draft=_millions(draft), vocabulary=VOCABULARY, context=CONTEXT, rows=rows,
