@@ -4,12 +4,13 @@ SHELL := /bin/bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
+SEEDS ?= 0:20000
 # A quiet pip that still shows errors.
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check builtin-model install clean
+.PHONY: help up test check simulation builtin-model install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +26,9 @@ check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
+	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
