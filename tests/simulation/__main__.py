@@ -2,7 +2,8 @@
 
 --seeds 0:2000           from the first up to the last, or one seed, which then shows its traceback
 --jobs N                 processes
---keep FILE              remember which seeds have passed; the same command goes on where it was
+--keep FILE              remember which seeds have passed; the same command goes on where it was,
+                             if the code is the same
 --mutation NAME          bring a known bug back: succeeds when the first seed notices it in the right words
 --trace                  print every message that arrives; --log what the parts say
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -59,10 +61,10 @@ def _options() -> argparse.Namespace:
 
 def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
     total, failures, began = Outcome(), list[Failure](), time.monotonic()
-    start = seeds.start
+    start, sources = seeds.start, _sources() if keep else ""
     if keep is not None and keep.exists():
         kept = json.loads(keep.read_text())
-        if kept["first"] == seeds.start:
+        if kept["first"] == seeds.start and kept["sources"] == sources:  # other code has other histories
             total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
     chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
     with contextlib.ExitStack() as stack:
@@ -72,7 +74,13 @@ def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
             total.add(outcome)
             failures += failed
             if keep is not None:
-                kept = {"first": seeds.start, "next": chunk.stop, "outcome": vars(total), "failures": failures}
+                kept = {
+                    "sources": sources,
+                    "first": seeds.start,
+                    "next": chunk.stop,
+                    "outcome": vars(total),
+                    "failures": failures,
+                }
                 keep.with_suffix(".part").write_text(json.dumps(kept))
                 keep.with_suffix(".part").replace(keep)
     for seed, text in failures[:20]:
@@ -83,6 +91,13 @@ def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
     print(f"longest pause of a stream {total.longest_gap:.2f} s (seed {total.widest})")
     print(f"faults {dict(total.faults)}, {total.seconds:.0f} virtual seconds")
     return 1 if failures else 0
+
+
+def _sources() -> str:
+    """Of everything that a history is made of."""
+    rooms = ("common", "coordinator", "kvtransfer", "prefill", "decode", "tests/simulation", "tests/fakes")
+    files = sorted(file for room in rooms for file in Path(room).rglob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 def _chunk(seeds: range) -> tuple[Outcome, list[Failure]]:
