@@ -60,13 +60,17 @@ def _choose(everything: Bytes, seed: int, choice: int, position: int) -> int:
 
 def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
     """The ``count`` output tokens that a request must get."""
-    layout, tokens, rolled, output = oracle_layout(), list(prompt), [], []
-    for token in tokens:
-        rolled.append(_roll(rolled[-1] if rolled else 0, token))
-    for position in range(count):
-        everything = canonical(layout, rolled, range(len(LAYERS)))
-        output.append(_choose(everything, seed, choice, position))
-        rolled.append(_roll(rolled[-1], output[-1]))
+    layout, rolled = oracle_layout(), 0
+    output: list[int] = []
+    columns = [bytearray() for _ in range(2 * len(LAYERS))]  # keys and values of each layer, as canonical bytes
+    for at in range(len(prompt) + count - 1):
+        rolled = _roll(rolled, prompt[at] if at < len(prompt) else output[-1])
+        for index, layer in enumerate(layout.layers):
+            for part, width in enumerate((layer.k_dim, layer.v_dim)):
+                columns[2 * index + part] += _row(rolled, index, part, layer.kv_heads * width * layout.element_bytes)
+        if at >= len(prompt) - 1:
+            everything = np.frombuffer(b"".join(columns), np.uint8)
+            output.append(_choose(everything, seed, choice, len(output)))
     return output
 
 
