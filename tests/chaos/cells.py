@@ -1,0 +1,123 @@
+"""The failure matrix: which fault in which phase, what must come of it, and within which bound.
+
+One line per cell. The bound is about what ``measure`` says:
+
+    gap      the longest pause after the fault before the client's next token (or its end), in seconds
+    freed    from the fault to the last block that a living worker gives back
+    answer   from the fault to the end of the answer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from tests.chaos import faults
+from tests.chaos.faults import Fault, frame, lost
+from tests.chaos.house import clock
+from tests.chaos.scenes import Phase
+from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
+
+KILLED_S, STOPPED_S, RECOMPUTED_S = 2.0, 3.5, 0.7
+"""The bounds of a stream's largest gap, and what a prompt takes to be computed again in phase P's slow prefill."""
+HELD_S = 10.0
+"""The longest that anything may be held for a peer that is gone or silent."""
+FREED_S = 0.4
+"""After a client has left: 0.1 s and the running step, with what the probe's own machine adds."""
+Measure = Literal["gap", "freed", "answer"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``special`` is a token of its
+    prompt that makes engines fail. ``arranged``: the phase at which the fault is set up, if it is an earlier one.
+    ``missing`` says what Tandem does not do yet, of a cell that cannot pass."""
+
+    name: str
+    phase: Phase
+    fault: Fault
+    expect: str
+    bound_s: float
+    measure: Measure = "gap"
+    special: int | None = None
+    arranged: Phase | None = None
+    missing: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name} / {self.phase}"
+
+
+def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **more: object) -> list[Cell]:
+    return [Cell(name, phase, fault, expect, bound, **more) for phase, bound in bounds.items()]  # type: ignore[arg-type]
+
+
+async def nothing(scene: object) -> faults.Proof:
+    """The fault is in the request itself; its cell proves it by the error or by the other worker that served it."""
+    scene.struck_at = clock()  # type: ignore[attr-defined]
+    return lambda: True
+
+
+_KILL = {"Q": KILLED_S, "P": KILLED_S, "X": KILLED_S, "D": KILLED_S, "S": KILLED_S}
+_STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, "D": STOPPED_S, "S": STOPPED_S}
+_FEWER = {"Q": 6.0}
+"""Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s)."""
+_NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}
+_SENT = {phase: bound for phase, bound in _STOP.items() if phase != "Q"}
+_CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
+
+CELLS: list[Cell] = [
+    *_row("client disconnects", faults.client_leaves, "gone", dict.fromkeys("PXDS", FREED_S), measure="freed"),
+    *_row("client disconnects", faults.client_leaves, "gone", {"Q": 6.0}, measure="freed"),
+    *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL),
+    *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP),
+    *_row("prefill stopped for 3 s", partial(faults.pause, "prefill"), "exact", _STOP),
+    *_row("decode killed", partial(faults.kill, "decode"), "exact", _KILL | _FEWER),
+    *_row("decode stopped", partial(faults.stop, "decode"), "exact", _STOP | _FEWER),
+    *_row("decode stopped for 3 s", partial(faults.pause, "decode"), "exact", _STOP | _FEWER),
+    *_row("exception in one request, once", nothing, "exact", {"P": 2.0}, special=FAILS_ONCE),
+    *_row("exception in one request, always", nothing, "error worker_lost", {"P": 5.0}, measure="answer",
+          special=FAILS),
+    *_row("out of memory in one request", nothing, "exact", {"P": 2.0}, special=OUT_OF_MEMORY),
+    *_row("poison request kills its workers", nothing, "error request_quarantined", {"P": 5.0}, measure="answer",
+          special=KILLS),
+    *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
+    *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
+    *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact", {"P": STOPPED_S, "X": STOPPED_S}),
+    *_row("link P-D slow", partial(faults.slow, "data", "bytes_per_s", 100_000.0, "bandwidth"), "exact",
+          {"P": 1.0, "X": 1.0}),
+    *_row("link P-D late by 50 ms", partial(faults.slow, "data", "latency_s", 0.05, "latency"), "exact",
+          {"P": 1.5, "X": 1.5}),
+    *_row("link P-D in slices of 7 bytes", partial(faults.slow, "data", "slice_bytes", 7, "slices"), "exact",
+          {"P": 1.0, "X": 1.0}),
+    *_row("frame corrupted", frame("corrupt"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("frame truncated", frame("truncate"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("frame dropped", frame("drop"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("frame duplicated", frame("duplicate"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("frames reordered", frame("reorder"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("commit lost", lost("commit", "up"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("accept lost", lost("accept", "down"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("acks lost", lost("ack", "down", 3), "exact", {"X": 1.0}, arranged="P"),
+    *_row("coordinator killed", faults.kill_coordinator, "cut", dict.fromkeys("QPXDS", HELD_S), measure="freed"),
+    *_row("coordinator stalls for 0.5 s", faults.stall_coordinator, "exact", _NONE),
+    *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
+    *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact", _STOP),
+    *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER),
+    *_row("coordinator-prefill reset", partial(faults.reset, "prefill"), "exact", _KILL),
+    *_row("coordinator-decode reset", partial(faults.reset, "decode"), "exact", _KILL),
+    *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": KILLED_S}),
+    *_row("coordinator-decode half-closed", partial(faults.half_close, "decode"), "exact", {"S": KILLED_S}),
+    *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
+          {"D": 1.0, "S": 1.0}),
+    *_row("prefill drains", partial(faults.terminate, "prefill"), "exact", _NONE),
+    *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER),
+]  # fmt: skip
+
+_CORE = """
+client disconnects / P · client disconnects / S · prefill killed / P · prefill stopped / X · decode killed / X
+decode killed / S · decode stopped / S · exception in one request, once / P · link P-D reset / X
+link P-D black hole / X · frame corrupted / X · frame dropped / X · commit lost / X · coordinator stalls for 0.5 s / S
+coordinator-decode partition / S · decode drains / S
+"""
+CORE = [cell for cell in CELLS if cell.id in {name.strip() for name in _CORE.replace("\n", " · ").split(" · ")}]

@@ -1,0 +1,475 @@
+"""A whole system of processes with a proxy on every connection, and clients that check what they get.
+
+    client ──► coordinator ◄──(proxy per worker)── workers        prefill ──(proxy per decode worker)──► decode
+
+A :class:`House` starts it, tells how it is (worker events, /admin/workers, /metrics), breaks it, repairs it between two
+cells, and at its end makes sure that no process or socket of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from common.checkpoint import open_checkpoint
+from tests.chaos.proxy import Proxy
+from tests.chaos.worker import FIRST_FAULT
+from tests.fakes.checkpoint import fake_checkpoint
+from tests.fakes.oracle import VOCABULARY, oracle_stream
+
+ROOT = Path(__file__).parents[2]
+START_S = 20.0
+FREE_WITHIN_S = 10.0
+_SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
+_GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
+clock = time.monotonic
+
+
+class Stuck(AssertionError):
+    """Something did not come in time; says what."""
+
+
+def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
+    """A checkpoint that the coordinator can open and whose vocabulary is the oracle's, and its fingerprint."""
+    fake_checkpoint(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCABULARY}))
+    return directory, open_checkpoint(str(directory), None).fingerprint
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ask:
+    """One request to POST /v1/completions and all that came back. Times are monotonic seconds."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    stream: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    status: int = 0
+    ids: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    error: str = ""
+    done: bool = False
+    left: bool = False
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> list[int]:
+        return oracle_stream(self.prompt, self.seed, 0, self.max_tokens)
+
+    def verdict(self) -> str:
+        """``exact``, ``wrong`` (a token differs, whatever else), ``left`` (the client hung up), ``error CODE`` or
+        ``cut`` (ended without a word)."""
+        wanted = self.wanted
+        if self.ids != wanted[: len(self.ids)]:
+            return "wrong"
+        if self.left:
+            return "left"
+        if self.error:
+            return f"error {self.error}"
+        if not self.done:
+            return "cut"
+        return "exact" if len(self.ids) == len(wanted) else "wrong"
+
+    def largest_gap(self, since: float) -> float:
+        """The longest time without a token from ``since`` (or the start) to the end, as the client sees it."""
+        since = max(since, self.started_at)
+        marks = [since, *(at for at in self.arrivals if at > since), max(self.ended_at, since)]
+        return max(after - before for before, after in itertools.pairwise(marks))
+
+    async def send(self, session: aiohttp.ClientSession) -> Ask:
+        body = {
+            "model": "oracle", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed,
+            "ignore_eos": True, "stream": self.stream, "return_token_ids": True, **self.extra,
+        }  # fmt: skip
+        self.started_at = clock()
+        try:
+            async with session.post("/v1/completions", json=body) as response:
+                self.status, self.headers = response.status, dict(response.headers)
+                if self.stream and response.status == 200:
+                    await self._read(response)
+                else:
+                    self._take(await response.json())
+                    self.done = True
+        except (aiohttp.ClientError, ConnectionError):
+            pass  # cut: ``done`` is False
+        finally:
+            self.ended_at = clock()
+        return self
+
+    async def _read(self, response: aiohttp.ClientResponse) -> None:
+        async for line in response.content:
+            if line.startswith(b"data: [DONE]"):
+                self.done = True
+            elif line.startswith(b"data: "):
+                self._take(json.loads(line[6:]))
+
+    def _take(self, body: dict[str, Any]) -> None:
+        if "error" in body:
+            self.error = body["error"]["code"] or body["error"]["type"]
+            return
+        for choice in body["choices"]:
+            ids = choice.get("token_ids") or []
+            self.ids += ids
+            self.arrivals += [clock()] * len(ids)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """One worker process, the proxies in front of its sockets, and what it has told."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    control: Proxy
+    data: Proxy
+    process: Process | None = None
+    incarnation: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    stopped: bool = False
+    wanted: bool = True
+    reading: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def holds(self) -> tuple[int, int]:
+        """(blocks, requests) as last told."""
+        told = [event for event in self.events if event["event"] == "held"]
+        return (told[-1]["blocks"], told[-1]["requests"]) if told else (0, 0)
+
+    def steps(self) -> Iterable[tuple[float, str, int, int, int, bool]]:
+        """(when, request, attempt, start, end, wants a token) of every segment computed."""
+        for event in self.events:
+            if event["event"] == "step":
+                for segment in event["segments"]:
+                    yield event["at"], *segment
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+
+    def command(self, **values: Any) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(json.dumps(values).encode() + b"\n")
+
+
+class House:
+    """``prefills`` x ``decodes`` workers behind one coordinator. ``flags`` go to every worker, ``door`` to it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        prefills: int = 2,
+        decodes: int = 2,
+        flags: tuple[str, ...] = (),
+        door: tuple[str, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        self.directory, self.flags, self.door = directory, flags, door
+        self.rng = random.Random(seed)
+        self.workers: dict[str, Worker] = {}
+        self.coordinator: Process | None = None
+        self.url = self.control = ""
+        self.beyond_repair = False
+        self._shape = {"prefill": prefills, "decode": decodes}
+        self._news = asyncio.Event()
+        self._pids: set[int] = set()
+        self._incarnations: set[str] = set()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, directory: Path, **options: Any) -> AsyncIterator[House]:
+        directory.mkdir(parents=True, exist_ok=True)
+        house = cls(directory, **options)
+        try:
+            await house.start()
+            yield house
+        except BaseException:
+            await house.kill()
+            raise
+        await house.close()
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.model, self.fingerprint = oracle_checkpoint(self.directory / "model")
+        await self.start_coordinator()
+        for role, count in self._shape.items():
+            for number in range(count):
+                name = f"{role}-{number}"
+                control, data = await Proxy(self.rng).start(), await Proxy(self.rng).start()
+                self.workers[name] = Worker(name, role, self.flags, control, data)
+        await asyncio.gather(*(self.start_worker(worker) for worker in self.workers.values()))
+        await self.until_ready()
+
+    async def start_coordinator(self) -> None:
+        """On the addresses of the last one, if there was one."""
+        ports = ("0", "0")
+        if self.url:
+            ports = (self.url.rpartition(":")[2], self.control.rpartition(":")[2])
+        log = self.directory / "coordinator.log"
+        log.write_text("")
+        with log.open("ab") as out:
+            self.coordinator = await self._spawn(
+                "-m", "deploy.cli", "coordinator", str(self.model), "--served-model-name", "oracle", "--port", ports[0],
+                "--control-port", ports[1], *self.door, stdin=DEVNULL, stdout=out, stderr=STDOUT,
+            )  # fmt: skip
+        deadline = clock() + START_S
+        while not (found := _SERVING.search(log.read_text())):
+            if self.coordinator.returncode is not None or clock() > deadline:
+                raise Stuck(f"the coordinator does not serve:\n{log.read_text()}")
+            await asyncio.sleep(0.02)
+        self.url, self.control = found.groups()
+
+    async def start_worker(self, worker: Worker, *flags: str) -> None:
+        worker.control.aim(self.control)
+        worker.incarnation, worker.stopped, worker.events = "", False, []
+        with (self.directory / f"{worker.name}.log").open("ab") as log:
+            worker.process = await self._spawn(
+                "-m", "tests.chaos.worker", "--role", worker.role, "--name", worker.name,
+                "--coordinator", worker.control.address, "--advertise", worker.data.address,
+                "--fingerprint", self.fingerprint, *worker.flags, *flags, stdin=PIPE, stdout=PIPE, stderr=log,
+            )  # fmt: skip
+        worker.reading = asyncio.ensure_future(self._read(worker, worker.process))
+
+    async def _spawn(self, *words: str, **pipes: Any) -> Process:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        process = await asyncio.create_subprocess_exec(sys.executable, *words, cwd=ROOT, env=environment, **pipes)
+        self._pids.add(process.pid)
+        return process
+
+    async def _read(self, worker: Worker, process: Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "listening":
+                worker.incarnation = event["incarnation"]
+                self._incarnations.add(worker.incarnation)
+                if event["address"]:
+                    worker.data.aim(event["address"])
+            worker.events.append(event)
+            self._tell()
+        await process.wait()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def close(self) -> None:
+        """Stops everything by SIGTERM; AssertionError for whatever is not clean or does not go."""
+        if self.beyond_repair:
+            return
+        for worker in self.workers.values():
+            if worker.alive:
+                worker.signal(signal.SIGCONT)
+                worker.signal(signal.SIGTERM)
+        codes = {}
+        try:
+            async with asyncio.timeout(20):
+                for worker in self.workers.values():
+                    if worker.process is not None:
+                        code = await worker.process.wait()
+                        codes[worker.name] = code if worker.wanted else 0
+                if self.coordinator is not None:
+                    if self.coordinator.returncode is None:
+                        self.coordinator.terminate()
+                    codes["coordinator"] = await self.coordinator.wait()
+        finally:
+            await self.kill()
+        assert not any(codes.values()), f"exit codes {codes}; logs in {self.directory}"
+        self.check_nothing_left()
+
+    async def kill(self) -> None:
+        """Ends everything at once."""
+        processes = [worker.process for worker in self.workers.values()] + [self.coordinator]
+        for process in processes:
+            if process is not None and process.returncode is None:
+                process.kill()
+        for process in processes:
+            if process is not None:
+                await process.wait()
+        for worker in self.workers.values():
+            if worker.reading is not None:
+                await worker.reading
+            await worker.control.close()
+            await worker.data.close()
+
+    def check_nothing_left(self) -> None:
+        left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
+        assert not left, f"processes left: {left}"
+        sockets = Path("/proc/net/unix").read_text()
+        doors = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
+        assert not doors, f"doors of shared pools left: {doors}"
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def by_role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.role == role]
+
+    async def until(self, true: Callable[[], Any], within_s: float, what: str) -> Any:
+        """Waits for worker events until ``true()`` is; its value. Stuck after ``within_s``."""
+        deadline = clock() + within_s
+        while not (value := true()):
+            if clock() > deadline:
+                raise Stuck(f"not within {within_s:g} s: {what}")
+            try:
+                async with asyncio.timeout(0.25):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        return value
+
+    async def poll(self, true: Callable[[], Any], within_s: float, what: str) -> Any:
+        """The same for what has to be asked: ``true`` returns an awaitable."""
+        deadline = clock() + within_s
+        while not (value := await true()):
+            if clock() > deadline:
+                raise Stuck(f"not within {within_s:g} s: {what}")
+            await asyncio.sleep(0.03)
+        return value
+
+    async def get(self, path: str) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(self.url, timeout=timeout) as session, session.get(path) as response:
+            return response.status, await response.text()
+
+    async def admin(self) -> dict[str, dict[str, Any]]:
+        status, text = await self.get("/admin/workers")
+        assert status == 200, text
+        return {worker["id"]: worker for worker in json.loads(text)["workers"]}
+
+    async def requests(self) -> dict[str, int]:
+        """How many requests run and wait at the coordinator."""
+        found = _GAUGE.findall((await self.get("/metrics"))[1])
+        return {name: int(float(value)) for name, value in found}
+
+    async def until_ready(self, within_s: float = START_S) -> None:
+        """Until every wanted worker has joined with the incarnation that runs now."""
+
+        async def ready() -> bool:
+            try:
+                shown = await self.admin()
+            except (aiohttp.ClientError, TimeoutError):
+                return False
+            return all(
+                worker.incarnation and name in shown and shown[name]["incarnation"] == worker.incarnation and shown[name]["state"] == "ready"
+                for name, worker in self.workers.items()
+                if worker.wanted
+            )
+
+        await self.poll(ready, within_s, f"every worker is ready (logs in {self.directory})")
+
+    async def until_free(self, within_s: float = FREE_WITHIN_S) -> float:
+        """Until no ticket is left and no living worker holds anything; when the last one told so. Stuck if not."""
+        living = [worker for worker in self.workers.values() if worker.alive and not worker.stopped]
+        await self.until(
+            lambda: all(worker.holds == (0, 0) for worker in living if worker.alive),
+            within_s,
+            f"blocks are free: {[(worker.name, worker.holds) for worker in living]}",
+        )
+        at = max((event["at"] for worker in living for event in worker.events if event["event"] == "held"), default=0.0)
+
+        async def idle() -> bool:
+            try:
+                shown = await self.admin()
+            except aiohttp.ClientError:  # gone meanwhile, and everything that it knew of
+                return True
+            for name, worker in shown.items():
+                blocks = worker["kv_blocks"]
+                assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"], (name, blocks)
+                assert not worker["counters"].get("leaked_blocks"), (name, worker["counters"])
+            held = [name for name, each in shown.items() if each["kv_blocks"]["held"] or each["running"]]
+            try:
+                return not held and not any((await self.requests()).values())
+            except aiohttp.ClientError:
+                return True
+
+        if self.coordinator is not None and self.coordinator.returncode is None:
+            await self.poll(idle, within_s, "the coordinator knows of nothing held and of no request")
+        return at
+
+    # -- breaking and repairing ---------------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """No fault any more, and every process is there again; work may go on meanwhile."""
+        for worker in self.workers.values():
+            worker.wanted = True
+            worker.control.heal()
+            worker.data.heal()
+            if worker.alive and worker.stopped:
+                worker.signal(signal.SIGCONT)
+        assert self.coordinator is not None
+        if self.coordinator.returncode is None:
+            self.coordinator.send_signal(signal.SIGCONT)
+        else:
+            await self.start_coordinator()
+        for worker in self.workers.values():
+            if not worker.alive:
+                if worker.reading is not None:
+                    await worker.reading
+                await self.start_worker(worker)
+
+    async def repair(self) -> None:
+        """As it was at the start: no fault, every process there, nothing held, no pair avoided."""
+        await self.restore()
+        await self.until_ready()
+        await self.until_free()
+        for name, shown in (await self.admin()).items():
+            if shown["avoids"]:
+                worker = self.workers[name]
+                worker.signal(signal.SIGKILL)
+                assert worker.process is not None and worker.reading is not None
+                await worker.process.wait()
+                await worker.reading
+                await self.start_worker(worker)
+        await self.until_ready()
+        for worker in self.workers.values():
+            worker.events = [event for event in worker.events if event["event"] == "held"][-1:]
+            worker.control.done.clear()
+            worker.data.done.clear()
+            worker.command(step_s=0.0, token_s=0.0)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
+            yield session
+
+    def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:
+        """A request with a prompt of its own."""
+        prompt = [self.rng.randrange(FIRST_FAULT) for _ in range(tokens)]
+        return Ask(prompt, max_tokens, self.rng.getrandbits(63), **options)

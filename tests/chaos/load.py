@@ -1,0 +1,186 @@
+"""Faults under load: many requests at once, things that break meanwhile, and figures of what clients noticed.
+
+Every answer is compared with the oracle's. Gaps are measured where a client sees them; what was freed, and when, is
+what workers told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock
+from tests.chaos.proxy import Action, Rule, is_frame
+
+KILLED_S, STOPPED_S = 2.0, 3.5
+Break = Callable[[House], Awaitable[float]]
+"""Breaks something under load and returns when."""
+
+
+@dataclass
+class Figures:
+    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault."""
+
+    name: str
+    verdicts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    gap_s: float = 0.0
+    allowed_gap_s: float = 0.0
+    free_s: float = 0.0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
+
+    def row(self) -> str:
+        verdicts = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
+        faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
+        gap = f"{self.gap_s:.2f}" + (f" of {self.allowed_gap_s:g}" if self.allowed_gap_s else "")
+        note = "ok" if self.passed else "FAILED: " + "; ".join(self.wrong)
+        return f"| {self.name} | {faults} | {verdicts} | {gap} | {self.free_s:.2f} | {self.seconds:.0f} | {note} |"
+
+
+HEADER = """| scenario | faults that happened | answers | largest gap (s) | all free after (s) | took (s) | |
+|---|---|---|---|---|---|---|"""
+
+
+async def crowd(house: House, asks: Sequence[Ask], at_once: int, *, leave: Callable[[Ask], int] | None = None) -> None:
+    """Sends all, ``at_once`` at a time. ``leave`` says after how many tokens a client hangs up (0: never)."""
+    waiting = iter(asks)
+
+    async def client() -> None:
+        async with house.session() as session:
+            for ask in waiting:
+                if leave is not None and (tokens := leave(ask)):
+                    await _hang_up(house, ask, session, tokens)
+                else:
+                    await ask.send(session)
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+
+
+async def _hang_up(house: House, ask: Ask, session: object, tokens: int) -> None:
+    task = asyncio.ensure_future(ask.send(session))  # type: ignore[arg-type]
+    while not task.done() and len(ask.ids) < tokens:
+        await asyncio.wait([task], timeout=0.01)
+    ask.left = task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def scenario(
+    house: House, name: str, breaking: Break | None, *, requests: int, at_once: int, allowed_gap_s: float
+) -> Figures:
+    """One load with one fault in the middle of it; leaves the house in need of repair."""
+    figures = Figures(name, allowed_gap_s=allowed_gap_s)
+    asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
+    started = clock()
+    load = asyncio.ensure_future(crowd(house, asks, at_once))
+    struck_at = clock()
+    if breaking is not None:
+        await house.until(
+            lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= requests // 4, 120, "a quarter is done"
+        )
+        struck_at = await breaking(house)
+    await load
+    ended = clock()
+    figures.seconds = ended - started
+    judge(figures, asks)
+    hit = [ask for ask in asks if ask.started_at < struck_at + 10 and ask.ended_at > struck_at]
+    streams = [ask for ask in hit if ask.arrivals and ask.arrivals[0] < struck_at]
+    figures.gap_s = max((ask.largest_gap(struck_at) for ask in streams), default=0.0)
+    figures.faults["streams running then"] = len(streams)
+    if breaking is not None and not streams:
+        figures.wrong.append("no stream was running when the fault struck")
+    if allowed_gap_s and figures.gap_s > allowed_gap_s:
+        figures.wrong.append(f"a gap of {figures.gap_s:.2f} s")
+    figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
+    return figures
+
+
+def judge(figures: Figures, asks: Sequence[Ask]) -> None:
+    """Compares every answer with the oracle's, to the last token that its client stayed for."""
+    for ask in asks:
+        verdict = ask.verdict()
+        figures.verdicts[verdict] += 1
+    bad = {name: count for name, count in figures.verdicts.items() if name not in ("exact", "left")}
+    if bad:
+        figures.wrong.append(f"answers {bad}")
+
+
+# -- what breaks ------------------------------------------------------------------------------------------------------
+
+
+def signalled(name: str, number: int) -> Break:
+    async def strike(house: House) -> float:
+        worker: Worker = house.workers[name]
+        worker.wanted = False
+        at = clock()
+        worker.signal(number)
+        return at
+
+    return strike
+
+
+async def reset_links(house: House) -> float:
+    at = clock()
+    assert sum(worker.data.reset() for worker in house.by_role("decode")), "no link was there to be reset"
+    return at
+
+
+async def swallow_link(house: House) -> float:
+    """One pair from now on: prefill-0 and decode-0."""
+    at = clock()
+    proxy = house.workers["decode-0"].data
+    proxy.only = f"{house.workers['prefill-0'].incarnation}|kv"
+    proxy.black_hole = True
+    return at
+
+
+SCENARIOS: dict[str, tuple[Break | None, float]] = {
+    "no fault": (None, 0.0),
+    "SIGKILL of one decode worker": (signalled("decode-0", signal.SIGKILL), KILLED_S),
+    "SIGKILL of one prefill worker": (signalled("prefill-0", signal.SIGKILL), KILLED_S),
+    "SIGSTOP of one decode worker": (signalled("decode-0", signal.SIGSTOP), STOPPED_S),
+    "SIGSTOP of one prefill worker": (signalled("prefill-0", signal.SIGSTOP), STOPPED_S),
+    "reset of every P-D link": (reset_links, KILLED_S),
+    "black hole between one pair": (swallow_link, STOPPED_S),
+}
+LOAD_FLAGS = ("--max-num-seqs", "64", "--step-s", "0.01", "--blocks", "2048", "--max-num-batched-tokens", "256")
+
+
+async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[Figures]:
+    """Every scenario, one after another, in one house that is repaired between them."""
+    figures = []
+    async with House.running(directory / "load", flags=LOAD_FLAGS) as house:
+        for name, (breaking, gap) in SCENARIOS.items():
+            if only in name:
+                for worker in house.workers.values():
+                    worker.command(step_s=0.01)
+                done = await scenario(house, name, breaking, requests=requests, at_once=at_once, allowed_gap_s=gap)
+                print(done.row(), flush=True)
+                figures.append(done)
+                await house.repair()
+    return figures
+
+
+async def tampered(directory: Path, *, requests: int, at_once: int, rate: float) -> list[Figures]:
+    """Frames corrupted, truncated, dropped, duplicated and reordered at ``rate`` each, all at once."""
+    actions: tuple[Action, ...] = ("corrupt", "truncate", "drop", "duplicate", "reorder")
+    async with House.running(directory / "frames", flags=(*LOAD_FLAGS, "--kv-transport", "zmq")) as house:
+        for worker in house.by_role("decode"):
+            worker.data.rules += [Rule(action, is_frame, rate=rate) for action in actions]
+        name = f"frames broken, {rate:.0%} of each kind"
+        figures = await scenario(house, name, None, requests=requests, at_once=at_once, allowed_gap_s=0.0)
+        for worker in house.by_role("decode"):
+            figures.faults.update({action: worker.data.done[action] for action in actions})
+        missing = [action for action in actions if not figures.faults[action]]
+        if missing:
+            figures.wrong.append(f"never happened: {missing}")
+        print(figures.row(), flush=True)
+        return [figures]

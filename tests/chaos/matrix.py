@@ -1,0 +1,181 @@
+"""Runs cells: several houses side by side, each takes the next cell when it has been repaired."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.cells import HELD_S, Cell
+from tests.chaos.house import House, Stuck, clock
+from tests.chaos.scenes import CHUNK, OUTPUT, PROMPT, Scene, arrange, progress
+
+FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-seqs", "2", "--max-num-batched-tokens", str(CHUNK))
+"""Two slots per decode worker: four requests fill the house."""
+
+HAPPENED_S = 8.0
+"""A process that drains may take so long to be gone after its last request."""
+
+
+@dataclass
+class Result:
+    """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back."""
+
+    cell: Cell
+    value: float = float("nan")
+    freed_s: float = float("nan")
+    wrong: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
+
+    @property
+    def mark(self) -> str:
+        if self.cell.missing:
+            return "missing" if self.wrong else "passes though it should not"
+        return "ok" if self.passed else "FAILED"
+
+
+async def run_cell(house: House, cell: Cell) -> Result:
+    """One cell in a house without faults, which may need repair afterwards."""
+    result = Result(cell)
+    try:
+        async with house.session() as session:
+            await _play(house, cell, session, result)
+    except (AssertionError, TimeoutError, StopIteration) as error:
+        result.wrong = f"{type(error).__name__}: {error}"
+    except Exception:
+        result.wrong = traceback.format_exc()
+    return result
+
+
+async def _play(house: House, cell: Cell, session: object, result: Result) -> None:
+    if cell.special is not None:
+        scene = await _special(house, cell, session)
+    else:
+        scene = await arrange(house, cell.arranged or cell.phase, session)  # type: ignore[arg-type]
+    proof = await cell.fault(scene)
+    await scene.over()
+    freed_at = await house.until_free(HELD_S + 2)
+    result.freed_s = max(0.0, freed_at - scene.struck_at)
+    result.value = _measured(scene, cell, result)
+    await house.until(proof, HAPPENED_S, "the fault has happened")
+    if verdict := _objection(scene, cell):
+        result.wrong = verdict
+    elif result.value > cell.bound_s:
+        result.wrong = f"{cell.measure} of {result.value:.2f} s, {cell.bound_s:g} s allowed"
+
+
+async def _special(house: House, cell: Cell, session: object) -> Scene:
+    """A request that fails in the engine, beside one that must not notice."""
+    ask = house.ask(PROMPT, OUTPUT)
+    assert cell.special is not None
+    ask.prompt[CHUNK // 2] = cell.special
+    neighbour = house.ask(PROMPT, OUTPUT)
+    scene = Scene(house, "P", session, ask, house.by_role("prefill")[0], house.by_role("decode")[0], [neighbour])  # type: ignore[arg-type]
+    scene.send(neighbour)
+    scene.send(ask)
+    return scene
+
+
+def _measured(scene: Scene, cell: Cell, result: Result) -> float:
+    if cell.measure == "freed":
+        return result.freed_s
+    if cell.measure == "answer":
+        return scene.ask.ended_at - scene.struck_at
+    if cell.phase == "Q":  # it waits for the slots of its neighbours: what they notice counts
+        return max(ask.largest_gap(scene.struck_at) for ask in scene.neighbours)
+    return scene.ask.largest_gap(scene.struck_at) if scene.ask.stream else progress(scene)
+
+
+def _objection(scene: Scene, cell: Cell) -> str:
+    asks = [scene.ask, *scene.neighbours]
+    if any(ask.verdict() == "wrong" for ask in asks):
+        return "a wrong token"
+    if cell.expect == "gone":
+        asks = scene.neighbours
+    for ask in asks:
+        wanted = cell.expect if ask is scene.ask or cell.expect == "cut" else "exact"
+        wanted = "exact" if wanted == "gone" else wanted
+        if ask.verdict() != wanted:
+            who = "the request" if ask is scene.ask else "a neighbour"
+            return f"{who}: {ask.verdict()} (status {ask.status}, {len(ask.ids)} tokens), {wanted} wanted"
+    return ""
+
+
+async def _play_and_repair(house: House, cell: Cell) -> Result:
+    result = await run_cell(house, cell)
+    try:
+        await house.repair()
+    except (Stuck, AssertionError) as error:
+        result.wrong = result.wrong or f"afterwards {error}"
+        house.beyond_repair = True
+        await house.kill()
+    return result
+
+
+async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIterator[Result]:
+    """Plays all cells; results as they come. A house that cannot be repaired is replaced."""
+    todo: asyncio.Queue[Cell] = asyncio.Queue()
+    for cell in cells:
+        todo.put_nowait(cell)
+    results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+
+    async def keep_house(number: int) -> None:
+        generation = 0
+        try:
+            while not todo.empty():
+                generation += 1
+                where = directory / f"house-{number}-{generation}"
+                async with House.running(where, flags=FLAGS, door=("--drain-timeout", "30"), seed=number) as house:
+                    while not todo.empty() and not house.beyond_repair:
+                        results.put_nowait(await _play_and_repair(house, todo.get_nowait()))
+        except BaseException as error:
+            results.put_nowait(error)
+            raise
+
+    keepers = [asyncio.ensure_future(keep_house(number)) for number in range(houses)]
+    try:
+        for _ in cells:
+            result = await results.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+        await asyncio.gather(*keepers)
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+
+def markdown(results: Sequence[Result], seconds: float) -> str:
+    """The matrix as a table: one row per fault and phase, in the order of the table of cells."""
+    lines = [
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s.",
+        "",
+        "| fault | phase | outcome | measured | is (s) | allowed (s) | all free after (s) | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        cell = result.cell
+        note = result.mark if result.passed else f"{result.mark}: {(cell.missing or result.wrong).splitlines()[-1]}"
+        lines.append(
+            f"| {cell.name} | {cell.phase} | {cell.expect} | {cell.measure} | {result.value:.2f} | {cell.bound_s:g} "
+            f"| {result.freed_s:.2f} | {note} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Result]:
+    """Plays all cells and tells of each as it comes; the results in the order of ``cells``."""
+    done: dict[str, Result] = {}
+    started = clock()
+    async for result in play(cells, directory, houses):
+        done[result.cell.id] = result
+        head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s]"
+        print(f"{head} {result.mark:7} {result.cell.id}: {result.cell.measure} {result.value:.2f} s of "
+              f"{result.cell.bound_s:g}, free after {result.freed_s:.2f} s {result.wrong}", flush=True)  # fmt: skip
+    return [done[cell.id] for cell in cells]

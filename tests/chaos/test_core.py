@@ -1,0 +1,24 @@
+"""The core of the failure matrix with every test run; all of it is ``make chaos``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import matrix
+from tests.chaos.cells import CELLS, CORE
+
+
+def test_every_cell_has_a_name_of_its_own() -> None:
+    names = [cell.id for cell in CELLS]
+    assert len(set(names)) == len(names) >= 100
+    assert len(CORE) == 16
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+async def test_core_of_the_failure_matrix(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for result in await matrix.run(CORE, tmp_path, houses=2):
+        with subtests.test(result.cell.id):
+            assert result.mark in ("ok", "missing"), result.wrong

@@ -1,0 +1,159 @@
+"""A worker process around the oracle engine: the real loop, messages and links, without torch, there in 0.3 s.
+
+    python -m tests.chaos.worker --role decode --coordinator 127.0.0.1:8001 --fingerprint F --advertise 127.0.0.1:9001
+
+Commands come as JSON lines on standard input ({"step_s": 0.05, "token_s": 0.001}), events leave as JSON lines on
+standard output, each with the monotonic time ``at``, which all processes of a machine share:
+
+    {"event": "listening", "address": "tcp://..."}             before it says Hello; "" for prefill
+    {"event": "step", "segments": [[request, attempt, start, end, wants_token], ...]}   before the step is computed
+    {"event": "held", "blocks": n, "requests": m}              whenever one of them has changed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from common.ids import WorkerName, new_incarnation
+from common.kv.memory import host_id
+from common.messages import PROTOCOL, Hello
+from common.sequence import Batch, Sequence, StepResult
+from common.worker import Worker, WorkerSettings
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.fakes.oracle import OracleEngine
+
+FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS = 990, 991, 992, 993
+"""Prompts with such a token fail the first time or always, find no memory the first time, or end the worker's process."""
+FIRST_FAULT = FAILS_ONCE
+
+
+def tell(event: str, **fields: Any) -> None:
+    """One line in one write, so that it is whole whenever the process dies."""
+    line = json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n"
+    os.write(sys.stdout.fileno(), line.encode())
+
+
+class ChaosEngine(OracleEngine):
+    """The oracle, with requests that fail as a model's do: by themselves, or with the whole process."""
+
+    def __init__(self, *args: Any, **knobs: Any) -> None:
+        super().__init__(*args, **knobs)
+        self.watched = False
+
+    def step(self, batch: Batch) -> StepResult:
+        if self.watched:
+            tell("step", segments=[
+                [segment.sequence.request.id.hex(), segment.sequence.attempt, segment.start, segment.end,
+                 segment.wants_token]
+                for segment in batch.segments
+            ])  # fmt: skip
+        errors = {index: why for index, segment in enumerate(batch.segments) if (why := self._fault(segment.sequence))}
+        good = [index for index in range(len(batch.segments)) if index not in errors]
+        part = Batch(
+            tuple(batch.segments[index] for index in good), tuple(batch.tables[index] for index in good)
+        )
+        done = super().step(part)
+        tokens: list[list[int]] = [[] for _ in batch.segments]
+        logprobs: list[list[Any]] = [[] for _ in batch.segments]
+        for index, ids, entries in zip(good, done.tokens, done.logprobs, strict=True):
+            tokens[index], logprobs[index] = ids, entries
+        return StepResult(tokens, logprobs, done.seconds, errors)
+
+    @staticmethod
+    def _fault(sequence: Sequence) -> str:
+        prompt = set(sequence.tokens[: sequence.request.prompt_length])
+        if KILLS in prompt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if FAILS in prompt:
+            return "RuntimeError: impossible numbers"
+        if prompt & {FAILS_ONCE, OUT_OF_MEMORY} and not sequence.attempt:
+            return "MemoryError" if OUT_OF_MEMORY in prompt else "RuntimeError: impossible numbers"
+        return ""
+
+
+class _Told:
+    """Mixed into both roles: tells its address before Hello, and what it holds when that changes."""
+
+    advertised = ""
+    _last = (0, 0)
+
+    def introduce(self, hello: Hello) -> Hello:
+        hello = super().introduce(hello)  # type: ignore[misc]
+        tell("listening", address=hello.data_address, incarnation=hello.incarnation)
+        return msgspec.structs.replace(hello, data_address=self.advertised) if hello.data_address else hello
+
+    def _publish(self) -> None:
+        super()._publish()  # type: ignore[misc]
+        now = (self.cache.pool.counts.held, len(self.holdings()))  # type: ignore[attr-defined]
+        if now != self._last:
+            self._last = now
+            tell("held", blocks=now[0], requests=now[1])
+
+
+class ChaosPrefill(_Told, PrefillWorker):
+    pass
+
+
+class ChaosDecode(_Told, DecodeWorker):
+    pass
+
+
+def _obey(engine: ChaosEngine) -> None:
+    """Takes commands until the harness closes the pipe (or is gone: then this process has no business either)."""
+    for line in sys.stdin:
+        for name, value in json.loads(line).items():
+            setattr(engine, name, value)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=("prefill", "decode", "colocated"), required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--fingerprint", required=True)
+    parser.add_argument("--advertise", default="")
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=64)
+    parser.add_argument("--kv-transport", default="auto")
+    parser.add_argument("--drain-timeout", type=float, default=30.0)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--watched", action="store_true")
+    options = parser.parse_args()
+    engine = ChaosEngine(options.blocks, max_model_len=2048, step_s=options.step_s)
+    engine.fingerprint, engine.watched = options.fingerprint, options.watched
+    settings = WorkerSettings(
+        coordinator=f"tcp://{options.coordinator}",
+        host_id=host_id(),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_transport=options.kv_transport,
+        drain_timeout_s=options.drain_timeout,
+    )
+    hello = Hello(
+        PROTOCOL, WorkerName(options.name), new_incarnation(), options.role, "oracle", engine.fingerprint,
+        engine.layout.fingerprint, os.getpid(), platform.node(), settings.host_id, "", ("shm", "zmq"), options.blocks,
+        engine.layout.block_size, engine.max_model_len, engine.vocab_size, options.max_num_seqs,
+        options.max_num_batched_tokens, "cpu", engine.layout.dtype,
+    )  # fmt: skip
+    role: type[Worker] = ChaosPrefill if options.role == "prefill" else ChaosDecode
+    role.advertised = f"tcp://{options.advertise}"  # type: ignore[attr-defined]
+    worker = role(engine, settings, hello)
+    threading.Thread(target=_obey, args=(engine,), name="commands", daemon=True).start()
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()
