@@ -1,8 +1,9 @@
 """ZeroMQ sockets with the limits that libzmq leaves open, and one message per send.
 
-libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a second peer with an identity in use
-is ignored in silence, messages to unknown peers vanish. Identities are therefore minted per incarnation, a router's
-send to a peer that is gone says so, and the part count of every multipart message is checked.
+libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a peer that dials anew while its old
+connection is still known is ignored in silence, messages to unknown peers vanish. Identities are therefore minted per
+incarnation and go to whoever dialled last, a router's send to a peer that is gone says so, and the part count of every
+multipart message is checked.
 
 A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
 ``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
@@ -79,6 +80,8 @@ def bind_router(
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     _prepare(socket, max_frame_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     secure(socket)
     try:
         socket.bind(address)
