@@ -175,7 +175,9 @@ class Sender:
     def _line(self, peer: Peer, now: float) -> _Line:
         line = self._lines.get(peer.incarnation)
         if line is None:
-            socket = self._channels.dealer(peer.address, f"{self._incarnation}|kv".encode(), to="decode")
+            # names both ends: the line to an earlier process at this address is another peer than this one
+            name = f"{self._incarnation}|{peer.incarnation}|kv".encode()
+            socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
             line = self._lines[peer.incarnation] = _Line(socket, now, peer.incarnation)
         line.used_at = now
