@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check simulation builtin-model install clean
+.PHONY: help up test check simulation chaos soak builtin-model install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ check: $(VENV)/.installed-test ## style, types and floors
 
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
 	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json
+
+chaos: $(VENV)/.installed-test ## break real processes in every phase of a request, and under load (six minutes on two cores)
+	@$(BIN)/python -m tests.chaos all --report bench/results/chaos.md
+
+soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of the clients hangs up (ARGS="--requests N --state FILE")
+	@$(BIN)/python -m tests.chaos soak $(ARGS)
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)

@@ -1,10 +1,13 @@
 """``python -m tests.chaos``: the failure matrix, and faults under load.
 
-    python -m tests.chaos matrix [--only TEXT] [--houses 3] [--report FILE]   every fault in every phase
+    python -m tests.chaos all                                                 what ``make chaos`` runs
+    python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
+
+With ``--report FILE`` the tables go to a file too. Logs are kept when something is wrong.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from tests.chaos import load, matrix, soak
@@ -24,42 +29,48 @@ from tests.chaos.house import clock
 from tests.chaos.load import HEADER, Figures
 
 
-def _matrix(options: argparse.Namespace) -> bool:
+def _matrix(options: argparse.Namespace) -> tuple[bool, str]:
     cells = [cell for cell in CELLS if options.only in cell.id]
     started = clock()
     results = asyncio.run(matrix.run(cells, options.directory, options.houses))
-    table = matrix.markdown(results, clock() - started)
-    print(table)
-    if options.report:
-        options.report.write_text(table)
-    return all(result.mark in ("ok", "missing") for result in results)
+    return all(result.mark in ("ok", "missing") for result in results), matrix.markdown(results, clock() - started)
 
 
-def _told(figures: Sequence[Figures]) -> bool:
-    print("\n".join(["", HEADER, *(each.row() for each in figures)]))
-    return all(each.passed for each in figures)
+def _told(figures: Sequence[Figures]) -> tuple[bool, str]:
+    return all(each.passed for each in figures), "\n".join([HEADER, *(each.row() for each in figures)]) + "\n"
 
 
-def _load(options: argparse.Namespace) -> bool:
+def _load(options: argparse.Namespace) -> tuple[bool, str]:
     where, knobs = options.directory, {"requests": options.requests, "at_once": options.at_once}
     return _told(asyncio.run(load.load(where, only=options.only, **knobs)))
 
 
-def _frames(options: argparse.Namespace) -> bool:
+def _frames(options: argparse.Namespace) -> tuple[bool, str]:
     where, knobs = options.directory, {"requests": options.requests, "at_once": options.at_once}
     return _told(asyncio.run(load.tampered(where, rate=options.rate, **knobs)))
 
 
-def _soak(options: argparse.Namespace) -> bool:
-    knobs = {"requests": options.requests, "state": options.state, "seed": options.seed}
+def _soak(options: argparse.Namespace) -> tuple[bool, str]:
+    knobs = {"requests": options.requests, "at_once": options.at_once, "state": options.state, "seed": options.seed}
     return _told([asyncio.run(soak.soak(options.directory, **knobs))])
 
 
-def _aborts(options: argparse.Namespace) -> bool:
-    times = asyncio.run(soak.aborts(options.directory, count=options.count))
-    p50, p99 = times[len(times) // 2], times[min(len(times) - 1, math.ceil(0.99 * len(times)) - 1)]
-    print(f"blocks free after a hang-up, {len(times)} times: p50 {p50:.3f} s, p99 {p99:.3f} s, max {times[-1]:.3f} s")
-    return True
+def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
+    rows = ["| a client hangs up while | times | p50 (s) | p99 (s) | longest (s) |", "|---|---|---|---|---|"]
+    for phase, times in asyncio.run(soak.aborts(options.directory, count=options.count)).items():
+        p50, p99 = times[len(times) // 2], times[math.ceil(0.99 * len(times)) - 1]
+        rows.append(f"| {phase} | {len(times)} | {p50:.3f} | {p99:.3f} | {times[-1]:.3f} |")
+    return True, "\n".join(rows) + "\n"
+
+
+def _all(options: argparse.Namespace) -> tuple[bool, str]:
+    parts = {"The matrix": _matrix, "One fault under load": _load, "Broken frames": _frames, "Hang-ups": _aborts}
+    good, text = True, ""
+    for title, part in parts.items():
+        options.requests = 2000 if part is _frames else 800
+        passed, table = part(options)
+        good, text = good and passed, f"{text}\n## {title}\n\n{table}"
+    return good, text
 
 
 def main() -> int:
@@ -68,7 +79,6 @@ def main() -> int:
     cells = commands.add_parser("matrix", help="every fault in every phase of a request's life")
     cells.add_argument("--only", default="", help="cells whose name has this text")
     cells.add_argument("--houses", type=int, default=3, help="systems side by side")
-    cells.add_argument("--report", type=Path, help="file for the table")
     cells.set_defaults(run=_matrix)
     loads = commands.add_parser("load", help="one fault under load, scenario by scenario")
     loads.add_argument("--only", default="", help="scenarios whose name has this text")
@@ -79,14 +89,23 @@ def main() -> int:
     soaks.add_argument("--seed", type=int, default=0)
     for command, requests, run in ((loads, 800, _load), (frames, 2000, _frames), (soaks, 10_000, _soak)):
         command.add_argument("--requests", type=int, default=requests)
-        command.add_argument("--at-once", type=int, default=64, help="clients (a soak has 256)")
+        command.add_argument("--at-once", type=int, default=256 if run is _soak else 64, help="clients")
         command.set_defaults(run=run)
     hang_ups = commands.add_parser("aborts", help="how soon a client's hanging up frees blocks")
     hang_ups.add_argument("--count", type=int, default=100)
     hang_ups.set_defaults(run=_aborts)
+    everything = commands.add_parser("all", help="matrix, load, frames and aborts")
+    everything.set_defaults(run=_all, only="", houses=3, at_once=64, rate=0.01, count=100)
+    for command in commands.choices.values():
+        command.add_argument("--report", type=Path, help="file for the tables")
     options = parser.parse_args()
     options.directory = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
-    good = bool(options.run(options))
+    good, text = options.run(options)
+    print(text)
+    if options.report:
+        head = f"`python -m tests.chaos {' '.join(sys.argv[1:])}`, {date.today()}, {os.cpu_count()} cores"
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(f"# Faults\n\n{head}\n\n{text}")
     if good:
         shutil.rmtree(options.directory)
     else:

@@ -15,8 +15,7 @@ from typing import Literal
 
 from tests.chaos import faults
 from tests.chaos.faults import Fault, frame, lost
-from tests.chaos.house import clock
-from tests.chaos.scenes import Phase
+from tests.chaos.scenes import OUTPUT, Phase
 from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
 
 KILLED_S, STOPPED_S, RECOMPUTED_S = 2.0, 3.5, 0.7
@@ -29,9 +28,26 @@ Measure = Literal["gap", "freed", "answer"]
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Flags of a house's workers and of its door."""
+
+    flags: tuple[str, ...] = ("--max-num-seqs", "2")
+    door: tuple[str, ...] = ()
+
+
+USUAL = Kind()
+"""Two slots per decode worker: four requests fill the house."""
+HURRIED = Kind(door=("--request-timeout", "1.5"))
+STRICT = Kind(door=("--max-queued-requests", "1"))
+CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
+"""Room for two promises of 320 + 512 tokens, not for two streams of 320 + 700."""
+
+
+@dataclass(frozen=True)
 class Cell:
     """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``special`` is a token of its
     prompt that makes engines fail. ``arranged``: the phase at which the fault is set up, if it is an earlier one.
+    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``house``: what it needs.
     ``missing`` says what Tandem does not do yet, of a cell that cannot pass."""
 
     name: str
@@ -42,6 +58,9 @@ class Cell:
     measure: Measure = "gap"
     special: int | None = None
     arranged: Phase | None = None
+    neighbours: str = "exact"
+    output: int = OUTPUT
+    house: Kind = USUAL
     missing: str = ""
 
     @property
@@ -51,12 +70,6 @@ class Cell:
 
 def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **more: object) -> list[Cell]:
     return [Cell(name, phase, fault, expect, bound, **more) for phase, bound in bounds.items()]  # type: ignore[arg-type]
-
-
-async def nothing(scene: object) -> faults.Proof:
-    """The fault is in the request itself; its cell proves it by the error or by the other worker that served it."""
-    scene.struck_at = clock()  # type: ignore[attr-defined]
-    return lambda: True
 
 
 _KILL = {"Q": KILLED_S, "P": KILLED_S, "X": KILLED_S, "D": KILLED_S, "S": KILLED_S}
@@ -76,11 +89,11 @@ CELLS: list[Cell] = [
     *_row("decode killed", partial(faults.kill, "decode"), "exact", _KILL | _FEWER),
     *_row("decode stopped", partial(faults.stop, "decode"), "exact", _STOP | _FEWER),
     *_row("decode stopped for 3 s", partial(faults.pause, "decode"), "exact", _STOP | _FEWER),
-    *_row("exception in one request, once", nothing, "exact", {"P": 2.0}, special=FAILS_ONCE),
-    *_row("exception in one request, always", nothing, "error worker_lost", {"P": 5.0}, measure="answer",
+    *_row("exception in one request, once", faults.nothing, "exact", {"P": 2.0}, special=FAILS_ONCE),
+    *_row("exception in one request, always", faults.nothing, "error worker_lost", {"P": 5.0}, measure="answer",
           special=FAILS),
-    *_row("out of memory in one request", nothing, "exact", {"P": 2.0}, special=OUT_OF_MEMORY),
-    *_row("poison request kills its workers", nothing, "error request_quarantined", {"P": 5.0}, measure="answer",
+    *_row("out of memory in one request", faults.nothing, "exact", {"P": 2.0}, special=OUT_OF_MEMORY),
+    *_row("poison request kills its workers", faults.nothing, "error request_quarantined", {"P": 5.0}, measure="answer",
           special=KILLS),
     *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
@@ -99,7 +112,8 @@ CELLS: list[Cell] = [
     *_row("commit lost", lost("commit", "up"), "exact", {"X": 1.0}, arranged="P"),
     *_row("accept lost", lost("accept", "down"), "exact", {"X": 1.0}, arranged="P"),
     *_row("acks lost", lost("ack", "down", 3), "exact", {"X": 1.0}, arranged="P"),
-    *_row("coordinator killed", faults.kill_coordinator, "cut", dict.fromkeys("QPXDS", HELD_S), measure="freed"),
+    *_row("coordinator killed", faults.kill_coordinator, "cut", dict.fromkeys("QPXDS", HELD_S), measure="freed",
+          neighbours="cut"),
     *_row("coordinator stalls for 0.5 s", faults.stall_coordinator, "exact", _NONE),
     *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
     *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact", _STOP),
@@ -111,6 +125,15 @@ CELLS: list[Cell] = [
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
           {"D": 1.0, "S": 1.0}),
     *_row("prefill drains", partial(faults.terminate, "prefill"), "exact", _NONE),
+    *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact",
+          _KILL | {"P": KILLED_S + RECOMPUTED_S}),
+    *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
+          dict.fromkeys("PXDS", 4.0)),
+    *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
+    *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", 2.0), measure="answer",
+          neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
+    *_row("overload", faults.overload, "exact", {"Q": 1.0}, house=STRICT),
+    *_row("decode pool full", faults.fill_pool, "exact", {"S": 6.0}, house=CRAMPED, output=700),
     *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER),
 ]  # fmt: skip
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from tests.chaos.house import Worker, clock
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
-from tests.chaos.scenes import Scene
+from tests.chaos.scenes import PROMPT, STEP_S, Scene
 
 Proof = Callable[[], bool]
 Fault = Callable[[Scene], Awaitable[Proof]]
 STALL_S = 0.5
+REFUSED_S = 0.25
+"""A refusal takes 50 ms at most; the rest is for a machine that runs three houses at once."""
 
 
 def _struck(scene: Scene) -> None:
@@ -121,6 +123,79 @@ async def stall_coordinator(scene: Scene) -> Proof:
     return lambda: stalled
 
 
+async def kill_pool(role: str, scene: Scene) -> Proof:
+    """Every worker of a role."""
+    workers = scene.house.by_role(role)
+    processes = [worker.process for worker in workers]
+    _struck(scene)
+    for worker in workers:
+        worker.wanted = False
+        worker.signal(signal.SIGKILL)
+    _let_go(scene)
+    return lambda: all(process is not None and process.returncode == -signal.SIGKILL for process in processes)
+
+
+async def replace_pool(role: str, scene: Scene) -> Proof:
+    """Every worker of a role is killed; new ones are started as soon as they are gone."""
+    proof = await kill_pool(role, scene)
+    await scene.house.until(proof, 5.0, "the pool is dead")
+    for worker in scene.house.by_role(role):
+        assert worker.reading is not None
+        await worker.reading
+        await scene.house.start_worker(worker, "--step-s", str(STEP_S))
+        worker.wanted = True
+    return lambda: True
+
+
+async def refuse_stranger(scene: Scene) -> Proof:
+    """A worker of another model wants to join."""
+    log = scene.house.directory / "stranger.log"
+    _struck(scene)
+    stranger = await scene.house.start_stranger(log)
+    _let_go(scene)
+    return lambda: bool(stranger.returncode) and "the coordinator refuses this worker" in log.read_text()
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def nothing(scene: Scene) -> Proof:
+    """The fault is in the request itself; its verdict, or the other worker that had to serve it, is the proof."""
+    _struck(scene)
+    return lambda: True
+
+
+async def deadline(scene: Scene) -> Proof:
+    """It passes by itself; a hand-off that was held back goes on only after it."""
+    scene.struck_at = scene.ask.started_at
+    await asyncio.wait([scene.task])
+    _let_go(scene)
+    return lambda: scene.ask.ended_at > scene.struck_at + 1.0
+
+
+async def overload(scene: Scene) -> Proof:
+    """One more than may wait."""
+    _struck(scene)
+    ask = scene.house.ask(64, 8)
+    await ask.send(scene.session)
+    told = "Retry-After" in ask.headers and "retry-after-ms" in ask.headers
+    return lambda: ask.status == 429 and ask.error == "server_is_overloaded" and told and ask.largest_gap(0) < REFUSED_S
+
+
+async def fill_pool(scene: Scene) -> Proof:
+    """Streams that fit when they were placed and no longer when they have grown: some must be parked and resumed."""
+    _struck(scene)
+    for worker in scene.house.by_role("decode"):
+        worker.command(step_s=0.002)
+    scene.neighbours = [scene.house.ask(PROMPT, scene.ask.max_tokens) for _ in range(3)]
+    for ask in scene.neighbours:
+        scene.send(ask)
+    await scene.over()
+    shown = await scene.house.admin()
+    parked = sum(worker["counters"].get("num_preemptions", 0) for worker in shown.values())
+    return lambda: parked > 0
+
+
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +231,7 @@ async def black_hole(which: str, scene: Scene) -> Proof:
     proxy = _line(scene, which)
     proof = _counted(proxy, "black_hole")
     if which == "data":
-        proxy.only = f"{scene.prefill.incarnation}|kv"
+        proxy.only = f"{scene.prefill.incarnation}|"
     _struck(scene)
     proxy.black_hole = True
     _let_go(scene)

@@ -261,6 +261,14 @@ class House:
             )  # fmt: skip
         worker.reading = asyncio.ensure_future(self._read(worker, worker.process))
 
+    async def start_stranger(self, log: Path) -> Process:
+        """A worker that serves something else."""
+        with log.open("wb") as out:
+            return await self._spawn(
+                "-m", "tests.chaos.worker", "--role", "decode", "--name", "stranger", "--coordinator", self.control,
+                "--advertise", "127.0.0.1:9", "--fingerprint", "another", stdin=PIPE, stdout=DEVNULL, stderr=out,
+            )  # fmt: skip
+
     async def _spawn(self, *words: str, **pipes: Any) -> Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -383,7 +391,10 @@ class House:
             except (aiohttp.ClientError, TimeoutError):
                 return False
             return all(
-                worker.incarnation and name in shown and shown[name]["incarnation"] == worker.incarnation and shown[name]["state"] == "ready"
+                worker.incarnation
+                and name in shown
+                and shown[name]["incarnation"] == worker.incarnation
+                and shown[name]["state"] == "ready"
                 for name, worker in self.workers.items()
                 if worker.wanted
             )

@@ -17,8 +17,8 @@ from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock
 from tests.chaos.proxy import Action, Rule, is_frame
 
 KILLED_S, STOPPED_S = 2.0, 3.5
-Break = Callable[[House], Awaitable[float]]
-"""Breaks something under load and returns when."""
+Break = Callable[[House], Awaitable[tuple[float, Callable[[], bool]]]]
+"""Breaks something under load: when it did, and the proof, to be asked for at the end."""
 
 
 @dataclass
@@ -81,13 +81,15 @@ async def scenario(
     asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
     started = clock()
     load = asyncio.ensure_future(crowd(house, asks, at_once))
-    struck_at = clock()
+    struck_at, happened = clock(), lambda: True
     if breaking is not None:
         await house.until(
             lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= requests // 4, 120, "a quarter is done"
         )
-        struck_at = await breaking(house)
+        struck_at, happened = await breaking(house)
     await load
+    if not happened():
+        figures.wrong.append("the fault did not happen")
     ended = clock()
     figures.seconds = ended - started
     judge(figures, asks)
@@ -117,29 +119,30 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
 
 
 def signalled(name: str, number: int) -> Break:
-    async def strike(house: House) -> float:
+    async def strike(house: House) -> tuple[float, Callable[[], bool]]:
         worker: Worker = house.workers[name]
         worker.wanted = False
-        at = clock()
+        process, at = worker.process, clock()
+        assert process is not None
         worker.signal(number)
-        return at
+        return at, lambda: process.returncode == -number if number == signal.SIGKILL else worker.stopped
 
     return strike
 
 
-async def reset_links(house: House) -> float:
+async def reset_links(house: House) -> tuple[float, Callable[[], bool]]:
     at = clock()
-    assert sum(worker.data.reset() for worker in house.by_role("decode")), "no link was there to be reset"
-    return at
+    struck = sum(worker.data.reset() for worker in house.by_role("decode"))
+    return at, lambda: struck > 0
 
 
-async def swallow_link(house: House) -> float:
+async def swallow_link(house: House) -> tuple[float, Callable[[], bool]]:
     """One pair from now on: prefill-0 and decode-0."""
     at = clock()
     proxy = house.workers["decode-0"].data
-    proxy.only = f"{house.workers['prefill-0'].incarnation}|kv"
+    proxy.only = f"{house.workers['prefill-0'].incarnation}|"
     proxy.black_hole = True
-    return at
+    return at, lambda: proxy.done["black_hole"] > 0
 
 
 SCENARIOS: dict[str, tuple[Break | None, float]] = {

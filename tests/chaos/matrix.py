@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.cells import HELD_S, Cell
+from tests.chaos.cells import HELD_S, Cell, Kind
 from tests.chaos.house import House, Stuck, clock
 from tests.chaos.scenes import CHUNK, OUTPUT, PROMPT, Scene, arrange, progress
 
-FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-seqs", "2", "--max-num-batched-tokens", str(CHUNK))
-"""Two slots per decode worker: four requests fill the house."""
+FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
 
 HAPPENED_S = 8.0
 """A process that drains may take so long to be gone after its last request."""
@@ -56,7 +56,7 @@ async def _play(house: House, cell: Cell, session: object, result: Result) -> No
     if cell.special is not None:
         scene = await _special(house, cell, session)
     else:
-        scene = await arrange(house, cell.arranged or cell.phase, session)  # type: ignore[arg-type]
+        scene = await arrange(house, cell.arranged or cell.phase, session, cell.output)  # type: ignore[arg-type]
     proof = await cell.fault(scene)
     await scene.over()
     freed_at = await house.until_free(HELD_S + 2)
@@ -98,8 +98,7 @@ def _objection(scene: Scene, cell: Cell) -> str:
     if cell.expect == "gone":
         asks = scene.neighbours
     for ask in asks:
-        wanted = cell.expect if ask is scene.ask or cell.expect == "cut" else "exact"
-        wanted = "exact" if wanted == "gone" else wanted
+        wanted = cell.expect if ask is scene.ask else cell.neighbours
         if ask.verdict() != wanted:
             who = "the request" if ask is scene.ask else "a neighbour"
             return f"{who}: {ask.verdict()} (status {ask.status}, {len(ask.ids)} tokens), {wanted} wanted"
@@ -118,26 +117,25 @@ async def _play_and_repair(house: House, cell: Cell) -> Result:
 
 
 async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIterator[Result]:
-    """Plays all cells; results as they come. A house that cannot be repaired is replaced."""
-    todo: asyncio.Queue[Cell] = asyncio.Queue()
-    for cell in cells:
-        todo.put_nowait(cell)
+    """Plays all cells, ``houses`` at a time; results as they come. A house that cannot be repaired is replaced."""
+    shares = _shares(cells, houses)
     results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+    lanes = iter(enumerate(shares))
 
-    async def keep_house(number: int) -> None:
-        generation = 0
+    async def keep_houses() -> None:
         try:
-            while not todo.empty():
-                generation += 1
-                where = directory / f"house-{number}-{generation}"
-                async with House.running(where, flags=FLAGS, door=("--drain-timeout", "30"), seed=number) as house:
-                    while not todo.empty() and not house.beyond_repair:
-                        results.put_nowait(await _play_and_repair(house, todo.get_nowait()))
+            for number, share in lanes:
+                while share:
+                    where = directory / f"house-{number}-{len(share)}"
+                    kind = share[0].house
+                    async with House.running(where, flags=FLAGS + kind.flags, door=kind.door, seed=number) as house:
+                        while share and not house.beyond_repair:
+                            results.put_nowait(await _play_and_repair(house, share.popleft()))
         except BaseException as error:
             results.put_nowait(error)
             raise
 
-    keepers = [asyncio.ensure_future(keep_house(number)) for number in range(houses)]
+    keepers = [asyncio.ensure_future(keep_houses()) for _ in range(houses)]
     try:
         for _ in cells:
             result = await results.get()
@@ -149,6 +147,15 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
         for keeper in keepers:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
+
+
+def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
+    """What each house plays: cells that need the same kind of house, dealt out so that all are busy to the end."""
+    kinds: dict[Kind, list[Cell]] = {}
+    for cell in cells:
+        kinds.setdefault(cell.house, []).append(cell)
+    parts = [deque(same[at::houses]) for same in kinds.values() for at in range(min(houses, len(same)))]
+    return sorted(parts, key=len, reverse=True)
 
 
 def markdown(results: Sequence[Result], seconds: float) -> str:

@@ -148,7 +148,7 @@ class _Connection:
 class Proxy:
     """Listens on a free port of loopback; forwards to ``target`` (host:port) once it is known.
 
-    ``hold``: bytes wait here (nothing is lost, connections stay). ``black_hole``: bytes are taken and vanish, also those
+    ``hold``: bytes wait here (nothing is lost, connections stay). ``black_hole``: bytes are taken and vanish, those
     of new connections. ``only``: switches and rules concern only peers whose identity begins so.
     """
 
@@ -228,7 +228,7 @@ class Proxy:
         return len(struck)
 
     def heal(self) -> None:
-        """No faults any more. What a black hole has swallowed is lost, so its connections are cut: ZeroMQ dials anew."""
+        """No faults any more. What a black hole has swallowed is lost, so its connections are cut and dialled anew."""
         swallowed = self.black_hole
         self.rules.clear()
         self.black_hole, self.only = False, ""

@@ -12,6 +12,7 @@ Nothing sleeps and hopes: a scene is ready when a worker, a proxy, the coordinat
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,9 +62,9 @@ class Scene:
         return next(each for each in self.house.by_role(worker.role) if each is not worker)
 
 
-async def arrange(house: House, phase: Phase, session: aiohttp.ClientSession, ask: Ask | None = None) -> Scene:
-    """Brings ``ask`` (or a usual request) into ``phase``; Stuck if it does not get there."""
-    ask = ask or house.ask(PROMPT, OUTPUT, stream=phase != "D")
+async def arrange(house: House, phase: Phase, session: aiohttp.ClientSession, output: int = OUTPUT) -> Scene:
+    """Brings a request for ``output`` tokens into ``phase``; Stuck if it does not get there."""
+    ask = house.ask(PROMPT, output, stream=phase != "D")
     scene = Scene(house, phase, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
     for worker in house.by_role("decode"):
         worker.command(step_s=STEP_S)
@@ -138,10 +139,10 @@ async def _streaming(scene: Scene) -> None:
 
 
 def progress(scene: Scene) -> float:
-    """The longest time since the fault in which no worker computed a token of the request (for answers in one piece)."""
+    """The longest time since the fault without a computed token, for an answer that comes in one piece."""
     steps = sorted(step[0] for worker in scene.house.workers.values() for step in worker.steps() if step[5])
     marks = [scene.struck_at, *(at for at in steps if at > scene.struck_at), scene.ask.ended_at]
-    return max((after - before for before, after in zip(marks, marks[1:], strict=False)), default=0.0)
+    return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
 __all__ = ["PHASES", "Phase", "Scene", "arrange", "clock", "progress"]

@@ -16,9 +16,9 @@ from pathlib import Path
 from tests.chaos.house import Ask, House, clock
 from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
-from tests.chaos.scenes import Phase, arrange
+from tests.chaos.scenes import CHUNK, Phase, arrange
 
-LEG, AT_ONCE = 1000, 256
+LEG = 1000
 ABORTED = 0.1
 EVERY_S, LASTS_S = 20.0, 3.0
 Hit = Callable[[House], Awaitable[None]]
@@ -43,7 +43,7 @@ async def _reset_control(house: House) -> None:
 
 async def _black_hole(house: House) -> None:
     proxy = house.rng.choice(house.by_role("decode")).data
-    proxy.only = f"{house.rng.choice(house.by_role('prefill')).incarnation}|kv"
+    proxy.only = f"{house.rng.choice(house.by_role('prefill')).incarnation}|"
     proxy.black_hole = True
 
 
@@ -87,7 +87,7 @@ async def _break_things(house: House, faults: Counter[str], first: int) -> None:
         await house.restore()
 
 
-async def soak(directory: Path, *, requests: int, state: Path | None, seed: int) -> Figures:
+async def soak(directory: Path, *, requests: int, at_once: int, state: Path | None, seed: int) -> Figures:
     """Goes on from ``state`` (if it exists) up to ``requests`` in all."""
     total = Figures("soak")
     if state is not None and state.exists():
@@ -97,7 +97,7 @@ async def soak(directory: Path, *, requests: int, state: Path | None, seed: int)
     done = total.verdicts.total()
     async with House.running(directory / "soak", flags=LOAD_FLAGS, seed=seed + done) as house:
         while done < requests and total.passed:
-            await _leg(house, total, min(LEG, requests - done))
+            await _leg(house, total, min(LEG, requests - done), at_once)
             done = total.verdicts.total()
             print(total.row(), flush=True)
             if state is not None and total.passed:
@@ -109,7 +109,7 @@ async def soak(directory: Path, *, requests: int, state: Path | None, seed: int)
     return total
 
 
-async def _leg(house: House, total: Figures, count: int) -> None:
+async def _leg(house: House, total: Figures, count: int, at_once: int) -> None:
     asks = [house.ask(house.rng.randrange(20, 160), house.rng.randrange(8, 48)) for _ in range(count)]
     leaving = {id(ask): house.rng.randrange(1, 8) for ask in asks if house.rng.random() < ABORTED}
     for worker in house.workers.values():
@@ -117,7 +117,7 @@ async def _leg(house: House, total: Figures, count: int) -> None:
     faults: Counter[str] = Counter()
     started = clock()
     breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total()))
-    await crowd(house, asks, AT_ONCE, leave=lambda ask: leaving.get(id(ask), 0))
+    await crowd(house, asks, at_once, leave=lambda ask: leaving.get(id(ask), 0))
     breaking.cancel()
     await asyncio.gather(breaking, return_exceptions=True)
     ended = clock()
@@ -135,18 +135,25 @@ def _gap(ask: Ask) -> float:
     return ask.largest_gap(ask.arrivals[0]) if ask.arrivals and not ask.left else 0.0
 
 
-async def aborts(directory: Path, *, count: int) -> list[float]:
-    """Seconds from a client's hanging up to the last block given back, ``count`` times: while its prompt is computed
-    (0.13 s a step) and while it streams (0.03 s a step), in turns."""
-    phases: tuple[Phase, ...] = ("P", "S")
-    times = []
-    async with House.running(directory / "aborts", flags=("--watched", "--max-num-batched-tokens", "64")) as house:
-        for number in range(count):
-            async with house.session() as session:
-                scene = await arrange(house, phases[number % 2], session)
-                at = clock()
-                scene.task.cancel()
-                await asyncio.gather(scene.task, return_exceptions=True)
-                times.append(await house.until_free() - at)
-                await house.repair()
-    return sorted(times)
+async def aborts(directory: Path, *, count: int) -> dict[str, list[float]]:
+    """Seconds from a client's hanging up to the last block given back, in rising order: ``count`` times while its
+    prompt is computed (0.13 s a step), and as often while it streams (0.03 s a step)."""
+    phases: dict[str, Phase] = {"its prompt is computed, 0.13 s a step": "P", "it streams, 0.03 s a step": "S"}
+    times: dict[str, list[float]] = {}
+    async with House.running(
+        directory / "aborts", flags=("--watched", "--max-num-batched-tokens", str(CHUNK))
+    ) as house:
+        for name, phase in phases.items():
+            times[name] = sorted([await _abort(house, phase) for _ in range(count)])
+    return times
+
+
+async def _abort(house: House, phase: Phase) -> float:
+    async with house.session() as session:
+        scene = await arrange(house, phase, session)
+        at = clock()
+        scene.task.cancel()
+        await asyncio.gather(scene.task, return_exceptions=True)
+        freed_at = await house.until_free()
+        await house.repair()
+    return freed_at - at

@@ -34,7 +34,7 @@ from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine
 
 FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS = 990, 991, 992, 993
-"""Prompts with such a token fail the first time or always, find no memory the first time, or end the worker's process."""
+"""Prompts with such a token fail the first time or always, find no memory the first time, or kill the worker."""
 FIRST_FAULT = FAILS_ONCE
 
 
@@ -60,9 +60,7 @@ class ChaosEngine(OracleEngine):
             ])  # fmt: skip
         errors = {index: why for index, segment in enumerate(batch.segments) if (why := self._fault(segment.sequence))}
         good = [index for index in range(len(batch.segments)) if index not in errors]
-        part = Batch(
-            tuple(batch.segments[index] for index in good), tuple(batch.tables[index] for index in good)
-        )
+        part = Batch(tuple(batch.segments[index] for index in good), tuple(batch.tables[index] for index in good))
         done = super().step(part)
         tokens: list[list[int]] = [[] for _ in batch.segments]
         logprobs: list[list[Any]] = [[] for _ in batch.segments]
