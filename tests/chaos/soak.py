@@ -18,7 +18,7 @@ from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
 from tests.chaos.scenes import CHUNK, Phase, arrange
 
-LEG = 1000
+LEG = 2500
 ABORTED = 0.1
 EVERY_S, LASTS_S = 20.0, 3.0
 Hit = Callable[[House], Awaitable[None]]
@@ -79,12 +79,13 @@ async def _break_things(house: House, faults: Counter[str], first: int) -> None:
     """One fault after another, each healed (or its process started again) after LASTS_S."""
     names = list(HITS)
     while True:
-        await asyncio.sleep(EVERY_S - LASTS_S)
+        await asyncio.sleep(EVERY_S / 2)
         name = names[(first + faults.total()) % len(names)]
         await HITS[name](house)
         faults[name] += 1
         await asyncio.sleep(LASTS_S)
         await house.restore()
+        await asyncio.sleep(EVERY_S / 2 - LASTS_S)
 
 
 async def soak(directory: Path, *, requests: int, at_once: int, state: Path | None, seed: int) -> Figures:
