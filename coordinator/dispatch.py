@@ -67,6 +67,8 @@ STALL_S, STALL_INTERVALS, STALL_STEPS = 2.0, 20, 4
 worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
+CRASH_DELAY_S = 0.02
+"""Before a retry when a worker died: whoever died with it is found out meanwhile, and not taken for the next victim."""
 
 
 class Dispatcher:
@@ -96,6 +98,7 @@ class Dispatcher:
         self._clock = gateway.clock
         self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
+        self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
         self._ticks: asyncio.TimerHandle | None = None
         self._due = self._leases_due = 0.0
@@ -105,8 +108,9 @@ class Dispatcher:
         self._next_tick()
 
     def close(self) -> None:
-        if self._ticks is not None:
-            self._ticks.cancel()
+        for timer in (self._ticks, self._later):
+            if timer is not None:
+                timer.cancel()
         for ticket in list(self.tickets.values()):
             self.abort(ticket)
 
@@ -202,16 +206,16 @@ class Dispatcher:
     def pump(self) -> None:
         """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
         only fits workers that have left stands aside for a while: they may come back. So does one that tries again
-        while too many do."""
+        too soon, or while too many do."""
         self._pumping = False
-        workerless = False
+        workerless, now = False, self._clock()
         aside: list[tuple[int, int, Ticket]] = []
         while self._queue:
             ticket = self._queue[0][2]
             if not ticket.queued:
                 heapq.heappop(self._queue)
                 continue
-            if ticket.life.attempt and not self.retries.allows(len(self.tickets)):
+            if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
                 aside.append(heapq.heappop(self._queue))
                 continue
             verdict = self.router.place(ticket.need())
@@ -228,10 +232,19 @@ class Dispatcher:
             self._place(ticket, verdict)
         for entry in aside:
             heapq.heappush(self._queue, entry)
+        self._pump_at(min((entry[2].not_before for entry in aside if entry[2].not_before > now), default=None))
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:
             self._workerless_since = self._clock()
+
+    def _pump_at(self, time: float | None) -> None:
+        """Looks at the queue again when the first of those that wait for a moment may go."""
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        if time is not None:
+            self._later = self._loop.call_later(time - self._clock() + 0.001, self.pump_soon)
 
     def _place(self, ticket: Ticket, placement: Placement) -> None:
         """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
@@ -322,10 +335,10 @@ class Dispatcher:
         self.metrics.set_back(migration=migrates)
         self.admission.back(ticket.prompt_length)
         self._enqueue(ticket)
-        if delay_s:
-            self._loop.call_later(delay_s, self.pump_soon)
-        else:
-            self.pump_soon()
+        if crashed is not None:
+            delay_s = CRASH_DELAY_S
+        ticket.not_before = self._clock() + delay_s
+        self.pump_soon()
 
     def _settle_retry(self, ticket: Ticket) -> None:
         if self.retries.settled(ticket.id):

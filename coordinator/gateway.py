@@ -159,6 +159,7 @@ class Gateway:
         if self._loop is not None:  # later, because the sender may be in mid-decision
             self._losing[worker.id] = worker
             self._loop.call_soon(self._lost, worker)
+            self._loop.call_later(PROBES_S[0], self._probe)  # others may have died with it
 
     def _lost(self, worker: Worker) -> None:
         """Its last words may still be unread: tokens, or that it leaves."""

@@ -60,6 +60,8 @@ class Ticket:
     cut: bool = False
     """A choice was ended from this side: the workers do not know."""
     sent: dict[Incarnation, int] = field(default_factory=dict)
+    not_before: float = 0.0
+    """Not to be placed earlier: after a failure something must change first."""
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
     missed_beats: int = 0

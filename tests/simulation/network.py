@@ -151,7 +151,7 @@ class Connection:
             waiting, self.dealer.unsent = self.dealer.unsent, []
             for parts in waiting:
                 self.carry(self.dealer, self.router, parts)
-        elif self.open:  # the identity is in use: libzmq ignores such a peer
+        elif self.open:
             self.close()
 
     def carry(self, sender: Socket, receiver: Socket, parts: Parts) -> None:
@@ -310,8 +310,10 @@ class Router(Socket):
         return self._peers.get(connection.dealer.name) is connection
 
     def greet(self, connection: Connection) -> bool:
-        if self.closed or connection.dealer.name in self._peers:
+        if self.closed:
             return False
+        if (old := self._peers.pop(connection.dealer.name, None)) is not None:  # handed over
+            old.close()
         self._peers[connection.dealer.name] = connection
         return True
 

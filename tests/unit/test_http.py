@@ -450,7 +450,9 @@ async def test_streams_move_from_workers_that_leave_more_often_than_they_could_a
             worker.step_s = 0.02
         asked = asyncio.create_task(house.stream(TEXT, body))
         for _ in range(MAX_MIGRATIONS + 2):
-            await until(lambda: any(worker.busy for worker in house.workers), "somebody has the stream")
+            await until(
+                lambda: house.dispatcher.tickets and any(worker.busy for worker in house.workers), "somebody has it"
+            )
             leaving = next(worker for worker in house.workers if worker.busy)
             ticket = next(iter(house.dispatcher.tickets.values()))
             attempt = ticket.life.attempt
