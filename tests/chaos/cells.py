@@ -47,8 +47,7 @@ CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 class Cell:
     """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``special`` is a token of its
     prompt that makes engines fail. ``arranged``: the phase at which the fault is set up, if it is an earlier one.
-    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``house``: what it needs.
-    ``missing`` says what Tandem does not do yet, of a cell that fails for it, if only at times."""
+    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``house``: what it needs."""
 
     name: str
     phase: Phase
@@ -61,7 +60,6 @@ class Cell:
     neighbours: str = "exact"
     output: int = OUTPUT
     house: Kind = USUAL
-    missing: str = ""
 
     @property
     def id(self) -> str:
@@ -128,8 +126,7 @@ CELLS: list[Cell] = [
     *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact",
           _KILL | {"P": KILLED_S + RECOMPUTED_S}),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
-          dict.fromkeys("PXDS", 4.0),
-          missing="a retry on a worker that died at the same moment counts as a second crash: quarantined, at times"),
+          dict.fromkeys("PXDS", 4.0)),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", 2.0), measure="answer",
           neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),

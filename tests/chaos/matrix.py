@@ -34,7 +34,7 @@ class Result:
 
     @property
     def mark(self) -> str:
-        return "ok" if self.passed else "missing" if self.cell.missing else "FAILED"
+        return "ok" if self.passed else "FAILED"
 
 
 async def run_cell(house: House, cell: Cell) -> Result:
@@ -166,7 +166,7 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     ]
     for result in results:
         cell = result.cell
-        note = result.mark if result.passed else f"{result.mark}: {(cell.missing or result.wrong).splitlines()[-1]}"
+        note = result.mark if result.passed else f"{result.mark}: {result.wrong.splitlines()[-1]}"
         lines.append(
             f"| {cell.name} | {cell.phase} | {cell.expect} | {cell.measure} | {result.value:.2f} | {cell.bound_s:g} "
             f"| {result.freed_s:.2f} | {note} |"
