@@ -346,7 +346,8 @@ class System:
 
     def start_coordinator(self, pause_s: float) -> None:
         """Again, after a pause."""
-        held = {name: worker.worker.holdings() for name, worker in self.workers.items() if worker.awake}
+        heard = [name for name, worker in self.workers.items() if worker.awake and name not in self.suspects]
+        held = {name: self.workers[name].worker.holdings() for name in heard}
         if pause_s > LONGEST_HOLD_S and any(held.values()):
             self.complain(f"held for a dead coordinator: {held}")
         self.coordinator = SimulatedCoordinator(self)
