@@ -293,9 +293,9 @@ class Dealer(Socket):
 
     def close(self, linger: int | None = None) -> None:
         super().close()
-        if self.connection is not None:  # what was said before is on its way and arrives
-            connection = self.connection
-            self.network.clock.after(self.process.spent + 0.01, connection.close)
+        if self.connection is not None:  # what was said before is on its way and arrives first
+            connection, line = self.connection, self.connection.line
+            self.network.clock.after(self.process.spent + line.delay_s + line.jitter_s, connection.close)
 
 
 class Router(Socket):
