@@ -283,8 +283,9 @@ class Sender:
             self._send_commit(outgoing)
 
     def _has_room(self, outgoing: _Outgoing) -> bool:
-        """Whether this peer's share of the queue has room; a transfer with nothing on its way is never held up."""
-        if not outgoing.session.unacked_bytes:
+        """Whether this peer's share of the queue has room. A transfer with nothing on its way is never held up, and
+        neither is the repetition of its oldest frame: when frames were lost, only that can empty a full share again."""
+        if not outgoing.session.unacked_bytes or outgoing.session.repeats_oldest:
             return True
         line = outgoing.line
         queued = sum(each.session.unacked_bytes for each in self._outgoing.values() if each.line is line)

@@ -144,6 +144,11 @@ class SenderSession(Session):
             return None  # without any credit there is still one frame at a time
         return self._outbox.next()
 
+    @property
+    def repeats_oldest(self) -> bool:
+        """Whether what :meth:`next_cells` gives is the repetition that everything behind it waits for."""
+        return bool(self._again) and self._again[0] is self._unacked[0]
+
     def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
         """Books a fresh frame and returns its header."""
         header = FrameHeader(self.transfer, self.frames, cells, size, checksum)

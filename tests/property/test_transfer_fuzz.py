@@ -55,8 +55,8 @@ class House:
 
     def __init__(self, transport: str, seed: int) -> None:
         self.rng, self.clock = Random(seed), Clock()
-        network = Network(self.clock, self.rng)
-        self.there, self.here = (Recorded(network, Process(self.clock, name)) for name in ("prefill", "decode"))
+        self.network = Network(self.clock, self.rng)
+        self.there, self.here = (Recorded(self.network, Process(self.clock, name)) for name in ("prefill", "decode"))
         self.source = KvMemory(KvLayout(LAYERS, "float32", 16), SLOTS * 6)
         self.target = KvMemory(KvLayout(LAYERS, "float32", 32), SLOTS * 3)
         self.source.raw[:] = np.random.default_rng(seed).integers(0, 256, self.source.raw.shape, np.uint8)
@@ -183,7 +183,9 @@ class House:
                 self.rng.shuffle(socket.inbox)
                 return
             case "parts":
-                parts = parts[:first] + [self.rng.randbytes(self.rng.choice((0, 5, 56)))] * self.rng.randint(0, 4)
+                parts = parts[:first] + [self.rng.randbytes(self.rng.choice((0, 5, 56)))] * self.rng.randint(
+                    0, 4
+                )
         if unread:
             socket.inbox[at] = parts
         else:
@@ -237,5 +239,25 @@ def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
         for _ in range(30):
             house.turn(0.1)
         assert house.landed == landed + 1
+    finally:
+        house.close()
+
+
+def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> None:
+    house = House("zmq", 0)
+    rates = house.network.line(house.there.process, house.here.process).rates
+    try:
+        for slot in range(SLOTS):
+            house.begin(slot)
+        house.turn()
+        house.travel(0.002)
+        rates.drop = 1.0  # the grants are there; what they let out is lost
+        house.turn()
+        house.turn()
+        rates.drop = 0.0
+        assert sum(each.session.unacked_bytes for each in house.sender._outgoing.values()) >= 4 * FRAME_BYTES
+        for _ in range(100):
+            house.turn()
+        assert house.landed == SLOTS
     finally:
         house.close()
