@@ -18,7 +18,7 @@ import msgspec
 from common.ids import Incarnation, WorkerName
 from common.request import Id, Request
 
-PROTOCOL = 3
+PROTOCOL = 4
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]

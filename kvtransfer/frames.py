@@ -16,9 +16,14 @@ from common.errors import WireError
 from common.ids import REQUEST_ID_BYTES, RequestId, TransferId
 from common.kv.memory import Bytes
 
-_HEADER = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
-_MAGIC = b"TKV1"
-HEADER_BYTES = _HEADER.size
+_FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
+_CHECKSUM = struct.Struct("<Q")
+_MAGIC = b"TKV2"
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class Damaged(WireError):
+    """The bytes of a frame are not those that were sent: the link's fault. It is counted, and the sender repeats it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class FrameHeader:
 
     def pack(self) -> bytes:
         cells = self.cells
-        return _HEADER.pack(
+        fields = _FIELDS.pack(
             _MAGIC,
             self.transfer.request,
             self.transfer.attempt,
@@ -63,13 +68,18 @@ class FrameHeader:
             self.size_bytes,
             self.checksum,
         )
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
     @classmethod
     def unpack(cls, data: bytes) -> FrameHeader:
-        """WireError unless ``data`` is a well-formed header of non-empty cells."""
+        """Damaged if ``data`` is not what anybody has packed, WireError if what was packed is no header of non-empty
+        cells."""
         if len(data) != HEADER_BYTES:
-            raise WireError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
-        magic, request, attempt, number, l0, l1, t0, t1, size, checksum = _HEADER.unpack(data)
+            raise Damaged(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
+        fields = data[: _FIELDS.size]
+        if data[_FIELDS.size :] != _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields)):
+            raise Damaged("a frame header fails its checksum")
+        magic, request, attempt, number, l0, l1, t0, t1, size, checksum = _FIELDS.unpack(fields)
         if magic != _MAGIC or l0 >= l1 or t0 >= t1:
             raise WireError("not a frame header")
         return cls(TransferId(RequestId(request), attempt), number, Rectangle(l0, l1, t0, t1), size, checksum)

@@ -22,7 +22,7 @@ from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, 
 from common.strikes import Strikes
 from common.wire import decode
 from kvtransfer.credit import CreditBook
-from kvtransfer.frames import HEADER_BYTES, FrameHeader
+from kvtransfer.frames import Damaged, FrameHeader
 from kvtransfer.links import shm, zeromq
 from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink
@@ -53,10 +53,6 @@ class Failed:
     transfer: TransferId
     reason: str
     told: bool
-
-
-class Damaged(WireError):
-    """The bytes of a frame are not those that were sent: the link's fault. It is counted, and the sender repeats it."""
 
 
 @dataclass(slots=True)
@@ -167,7 +163,7 @@ class Receiver:
                 self._fail(incoming, TransferState.FAILED, "the sender's messages make no sense")
 
     def _take(self, peer: bytes, parts: list[zmq.Frame], now: float) -> None:
-        if len(parts) == 2 and len(parts[0]) == HEADER_BYTES:
+        if len(parts) == 2:
             self._frame(peer, FrameHeader.unpack(parts[0].bytes), parts[1].buffer, now)
         elif len(parts) == 1:
             self._message(peer, decode(parts[0].buffer, ToDecode), now)

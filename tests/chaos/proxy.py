@@ -31,7 +31,7 @@ Action = Literal["drop", "duplicate", "reorder", "corrupt", "truncate"]
 
 def is_frame(parts: Parts) -> bool:
     """A frame of KV: header and payload."""
-    return len(parts) == 2 and parts[0].startswith(b"TKV1")
+    return len(parts) == 2 and parts[0].startswith(b"TKV2")
 
 
 def is_a(*tags: str) -> Callable[[Parts], bool]:
@@ -315,10 +315,18 @@ class Proxy:
                 case "reorder":
                     return late or b"", whole
                 case "corrupt":
-                    return framed([*parts[:-1], self._corrupted(parts[-1])]) + (late or b""), None
+                    return framed(self._spoilt(parts, self._corrupted)) + (late or b""), None
                 case "truncate":
-                    return framed([*parts[:-1], parts[-1][: self.rng.randrange(len(parts[-1]))]]) + (late or b""), None
+                    return framed(self._spoilt(parts, self._truncated)) + (late or b""), None
         return whole + (late or b""), None
+
+    def _spoilt(self, parts: Parts, spoil: Callable[[bytes], bytes]) -> Parts:
+        """With one of the parts, of a frame its header or its payload, as ``spoil`` makes it."""
+        at = self.rng.randrange(len(parts))
+        return [*parts[:at], spoil(parts[at]), *parts[at + 1 :]]
+
+    def _truncated(self, part: bytes) -> bytes:
+        return part[: self.rng.randrange(len(part))]
 
     def _corrupted(self, part: bytes) -> bytes:
         at = self.rng.randrange(len(part))

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName
@@ -19,11 +19,12 @@ from common.kv.memory import KvMemory
 from common.messages import Peer
 from common.strikes import Strikes
 from kvtransfer.credit import CreditBook
+from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Sender
 from kvtransfer.session import Limits
 from tests.simulation.clock import Clock, Process
-from tests.simulation.network import Network, SimulatedChannels
+from tests.simulation.network import Network, Rates, SimulatedChannels
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2))
 FRAME_BYTES, TOKENS, SLOTS = 2048, 90, 4
@@ -183,7 +184,7 @@ class House:
                 self.rng.shuffle(socket.inbox)
                 return
             case "parts":
-                parts = parts[:first] + [self.rng.randbytes(self.rng.choice((0, 5, 56)))] * self.rng.randint(
+                parts = parts[:first] + [self.rng.randbytes(self.rng.choice((0, 5, HEADER_BYTES)))] * self.rng.randint(
                     0, 4
                 )
         if unread:
@@ -259,5 +260,30 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
         for _ in range(100):
             house.turn()
         assert house.landed == SLOTS
+    finally:
+        house.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(["zmq", "shm"]), st.integers(0, 2**32), st.sampled_from([0.02, 0.1]))
+@example("zmq", 115, 0.02)
+def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: str, seed: int, rate: float) -> None:
+    house = House(transport, seed)
+    try:
+        house.network.line(house.there.process, house.here.process).rates = Rates(corrupt=rate, truncate=rate)
+        rounds = 4
+        for landed in range(SLOTS, (rounds + 1) * SLOTS, SLOTS):
+            for slot in range(SLOTS):
+                house.begin(slot)
+            for _ in range(100):
+                if house.landed == landed:
+                    break
+                house.turn(0.1)
+            assert house.landed == landed, "every frame has come in the end"
+        damaged = house.network.happened.get("corrupted", 0) + house.network.happened.get("truncated", 0)
+        assert house.receiver.bad_messages <= damaged, "nothing else was bad"
+        assert rate < 0.1 or house.receiver.bad_messages
+        for strikes in (house.receiver.strikes, house.sender.strikes):
+            assert not strikes._counts
     finally:
         house.close()

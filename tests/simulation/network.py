@@ -175,7 +175,7 @@ class Connection:
             parts = _corrupted(parts, rng)
         if frame and rates.truncate and rng.random() < rates.truncate:
             network.count("truncated")
-            parts = [parts[0], parts[1][: rng.randrange(len(parts[1]) + 1)]]
+            parts = _truncated(parts, rng)
         arrival = network.clock.now + self.line.delay_s + rng.random() * self.line.jitter_s
         if rates.reorder and rng.random() < rates.reorder:
             network.count("reordered")
@@ -217,10 +217,18 @@ class Connection:
 
 
 def _corrupted(parts: Parts, rng: Random) -> Parts:
-    payload = bytearray(parts[1])
-    if payload:
-        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-    return [parts[0], bytes(payload)]
+    """Header or payload with one bit changed."""
+    which = rng.randrange(2)
+    changed = [bytearray(part) for part in parts]
+    if part := changed[which]:
+        part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
+    return [bytes(part) for part in changed]
+
+
+def _truncated(parts: Parts, rng: Random) -> Parts:
+    """Header or payload without its end."""
+    which = rng.randrange(2)
+    return [part[: rng.randrange(len(part) + 1)] if index == which else part for index, part in enumerate(parts)]
 
 
 class Frame:

@@ -24,6 +24,7 @@ from common.strikes import REMEMBERED, STRIKES, Strikes
 from coordinator.gateway import Gateway
 from coordinator.registry import Registry
 from deploy import cli
+from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.proof import proof, proves
 from kvtransfer.receiver import Receiver
 from tests.fakes.oracle import OracleEngine
@@ -296,8 +297,15 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party
         assert (grant is not None) == may_connect
         if grant is not None:
             assert proves(grant.proof, token, transfer, "grant") and not proves(grant.proof, b"", transfer, "grant")
-            for _ in range(STRIKES):
+            for _ in range(2 * STRIKES):  # what a bad line makes of a header is nobody's fault
                 socket.send_multipart([b"x", b"y"])
+            until(
+                lambda: receiver.pump(time.monotonic, 0.01) or receiver.bad_messages == 1 + 2 * STRIKES, "all counted"
+            )
+            assert not receiver.strikes.cut_off and say(proof(token, transfer, "open")) is not None
+            outside_of_it = FrameHeader(transfer, 0, Rectangle(0, 99, 0, 16), 64, 0).pack()
+            for _ in range(STRIKES):
+                socket.send_multipart([outside_of_it, b"y"])
             until(lambda: receiver.pump(time.monotonic, 0.01), "what it was sending has failed")
             assert socket.poll(int(WAIT_S * 1000)) and isinstance(receive(socket, ToPrefill), Cancel), "and it is told"
             assert receiver.strikes.cut_off == 1 and say(proof(token, transfer, "open")) is None
