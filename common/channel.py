@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from common.errors import NOT_OURS, StartError, WireError
+from common.handshake import Handshakes
 from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
@@ -163,6 +164,10 @@ class Channels:
     def dealer(self, address: str, name: bytes, *, to: Party = "coordinator") -> zmq.Socket[Any]:
         """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer."""
         return connect_dealer(self.context, address, name, secure=functools.partial(self._as_client, to))
+
+    def handshakes(self, dealer: zmq.Socket[Any]) -> Handshakes:
+        """Whether ``dealer``, made here, is let in, and why not."""
+        return Handshakes(dealer, dealer.get_monitor_socket(Handshakes.EVENTS), keyed=self.keys is not None)
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""

@@ -17,7 +17,8 @@ from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
 KNOCK_S = 2.0
-"""A Hello that nobody answers for so long was heard by a coordinator that died over it."""
+"""A Hello that nobody answers for so long was heard by a coordinator that died over it, or by one that lets nobody in
+with our key: it may have been corrected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +51,46 @@ class Membership:
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
-        self._said_hello_at = self._clock()
         self._heart: Heart | None = None
-        self._socket = channels.dealer(address, identity(hello.name, hello.incarnation))
-        channels.register(self._socket)
-        send(self._socket, hello)
+        self._dial()
+        self._say_hello()
 
     @property
     def joined(self) -> bool:
         return self._welcome is not None
 
+    @property
+    def refusal(self) -> str:
+        """Why the coordinator does not let this worker connect, in words; "" if nothing is known to be wrong."""
+        return self._handshakes.refusal
+
     def knock(self) -> None:
-        """Says Hello again if it was never answered."""
-        if not self.joined and self._clock() - self._said_hello_at > KNOCK_S:
+        """Says Hello again if it was never answered, and dials again when libzmq does not."""
+        self._handshakes.look()
+        if self._clock() - self._said_hello_at <= KNOCK_S:
+            return
+        if self._handshakes.final:
+            self._hang_up()
+            self._welcome = None  # whoever welcomed us is gone: until somebody does again we go on saying Hello
+            self._dial()
             self._say_hello()
+        elif not self.joined:
+            self._say_hello()
+
+    def _dial(self) -> None:
+        self._socket = self._channels.dealer(self._address, identity(self.hello.name, self.hello.incarnation))
+        self._handshakes = self._channels.handshakes(self._socket)
+        self._channels.register(self._socket)
+
+    def _hang_up(self, goodbye: Message | None = None) -> None:
+        if self._heart is not None:  # its socket is turned away as this one is
+            self._heart.stop()
+            self._heart = None
+        if goodbye is not None:
+            send(self._socket, goodbye)
+        self._channels.unregister(self._socket)
+        self._handshakes.close()
+        self._socket.close(linger=500)  # lets the goodbye leave
 
     def _say_hello(self) -> None:
         self.acted_on = 0
@@ -95,12 +122,7 @@ class Membership:
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
-        if self._heart is not None:
-            self._heart.stop()
-        if goodbye is not None:
-            send(self._socket, goodbye)
-        self._channels.unregister(self._socket)
-        self._socket.close(linger=500)  # lets the goodbye leave
+        self._hang_up(goodbye)
 
     # -- the heart ----------------------------------------------------------------------------------------------------
 

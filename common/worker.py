@@ -100,6 +100,7 @@ class Worker(abc.ABC):
         self._deadlines: dict[TransferId, float] = {}
         self._swept_at = 0.0
         self._lonely_since = self.clock()
+        self._told_refusal = ""
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
@@ -259,17 +260,30 @@ class Worker(abc.ABC):
         self._swept_at = now
         self._expire(now)
         self.membership.knock()
-        if not self.membership.joined and now - self._lonely_since > LONELY_S:
-            self._lonely_since = now
-            log.warning(
-                "still waiting for the coordinator at %s: is it started, and with the same keys?",
-                self.settings.coordinator,
-            )
+        self._complain(now)
         for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
             if transfer in self._trials:
                 self.abort(transfer)
                 continue
             self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
+
+    def _complain(self, now: float) -> None:
+        """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S."""
+        refusal, told = self.membership.refusal, self._told_refusal
+        self._told_refusal = refusal
+        if self.membership.joined and not refusal:
+            return
+        if refusal in ("", told) and now - self._lonely_since <= LONELY_S:
+            return
+        self._lonely_since = now
+        if refusal:
+            log.warning(
+                "the coordinator at %s does not let this worker in: %s (trying again)",
+                self.settings.coordinator,
+                refusal,
+            )
+        else:
+            log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
 
     def _renew(self, live: bytes, now: float) -> None:
         """Messages come in order: what is here and not listed was given up, and the message that said so was lost."""

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from common.channel import Channels
+from common.handshake import Handshakes
 from common.messages import Message
 from common.wire import encode
 from tests.simulation.clock import Clock, Process
@@ -274,6 +275,8 @@ class Socket:
     def poll(self, timeout: int = 0) -> int:
         return len(self.inbox)
 
+    def disable_monitor(self) -> None: ...
+
     def close(self, linger: int | None = None) -> None:
         self.closed = True
 
@@ -387,6 +390,9 @@ class SimulatedChannels(Channels):
 
     def dealer(self, address: str, name: bytes, *, to: str = "coordinator") -> Any:
         return Dealer(self.network, self.process, address, name)
+
+    def handshakes(self, dealer: Any) -> Handshakes:
+        return Handshakes(dealer, Socket(self.network, self.process), keyed=False)  # type: ignore[arg-type]
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)

@@ -19,6 +19,7 @@ from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import TransferId, new_request_id
 from common.keys import PARTIES, Party
+from common.membership import Membership
 from common.messages import Cancel, Goodbye, Open, ToPrefill, ToWorker, Turned, Welcome
 from common.strikes import REMEMBERED, STRIKES, Strikes
 from coordinator.gateway import Gateway
@@ -142,22 +143,31 @@ def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
 class Door:
     """The coordinator's gateway, turned by hand, and dealers with keys of their own."""
 
-    def __init__(self, cluster: Path) -> None:
+    def __init__(self, cluster: Path | None, port: int = 0) -> None:
         self.cluster = cluster
         self.registry = Registry(None)
-        self.gateway = Gateway(self.registry, "127.0.0.1", 0, channels=Channels(keys.load(cluster, "coordinator")))
+        channels = Channels(cluster and keys.load(cluster, "coordinator"))
+        self.gateway = Gateway(self.registry, "127.0.0.1", port, channels=channels)
         self.gateway._events = self  # type: ignore[assignment]
         self.lost_workers: list[str] = []
         self.channels: list[Channels] = []
         self.sockets: list[zmq.Socket[Any]] = []
 
+    @property
+    def port(self) -> int:
+        return int(self.gateway.address.rpartition(":")[2])
+
     def joined(self, worker: Any) -> None: ...
+
+    def beat(self, worker: Any) -> None:
+        self.beats += 1
 
     def lost(self, worker: Any, *, crashed: bool) -> None:
         self.lost_workers.append(worker.hello.name)
 
     def dial(self, party: Party | None, name: bytes, cluster: Path | None = None) -> zmq.Socket[Any]:
-        self.channels.append(Channels(party and keys.load(cluster or self.cluster, party)))
+        path = cluster or self.cluster
+        self.channels.append(Channels(party and path and keys.load(path, party)))
         self.sockets.append(self.channels[-1].dealer(self.gateway.address, name))
         return self.sockets[-1]
 
@@ -171,6 +181,7 @@ class Door:
         return None
 
     expected = True
+    beats = 0
 
     def close(self) -> None:
         for socket in self.sockets:
@@ -207,16 +218,95 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
 
 
 @pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
-def test_strangers_do_not_get_in(door: Door, tmp_path: Path, who: str) -> None:
+def test_strangers_do_not_get_in(door: Door, other: Path, who: str) -> None:
     door.expected = False
-    other = tmp_path / "other.key"
-    keys.make(other)
     hello = hello_of("decode")
     party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[who]  # type: ignore[assignment]
     socket = door.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
     send(socket, hello)
     assert door.answer(socket) is None
     assert not list(door.registry) and not door.gateway.bad_messages, "nothing has arrived"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The keys of another cluster."""
+    path = tmp_path / "other.key"
+    keys.make(path)
+    return path
+
+
+class Member:
+    """A worker's membership, turned by hand beside the doors that it knocks at."""
+
+    def __init__(self, cluster: Path | None, door: Door, party: Party = "decode") -> None:
+        self.channels = Channels(cluster and keys.load(cluster, party))
+        self.membership = Membership(self.channels, door.gateway.address, hello_of("decode"))
+        self.welcomes = 0
+
+    def turn(self, door: Door) -> None:
+        door.gateway._read()
+        self.membership.knock()
+        self.welcomes += sum(isinstance(message, Welcome) for message in self.membership.receive())
+        self.channels.poll(0.005)
+
+    def until_refused(self, door: Door, words: str) -> None:
+        until(lambda: self.turn(door) or words in self.membership.refusal, f"not refused with {words!r}")
+
+    def until_welcome(self, door: Door) -> None:
+        before = self.welcomes
+        until(lambda: self.turn(door) or self.welcomes > before, "no Welcome")
+        assert not self.membership.refusal
+
+    def close(self) -> None:
+        self.membership.close()
+        self.channels.close()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "party", "words"),
+    [
+        ("", "cluster", "decode", "it asks for a key: give this worker the cluster's --cluster-key-file"),
+        ("cluster", "", "decode", "it has no keys"),
+        ("other", "cluster", "decode", "those of another keygen"),
+        ("cluster", "cluster", "coordinator", "does not admit this worker's key"),
+    ],
+)
+def test_a_worker_that_is_turned_away_knows_why(
+    cluster: Path, other: Path, mine: str, theirs: str, party: Party, words: str
+) -> None:
+    files = {"": None, "cluster": cluster, "other": other}
+    door = Door(files[theirs])
+    member = Member(files[mine], door, party)
+    try:
+        member.until_refused(door, words)
+        assert not member.membership.joined
+    finally:
+        member.close()
+        door.close()
+
+
+@pytest.mark.parametrize("wrong", ["none", "other"])
+def test_a_worker_joins_when_its_coordinator_has_been_corrected(
+    cluster: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
+    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    door = Door(cluster)
+    port = door.port
+    member = Member(cluster, door)
+    try:
+        member.until_welcome(door)
+        door.close()
+        door = Door(other if wrong == "other" else None, port)
+        member.until_refused(door, "keys")
+        door.close()
+        door = Door(cluster, port)
+        member.until_welcome(door)
+        until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
+    finally:
+        member.close()
+        door.close()
 
 
 def test_another_key_cannot_speak_in_a_workers_name(door: Door) -> None:
