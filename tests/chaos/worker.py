@@ -20,11 +20,14 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from common.channel import Channels
 from common.ids import WorkerName, new_incarnation
+from common.keys import load
 from common.kv.memory import host_id
 from common.messages import PROTOCOL, Hello
 from common.sequence import Batch, Sequence, StepResult
@@ -89,7 +92,9 @@ class _Told:
     def introduce(self, hello: Hello) -> Hello:
         hello = super().introduce(hello)  # type: ignore[misc]
         tell("listening", address=hello.data_address, incarnation=hello.incarnation)
-        return msgspec.structs.replace(hello, data_address=self.advertised) if hello.data_address else hello
+        if not hello.data_address or not self.advertised:
+            return hello
+        return msgspec.structs.replace(hello, data_address=self.advertised)
 
     def _publish(self) -> None:
         super()._publish()  # type: ignore[misc]
@@ -122,6 +127,8 @@ def main() -> None:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--fingerprint", required=True)
     parser.add_argument("--advertise", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--cluster-key-file", type=Path)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=64)
@@ -138,6 +145,7 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_transport=options.kv_transport,
+        data_address=f"tcp://{options.host}:*",
         drain_timeout_s=options.drain_timeout,
     )
     hello = Hello(
@@ -145,10 +153,12 @@ def main() -> None:
         engine.layout.fingerprint, os.getpid(), platform.node(), settings.host_id, "", ("shm", "zmq"), options.blocks,
         engine.layout.block_size, engine.max_model_len, engine.vocab_size, options.max_num_seqs,
         options.max_num_batched_tokens, "cpu", engine.layout.dtype,
+        kv_encryption="curve" if options.cluster_key_file else "none",
     )  # fmt: skip
     role: type[Worker] = ChaosPrefill if options.role == "prefill" else ChaosDecode
-    role.advertised = f"tcp://{options.advertise}"  # type: ignore[attr-defined]
-    worker = role(engine, settings, hello)
+    role.advertised = options.advertise and f"tcp://{options.advertise}"  # type: ignore[attr-defined]
+    keys = load(options.cluster_key_file, options.role) if options.cluster_key_file else None
+    worker = role(engine, settings, hello, Channels(keys))
     threading.Thread(target=_obey, args=(engine,), name="commands", daemon=True).start()
     worker.run()
 
