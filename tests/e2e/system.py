@@ -123,12 +123,13 @@ class System:
 
     @classmethod
     @contextmanager
-    def running(cls, log: Path, *words: str | Path) -> Iterator[System]:
-        """Any command that ends up serving HTTP on a port that it logs."""
+    def running(cls, log: Path, *words: str | Path, until_ready: bool = True) -> Iterator[System]:
+        """Any command that ends up serving HTTP on a port that it logs; a coordinator is ready when workers join."""
         process = Process.start(log, *words)
         try:
             system = cls(process, cls._find_url(process))
-            system.wait_ready()
+            if until_ready:
+                system.wait_ready()
             yield system
         except BaseException:
             process.kill()
