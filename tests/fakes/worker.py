@@ -254,7 +254,13 @@ class FakeWorker:
         held = min(len(self._jobs), self.hello.kv_blocks)
         live = b"".join(transfer.request for transfer in self._jobs)
         free = self.hello.kv_blocks - held
-        counters = {"prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0, "num_preemptions": 1.0, "bad_messages": 2.0}
+        counters = {
+            "prefix_cache_queries": 10.0,
+            "prefix_cache_hits": 4.0,
+            "num_preemptions": 1.0,
+            "bad_messages": 2,
+            "cut_off_peers": 1.0,
+        }
         return Heartbeat(
             self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters
         )

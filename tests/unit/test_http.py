@@ -644,6 +644,8 @@ async def test_rubbish_on_the_control_socket_is_counted_and_survived(
         await until(lambda: gateway.bad_messages == len(frames), "all are counted")
     await until(lambda: f"dropped {len(frames) - 1} bad messages" in caplog.text, "the rest is told of together")
     assert caplog.text.count("bad messages") == 2, "not a line for each"
+    async with house.client.get(f"{house.url}/metrics") as response:
+        assert 'tandem_cut_off_peers_total{source="coordinator"} 1.0' in await response.text()
     assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
 
 
@@ -970,6 +972,8 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         "tandem_event_loop_lag_seconds_count",
         'tandem_bad_messages_total{source="coordinator"} 0.0',
         'tandem_bad_messages_total{source="workers"} 4.0',
+        'tandem_cut_off_peers_total{source="coordinator"} 0.0',
+        'tandem_cut_off_peers_total{source="workers"} 2.0',
     ):
         assert name in page, name
 

@@ -16,11 +16,11 @@ import zmq
 from common import keys
 from common.channel import Channels, identity, receive, send
 from common.config import CoordinatorConfig, WorkerConfig
-from common.errors import StartError
-from common.ids import TransferId, new_request_id
+from common.errors import StartError, WireError
+from common.ids import Incarnation, TransferId, WorkerName, new_incarnation, new_request_id
 from common.keys import PARTIES, Party
 from common.membership import Membership
-from common.messages import Cancel, Goodbye, Open, ToPrefill, ToWorker, Turned, Welcome
+from common.messages import Cancel, Goodbye, Open, Peer, ToPrefill, ToWorker, Turned, Welcome
 from common.strikes import REMEMBERED, STRIKES, Strikes
 from coordinator.gateway import Gateway
 from coordinator.registry import Registry
@@ -28,6 +28,7 @@ from deploy import cli
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.proof import proof, proves
 from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.fakes.worker import FakeWorker
 
@@ -404,4 +405,44 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party
         receiver.close()
         outside.close()
         inside.close()
+        engine.memory.close()
+
+
+def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
+    """At its third message; another decode worker's hand-off goes on."""
+    engine, channels = OracleEngine(blocks=8), Channels()
+    routers = {name: channels.router("tcp://127.0.0.1:*") for name in ("bad", "good")}
+    sender = Sender(channels, engine.memory, new_incarnation(), "here", transport="zmq")
+    peers = {name: Peer(WorkerName(name), Incarnation(name), address, "") for name, (_, address) in routers.items()}
+    transfers = {name: TransferId(new_request_id(), 1) for name in ("bad", "good")}
+    ended: list[Any] = []
+
+    def pump() -> list[Any]:
+        ended.extend(sender.pump(time.monotonic()))
+        return ended
+
+    try:
+        for name, transfer in transfers.items():
+            sender.open(transfer, peers[name], 16, [0], time.monotonic())
+        for name, (router, _) in routers.items():
+            assert router.poll(int(WAIT_S * 1000))
+            who = router.recv_multipart()[0]
+            if name == "bad":
+                for part in (b"x", b"\xc1"):
+                    router.send_multipart([who, part])
+                until(lambda: pump() or sender.bad_messages == 2, "two are counted")
+                assert not ended and not sender.strikes.cut_off
+                router.send_multipart([who, b"\x93"])
+        until(pump, "the third is one too many")
+        (lost,) = ended
+        assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.told
+        assert "make no sense" in lost.reason and sender.strikes.cut_off == 1
+        assert transfers["good"] in sender and transfers["bad"] not in sender
+        with pytest.raises(WireError, match="bad is cut off"):
+            sender.open(TransferId(new_request_id(), 1), peers["bad"], 16, [0], time.monotonic())
+    finally:
+        sender.close()
+        for router, _ in routers.values():
+            router.close(0)
+        channels.close()
         engine.memory.close()

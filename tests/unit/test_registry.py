@@ -88,6 +88,18 @@ def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], word
     assert len(registry) == 1
 
 
+def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
+    registry = Registry("f")
+    join(registry, "p0", "i0", "prefill", kv_encryption="curve")
+    verdict = registry.join(hello("d0", "i1", kv_encryption="none"), 0.0)
+    assert isinstance(verdict, Refused) and "--kv-encryption none, but curve of p0" in verdict.reason
+    join(registry, "c0", "i2", "colocated", kv_encryption="none")  # hands nothing over
+    decode = join(registry, "d0", "i3", kv_encryption="curve")
+    registry.gone(decode)
+    registry.gone(next(worker for worker in registry if worker.role == "prefill"))
+    join(registry, "d0", "i4", kv_encryption="none")  # nobody is left who thinks otherwise
+
+
 def test_without_a_model_of_its_own_the_registry_takes_the_first_workers() -> None:
     registry = Registry(None)
     join(registry, fingerprint="x")
