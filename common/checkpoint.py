@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import StartError
-from common.kv.layout import LayerLayout
+from common.kv.layout import KvDtype, LayerLayout
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 HUB_TIMEOUT_S = 4.0
@@ -26,7 +26,7 @@ RESTORE = "restore the file from where the model came from"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_HEADER_BYTES = 100 << 20
 _UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES: dict[str, KvDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _STATEFUL = (
     "mamba", "rwkv", "jamba", "bamba", "zamba", "recurrent_gemma", "falcon_h1", "nemotron_h", "lfm2",
     "granitemoehybrid",
@@ -86,12 +86,12 @@ class Checkpoint:
         return ()
 
     @cached_property
-    def dtype(self) -> str:
+    def dtype(self) -> KvDtype:
         """Element type of the weights: what the configuration says, else what most tensors are."""
         config = self.config
         named = config.get("dtype") or config.get("torch_dtype") or self.text_config.get("dtype")
-        if named in _DTYPES.values():
-            return str(named)
+        if known := next((dtype for dtype in _DTYPES.values() if dtype == named), None):
+            return known
         counts: Counter[str] = Counter()
         for path in self.weight_files:
             counts.update(entry["dtype"] for entry in read_header(path)[1].values())

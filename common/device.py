@@ -13,6 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
+
+from common.kv.layout import KvDtype
 
 GIB = 1 << 30
 _SPINS = "300000"
@@ -86,7 +89,7 @@ def _cpuinfo(key: str) -> str | None:
     return None
 
 
-def choose_dtype(wanted: str, checkpoint_dtype: str, device: Device) -> tuple[str, str]:
+def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, device: Device) -> tuple[KvDtype, str]:
     """The element type to compute in, and the reason: ``wanted`` unless it is "auto"."""
     if wanted != "auto":
         return wanted, "asked for"

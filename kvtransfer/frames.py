@@ -14,7 +14,7 @@ import xxhash
 
 from common.errors import WireError
 from common.ids import REQUEST_ID_BYTES, RequestId, TransferId
-from common.kv.memory import Bytes
+from common.kv.convert import Bytes
 
 _FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
 _CHECKSUM = struct.Struct("<Q")

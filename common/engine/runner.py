@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from common.engine.sampler import sample
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.kv.budget import Budget, fit
 from common.kv.cache import BlockCopy
-from common.kv.layout import KvLayout
+from common.kv.layout import KvDtype, KvLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.model.linears import pack_linears
@@ -216,7 +217,7 @@ def sequence_of(tokens: Sequence[int]) -> Tokens:
 def load_engine(
     checkpoint: Checkpoint,
     *,
-    dtype: str = "auto",
+    dtype: KvDtype | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     kv_bytes: int | None = None,
     num_kv_blocks: int | None = None,

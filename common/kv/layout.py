@@ -1,8 +1,9 @@
 """How keys and values lie in a block, in bytes.
 
-Pure. A pool is block-major, ``[block][layer][k, then v]``, each part ``[token in block][kv head][head dim]``: a whole
-block of a same-layout pair travels as one contiguous piece. Layers may differ in heads and head sizes, and k and v may
-differ in head size (DeepSeek V3). The canonical form on the wire has the same order without the block dimension.
+Pure. A pool is block-major, ``[block][shard][layer][k, then v]``, each part ``[token in block][kv head][head dim]``. A
+shard holds an equal run of each layer's heads, as one rank of tensor parallelism does; most pools have one. Layers may
+differ in heads and head sizes, and k and v may differ in head size (DeepSeek V3). The canonical form on the wire has
+neither blocks nor shards: ``[layer][k, then v][token][kv head][head dim]``, in the element type of who sends.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KvDtype = Literal["float32", "bfloat16", "float16"]
+ELEMENT_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHAIN_STEP = 16
 """Tokens per link of the prefix hash chain; every block size is a multiple of it."""
 
@@ -32,17 +35,21 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """KV of a whole model: its layers, element type, and tokens per block."""
+    """KV of a whole model: its layers, element type, tokens per block, and in how many shards a block's heads lie."""
 
     layers: tuple[LayerLayout, ...]
-    dtype: str
+    dtype: KvDtype
     block_size: int
+    head_shards: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"KV dtype {self.dtype!r} is none of {', '.join(ELEMENT_BYTES)}")
         if self.block_size <= 0 or self.block_size % CHAIN_STEP:
             raise ValueError(f"block size {self.block_size} is not a positive multiple of {CHAIN_STEP}")
+        if self.head_shards <= 0 or any(layer.kv_heads % self.head_shards for layer in self.layers):
+            heads = sorted({layer.kv_heads for layer in self.layers})
+            raise ValueError(f"{heads} KV heads cannot be split into {self.head_shards} equal shards")
 
     @property
     def element_bytes(self) -> int:
@@ -57,13 +64,18 @@ class KvLayout:
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
 
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one shard of a block."""
+        return self.block_bytes // self.head_shards
+
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each layer inside a block."""
+        """Byte offset of each layer inside a shard."""
         offsets, total = [], 0
         for layer in self.layers:
             offsets.append(total)
-            total += layer.elements * self.element_bytes * self.block_size
+            total += layer.elements * self.element_bytes * self.block_size // self.head_shards
         return tuple(offsets)
 
     def range_bytes(self, first_layer: int, last_layer: int, tokens: int) -> int:
@@ -76,6 +88,6 @@ class KvLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal exactly when canonical bytes mean the same thing: layers and dtype, not the block size."""
+        """Equal exactly when canonical bytes mean the same thing: layers and dtype, not in which pool they lie."""
         text = self.dtype + "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -11,16 +11,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from common.ids import BlockId
-from common.kv.layout import KvLayout
+from common.kv.convert import Bytes, converted
+from common.kv.layout import KvDtype, KvLayout
 
-Bytes = npt.NDArray[np.uint8]
 Table = Sequence[BlockId] | npt.NDArray[np.int64]
 """Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
@@ -84,25 +83,33 @@ class KvMemory:
         """
         size = self.layout.range_bytes(layers.start, layers.stop, len(tokens))
         buffer = np.empty(size, np.uint8) if out is None else out
-        for rows, at, flat in self._parts(table, tokens, layers):
-            flat.copy_out(self.raw, rows, buffer[at : at + rows.tokens * flat.row_bytes])
+        rows = _Rows(table, tokens, self.layout.block_size)
+        for part, canonical in self._parts(buffer, rows, layers):
+            part.copy_out(self.raw, rows, canonical)
         return buffer
 
-    def write(self, table: Table, tokens: range, layers: range, data: Bytes) -> None:
-        """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``."""
-        for rows, at, flat in self._parts(table, tokens, layers):
-            flat.copy_in(self.raw, rows, data[at : at + rows.tokens * flat.row_bytes])
-
-    def _parts(self, table: Table, tokens: range, layers: range) -> Any:
+    def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
+        """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
+        ``dtype`` (default: the pool's own) and become the pool's."""
+        own = converted(data, dtype or self.layout.dtype, self.layout.dtype)
         rows = _Rows(table, tokens, self.layout.block_size)
-        at = 0
+        for part, canonical in self._parts(own, rows, layers):
+            part.copy_in(self.raw, rows, canonical)
+
+    def _parts(self, data: Bytes, rows: _Rows, layers: range) -> Iterator[tuple[_Part, Bytes]]:
+        """Keys and values of each layer and shard, with their rows of canonical ``data``, [tokens, row_bytes] each."""
+        layout, at = self.layout, 0
         for index in layers:
-            layer, inside = self.layout.layers[index], self.layout.layer_offsets[index]
+            layer, inside = layout.layers[index], layout.layer_offsets[index]
             for width in (layer.k_dim, layer.v_dim):
-                flat = _Part(inside, layer.kv_heads * width * self.layout.element_bytes, self.layout.block_size)
-                yield rows, at, flat
-                inside += flat.row_bytes * self.layout.block_size
-                at += flat.row_bytes * rows.tokens
+                row_bytes = layer.kv_heads * width * layout.element_bytes
+                part_bytes = row_bytes // layout.head_shards
+                whole = data[at : at + row_bytes * rows.tokens].reshape(rows.tokens, row_bytes)
+                for shard in range(layout.head_shards):
+                    part = _Part(shard * layout.shard_bytes + inside, part_bytes, layout.block_size)
+                    yield part, whole[:, shard * part_bytes : (shard + 1) * part_bytes]
+                inside += part_bytes * layout.block_size
+                at += row_bytes * rows.tokens
 
 
 class _Rows:
@@ -133,33 +140,35 @@ class _Rows:
 
 
 class _Part:
-    """Keys or values of one layer: where they lie in a block."""
+    """Keys or values of one layer in one shard: where they lie in a block."""
 
     def __init__(self, offset: int, row_bytes: int, block_size: int) -> None:
         self.offset, self.row_bytes, self.block_size = offset, row_bytes, block_size
 
     def _slab(self, raw: Bytes) -> Bytes:
-        return raw[:, self.offset : self.offset + self.row_bytes * self.block_size]
+        """The part in every block, [blocks, block_size, row_bytes]."""
+        slab = raw[:, self.offset : self.offset + self.row_bytes * self.block_size]
+        return slab.reshape(len(raw), self.block_size, self.row_bytes)
+
+    def _whole(self, canonical: Bytes, rows: _Rows) -> Bytes:
+        """The rows of whole blocks, [whole blocks, block_size, row_bytes]; a view like all the others."""
+        count = len(rows.whole)
+        inner = canonical[rows.whole_at : rows.whole_at + count * self.block_size]
+        return inner.reshape(count, self.block_size, self.row_bytes)
 
     def copy_out(self, raw: Bytes, rows: _Rows, out: Bytes) -> None:
         slab = self._slab(raw)
         if len(rows.whole):
-            at = rows.whole_at * self.row_bytes
-            target = out[at : at + slab.shape[1] * len(rows.whole)].reshape(len(rows.whole), slab.shape[1])
-            target[:] = slab[rows.run] if rows.run is not None else slab[rows.whole]
+            self._whole(out, rows)[:] = slab[rows.run] if rows.run is not None else slab[rows.whole]
         for block, row, count, at_row in rows.edges:
-            piece = slab[block, row * self.row_bytes : (row + count) * self.row_bytes]
-            out[at_row * self.row_bytes : (at_row + count) * self.row_bytes] = piece
+            out[at_row : at_row + count] = slab[block, row : row + count]
 
     def copy_in(self, raw: Bytes, rows: _Rows, data: Bytes) -> None:
         slab = self._slab(raw)
         if len(rows.whole):
-            at = rows.whole_at * self.row_bytes
-            source = data[at : at + slab.shape[1] * len(rows.whole)].reshape(len(rows.whole), slab.shape[1])
-            slab[rows.run if rows.run is not None else rows.whole] = source
+            slab[rows.run if rows.run is not None else rows.whole] = self._whole(data, rows)
         for block, row, count, at_row in rows.edges:
-            piece = data[at_row * self.row_bytes : (at_row + count) * self.row_bytes]
-            slab[block, row * self.row_bytes : (row + count) * self.row_bytes] = piece
+            slab[block, row : row + count] = data[at_row : at_row + count]
 
 
 def host_id() -> str:

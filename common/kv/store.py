@@ -18,15 +18,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class KvStore:
-    """Keys and values of every layer as strided views, [blocks, block_size, kv_heads, dim] each."""
+    """Keys and values of every layer as strided views, [blocks, block_size, kv_heads, dim] each. Of a pool in several
+    shards it is one of them, and ``kv_heads`` the heads in it."""
 
-    def __init__(self, memory: KvMemory) -> None:
+    def __init__(self, memory: KvMemory, shard: int = 0) -> None:
         self.memory = memory
         self.layout: KvLayout = memory.layout
         self.dtype = DTYPES[self.layout.dtype]
         self._bytes = torch.from_numpy(memory.raw)
         flat = self._bytes.view(-1).view(self.dtype)
-        self._k, self._v = _views(flat, self.layout, memory.blocks)
+        self._k, self._v = _views(flat, self.layout, memory.blocks, shard)
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
@@ -70,15 +71,17 @@ class KvStore:
             self._bytes[block].zero_()
 
 
-def _views(flat: torch.Tensor, layout: KvLayout, blocks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Key and value views of each layer over ``flat``, all elements of the pool."""
+def _views(
+    flat: torch.Tensor, layout: KvLayout, blocks: int, shard: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value views of each layer of ``shard`` over ``flat``, all elements of the pool."""
     stride = layout.block_bytes // layout.element_bytes
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     for layer, offset in zip(layout.layers, layout.layer_offsets, strict=True):
-        at = offset // layout.element_bytes
+        at, heads = (shard * layout.shard_bytes + offset) // layout.element_bytes, layer.kv_heads // layout.head_shards
         for dim, views in ((layer.k_dim, keys), (layer.v_dim, values)):
-            shape = (blocks, layout.block_size, layer.kv_heads, dim)
-            views.append(flat.as_strided(shape, (stride, layer.kv_heads * dim, dim, 1), at))
-            at += layout.block_size * layer.kv_heads * dim
+            shape = (blocks, layout.block_size, heads, dim)
+            views.append(flat.as_strided(shape, (stride, heads * dim, dim, 1), at))
+            at += layout.block_size * heads * dim
     return keys, values

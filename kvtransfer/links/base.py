@@ -12,7 +12,8 @@ from typing import Protocol
 
 from common.errors import WireError
 from common.ids import BlockId
-from common.kv.memory import Bytes, KvMemory
+from common.kv.convert import Bytes
+from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 
 Payload = bytes | memoryview

@@ -17,8 +17,9 @@ import xxhash
 
 from common.ids import SequenceId
 from common.kv.cache import BlockCopy
+from common.kv.convert import Bytes
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import Bytes, KvMemory
+from common.kv.memory import KvMemory
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))

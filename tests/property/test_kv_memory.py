@@ -1,8 +1,10 @@
-"""Canonical reads and writes of the paged pool against numpy arrays indexed token by token."""
+"""Canonical reads and writes of the paged pool against a slow definition of where each byte lies."""
 
 from __future__ import annotations
 
 import os
+from math import lcm
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import BlockId
-from common.kv.layout import KvLayout, LayerLayout
+from common.kv.convert import converted
+from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 
 BLOCKS = 6
-layers = st.builds(LayerLayout, st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
-layouts = st.builds(
-    KvLayout,
-    st.lists(layers, min_size=1, max_size=3).map(tuple),
-    st.sampled_from(["float32", "bfloat16"]),
-    st.sampled_from([16, 32]),
+DTYPES: tuple[KvDtype, ...] = ("float32", "bfloat16", "float16")
+SHARDS = (1, 2, 3)
+
+
+def layer_lists(shards: int = 1) -> st.SearchStrategy[tuple[LayerLayout, ...]]:
+    """Layers whose heads can be split into ``shards``."""
+    heads = st.integers(1, 3).map(lambda count: count * shards)
+    layer = st.builds(LayerLayout, heads, st.integers(1, 4), st.integers(1, 4))
+    return st.lists(layer, min_size=1, max_size=3).map(tuple)
+
+
+layouts = st.sampled_from(SHARDS).flatmap(
+    lambda shards: st.builds(
+        KvLayout, layer_lists(shards), st.sampled_from(DTYPES), st.sampled_from([16, 32]), st.just(shards)
+    )
 )
 
 
@@ -37,18 +49,24 @@ def slices(draw: st.DrawFn, layout: KvLayout) -> tuple[list[BlockId], range, ran
 
 
 def naive_offsets(layout: KvLayout, table: list[BlockId], tokens: range, layers: range) -> list[int]:
-    """Where each canonical byte lies in the flat pool, from the definition: [block][layer][k, then v][token][row]."""
+    """Where each canonical byte lies in the flat pool, from the definition: canonical is [layer][k, then v][token][kv
+    head][element], the pool [block][shard][layer][k, then v][token][kv head of the shard][element]."""
     offsets: list[int] = []
     for index in layers:
         layer = layout.layers[index]
-        for part, width in enumerate((layer.k_dim, layer.v_dim)):
-            row = layer.kv_heads * width * layout.element_bytes
+        heads = layer.kv_heads // layout.head_shards
+        for part, dim in enumerate((layer.k_dim, layer.v_dim)):
+            width = dim * layout.element_bytes
             inside = sum(other.elements for other in layout.layers[:index]) * layout.element_bytes * layout.block_size
-            inside += part * layer.kv_heads * layer.k_dim * layout.element_bytes * layout.block_size
+            inside //= layout.head_shards
+            inside += part * heads * layer.k_dim * layout.element_bytes * layout.block_size
             for token in tokens:
                 block, place = divmod(token, layout.block_size)
-                start = table[block] * layout.block_bytes + inside + place * row
-                offsets += range(start, start + row)
+                for head in range(layer.kv_heads):
+                    shard, place_in_shard = divmod(head, heads)
+                    start = table[block] * layout.block_bytes + shard * layout.block_bytes // layout.head_shards
+                    start += inside + (place * heads + place_in_shard) * width
+                    offsets += range(start, start + width)
     return offsets
 
 
@@ -82,25 +100,42 @@ def test_read_and_write_agree_with_the_definition(data: st.DataObject) -> None:
         memory.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_canonical_bytes_do_not_depend_on_the_block_size(data: st.DataObject) -> None:
-    """What one side reads with blocks of 16, the other may write into blocks of 32 and the reverse."""
-    shape = data.draw(st.lists(layers, min_size=1, max_size=3).map(tuple))
-    sender, receiver = (KvMemory(KvLayout(shape, "float32", size), BLOCKS) for size in (16, 32))
+def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
+    """Block size, element type and head split of the two differ, or not; each element lands where it belongs."""
+    shards = [data.draw(st.sampled_from(SHARDS)) for _ in range(2)]
+    shape = data.draw(layer_lists(lcm(*shards)))
+    sender, receiver = (
+        KvMemory(
+            KvLayout(shape, data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([16, 32])), each), BLOCKS
+        )
+        for each in shards
+    )
     try:
-        assert sender.layout.fingerprint == receiver.layout.fingerprint
         sender.raw[:] = np.random.default_rng(2).integers(0, 256, sender.raw.shape, np.uint8)
         first, last = sorted(data.draw(st.tuples(*[st.integers(0, BLOCKS * 16)] * 2)))
+        low, high = sorted(data.draw(st.tuples(*[st.integers(0, len(shape))] * 2)))
         source = [BlockId(b) for b in data.draw(st.permutations(range(BLOCKS)))]
         target = [BlockId(b) for b in data.draw(st.permutations(range(BLOCKS)))]
-        everything = range(len(shape))
-        data_bytes = sender.read(source, range(first, last), everything)
-        receiver.write(target, range(first, last), everything, data_bytes)
-        assert np.array_equal(receiver.read(target, range(first, last), everything), data_bytes)
+        tokens, chosen = range(first, last), range(low, high)
+        sent = sender.read(source, tokens, chosen)
+        expected = receiver.raw.reshape(-1).copy()
+        receiver.write(target, tokens, chosen, sent, sender.layout.dtype)
+        right = sender.raw.reshape(-1)[naive_offsets(sender.layout, source, tokens, chosen)]
+        assert np.array_equal(sent, right)
+        places = naive_offsets(receiver.layout, target, tokens, chosen)
+        expected[places] = converted(right, sender.layout.dtype, receiver.layout.dtype)
+        assert np.array_equal(receiver.raw.reshape(-1), expected), "wrote elsewhere, or not everywhere"
     finally:
         sender.close()
         receiver.close()
+
+
+def test_heads_that_cannot_be_split_evenly_are_refused() -> None:
+    for shards in (3, 4, 0, -1):
+        with pytest.raises(ValueError, match="shards"):
+            KvLayout((LayerLayout(2, 4, 4), LayerLayout(4, 4, 4)), "float32", 16, shards)
 
 
 LAYOUT = KvLayout((LayerLayout(2, 4, 4),), "float32", 16)
@@ -138,14 +173,14 @@ def test_a_pool_of_another_size_is_refused_and_its_descriptor_closed() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("int4", 16), ("float32", 0), ("float32", 24), ("float32", -16)])
-def test_an_impossible_layout_is_refused(dtype: str, block_size: int) -> None:
+def test_an_impossible_layout_is_refused(dtype: Any, block_size: int) -> None:
     with pytest.raises(ValueError, match=r"KV dtype|block size"):
         KvLayout(LAYOUT.layers, dtype, block_size)
 
 
 def test_the_fingerprint_names_what_the_bytes_mean() -> None:
     base = KvLayout((LayerLayout(2, 4, 4), LayerLayout(2, 4, 4)), "float32", 16)
-    assert base.fingerprint == KvLayout(base.layers, "float32", 32).fingerprint
+    assert base.fingerprint == KvLayout(base.layers, "float32", 32, 2).fingerprint
     others = [
         KvLayout(base.layers, "bfloat16", 16),
         KvLayout(base.layers[:1], "float32", 16),
