@@ -45,7 +45,7 @@ def _receive(pipe: Connection, key_file: Path, encrypt: bool, tokens: int) -> No
                 transfer = pipe.recv()
                 if transfer is None:
                     return
-                receiver.expect(transfer, tokens, 0, _table(memory), _TOKEN, time.monotonic())
+                receiver.expect(transfer, tokens, 0, _table(memory), _peer("prefill", ""), time.monotonic())
                 pipe.send(None)
             for ended in receiver.pump(time.monotonic, _PUMP_S):
                 assert isinstance(ended, Landed), ended
@@ -53,6 +53,10 @@ def _receive(pipe: Connection, key_file: Path, encrypt: bool, tokens: int) -> No
         receiver.close()
         channels.close()
         memory.close()
+
+
+def _peer(name: str, address: str) -> Peer:
+    return Peer(WorkerName(name), new_incarnation(), address, "elsewhere", LAYOUT.dtype, _TOKEN)
 
 
 def _table(memory: KvMemory) -> list[BlockId]:
@@ -73,7 +77,7 @@ def measure(encrypt: bool, tokens: int, repeats: int) -> list[float]:
         channels = Channels(keys.load(key_file, "prefill"), encrypt_kv=encrypt)
         sender = Sender(channels, memory, new_incarnation(), "here", transport="zmq")
         try:
-            peer = Peer(WorkerName("decode"), new_incarnation(), here.recv(), "there", _TOKEN)
+            peer = _peer("decode", here.recv())
             rates = [_transfer(sender, channels, memory, peer, here, tokens) for _ in range(repeats + 1)]
             here.send(None)
             child.join()

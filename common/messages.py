@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from common.ids import Incarnation, WorkerName
+from common.kv.layout import KvDtype
 from common.request import Id, Request
 
 PROTOCOL = 4
@@ -35,9 +36,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 class Hello(Message, tag="hello"):
     """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, weights, revision); ``layout``
-    the KV layout's. ``data_address`` is where a decode worker takes hand-offs ("" for others); ``host_id`` is equal for
-    processes that can share memory. ``kv_encryption`` is how its KV travels: "curve" or
-    "none". ``links`` are the transports it speaks, best first."""
+    the KV layout's; ``dtype`` is its KV's element type, which may differ. ``data_address`` is where a decode worker
+    takes hand-offs ("" for others); ``host_id`` is equal for processes that can share memory. ``kv_encryption`` is how
+    its KV travels: "curve" or "none". ``links`` are the transports it speaks, best first."""
 
     protocol: int
     name: WorkerName
@@ -58,7 +59,7 @@ class Hello(Message, tag="hello"):
     max_num_seqs: int
     max_num_batched_tokens: int
     device: str
-    dtype: str
+    dtype: KvDtype
     kv_encryption: str = "none"
 
 
@@ -181,13 +182,14 @@ class Rejoin(Message, tag="rejoin"):
 
 
 class Peer(Message):
-    """How one worker finds another. ``token`` is known to the two of them alone, and for one hand-off: each shows the
-    other that it holds it (:mod:`kvtransfer.proof`)."""
+    """How one worker finds another; ``dtype`` is the element type of its KV. ``token`` is known to the two of them
+    alone, and for one hand-off: each shows the other that it holds it (:mod:`kvtransfer.proof`)."""
 
     name: WorkerName
     incarnation: Incarnation
     address: str
     host_id: str
+    dtype: KvDtype
     token: Secret = b""
 
 
@@ -260,18 +262,21 @@ ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Le
 
 
 class Open(Message, tag="open"):
-    """A sender announces a hand-off of ``tokens`` prompt tokens; ``pool`` is the abstract socket where a process on the
-    same host gets the descriptor of the sender's shared pool ("" for none)."""
+    """A sender announces a hand-off of ``tokens`` prompt tokens, whose KV travels as elements of ``dtype``; ``pool`` is
+    the abstract socket where a process on the same host gets the descriptor of the sender's shared pool ("" for none),
+    of ``pool_blocks`` blocks of ``pool_block_size`` tokens with their heads in ``pool_shards`` shards."""
 
     request: Id
     attempt: Count
     sender: Incarnation
     tokens: Count
     layout: str
+    dtype: KvDtype
     host_id: str
     pool: str
-    pool_block_size: Count
     pool_blocks: Count
+    pool_block_size: Count
+    pool_shards: Count
     proof: Secret = b""
 
 

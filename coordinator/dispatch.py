@@ -589,7 +589,7 @@ class Dispatcher:
 
 def _peer(worker: Worker, token: bytes) -> Peer:
     hello = worker.hello
-    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, token)
+    return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype, token)
 
 
 def _ids(joined: bytes) -> Iterator[bytes]:

@@ -17,7 +17,6 @@ from aiohttp import web
 from common.config import CoordinatorConfig
 from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
-from common.kv.prefix import ChainKey
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.dispatch import Dispatcher
@@ -28,6 +27,7 @@ from coordinator.openai import Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
+from coordinator.router import Chains
 from coordinator.served import ServedModel
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.ticket import Ticket
@@ -167,8 +167,8 @@ async def _answer(
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
         sampling = model.sampling(options, len(prompt), prompt_field, most_output)
-        chain = await model.prefix_chain(prompt, options.cache_salt)
-        tickets.append(_ticket(services, arrived_at, prompt, sampling, chain, options, reply))
+        chains = await model.prefix_chains(prompt, options.cache_salt)
+        tickets.append(_ticket(services, arrived_at, prompt, sampling, chains, options, reply))
     reply.expect(tickets)
     services.dispatcher.submit(tickets)
     try:
@@ -190,7 +190,7 @@ def _ticket(
     arrived_at: float,
     prompt: list[int],
     sampling: SamplingParams,
-    chain: Sequence[ChainKey],
+    chains: Chains,
     options: Options,
     reply: Reply,
 ) -> Ticket:
@@ -201,7 +201,7 @@ def _ticket(
         n=options.n,
         cache_salt=options.cache_salt,
         priority=options.priority,
-        chain=chain,
+        chains=chains,
         client=reply,
         arrived_at=arrived_at,
         tokenized_at=time.monotonic(),

@@ -231,11 +231,12 @@ class Registry:
 
 
 def _difference(hello: Hello, peer: Hello) -> str | None:
-    """What keeps two workers from serving one model together. Layouts are hashes: what they are made of says more."""
-    if all(getattr(hello, name) == getattr(peer, name) for name in ("fingerprint", "layout", "vocab_size")):
+    """What keeps two workers from serving one model together. They may differ in how they hold KV: in its element type
+    and block size."""
+    told = [name for name in ("fingerprint", "layout", "vocab_size") if getattr(hello, name) != getattr(peer, name)]
+    if not told:
         return None
-    told = [name for name in ("fingerprint", "dtype", "vocab_size") if getattr(hello, name) != getattr(peer, name)]
-    pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told or ["layout"]]
+    pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told]
     models = f"{hello.model} here, {peer.model} there" if hello.model != peer.model else hello.model
     return f"{', '.join(pairs)} of {peer.name} ({models}): workers of one model must have the same"
 

@@ -8,17 +8,20 @@ nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from common.ids import Incarnation
+from common.kv.layout import KvDtype
 from common.kv.prefix import ChainKey
 from common.messages import Hello, Role
 from coordinator.breakers import Breakers, Pair
 from coordinator.lifecycle import Path
 from coordinator.registry import Registry, Worker
 
+Chains = Mapping[KvDtype, Sequence[ChainKey]]
+"""A prompt's prefix keys, by the element type in which its KV was or will be computed."""
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 _HOLDERS: tuple[Role, ...] = ("decode", "colocated")
@@ -39,7 +42,7 @@ SLOT_SLACK = 1.25
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
-    at most ``output`` more per choice, for ``choices`` choices. ``chain`` are its prefix keys. ``diverged``: its
+    at most ``output`` more per choice, for ``choices`` choices. ``chains`` are its prefix keys. ``diverged``: its
     choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
     ``avoid``: pairs whose hand-off of this very request has failed. ``shun``: workers that have failed it otherwise,
     to be taken only if there is no other."""
@@ -47,10 +50,14 @@ class Need:
     tokens: int
     output: int
     choices: int
-    chain: Sequence[ChainKey] = ()
+    chains: Chains = field(default_factory=dict)
     diverged: bool = False
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
+
+    def cached_on(self, worker: Worker, computed_in: KvDtype | None = None) -> int:
+        """Tokens of which ``worker`` has KV that was computed in ``computed_in`` (default: its own element type)."""
+        return worker.cached_prefix(self.chains.get(computed_in or worker.hello.dtype, ()), self.tokens - 1)
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
         """Blocks to promise: the prompt once, each choice's growth on its own."""
@@ -222,23 +229,23 @@ class Router:
     def _room(self, need: Need, worker: Worker) -> tuple[bool, int, int]:
         account, hello = self.account(worker), worker.hello
         room = (hello.kv_blocks - account.blocks) * hello.block_size
-        room += worker.cached_prefix(need.chain, need.tokens - 1)
+        room += max((need.cached_on(worker, dtype) for dtype in need.chains), default=0)
         return worker.id not in need.shun, room, -account.sequences
 
     def _nearest(self, need: Need, workers: list[Worker]) -> tuple[Worker, int, int]:
         """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
 
         def cost(worker: Worker) -> tuple[bool, int, int]:
-            cached = worker.cached_prefix(need.chain, need.tokens - 1)
+            cached = need.cached_on(worker)
             account = self.account(worker)
             return worker.id in need.shun, account.prefill_tokens + need.tokens - cached, account.sequences
 
         best = min(workers, key=cost)
-        return best, self.account(best).prefill_tokens, best.cached_prefix(need.chain, need.tokens - 1)
+        return best, self.account(best).prefill_tokens, need.cached_on(best)
 
     def _better_local(self, need: Need, decode: Worker, queued_tokens: int) -> str | None:
         """``auto``: why the decode worker should prefill by itself, or None if it should not."""
-        cached = decode.cached_prefix(need.chain, need.tokens - 1)
+        cached = need.cached_on(decode)
         missing = need.tokens - cached
         if missing > LOCAL_MISSING_TOKENS:
             return None
@@ -258,7 +265,7 @@ class Router:
             self.account(worker),
             blocks=need.blocks(placement.decode.hello.block_size, self.horizon),
             sequences=need.choices,
-            prefill_tokens=need.tokens - worker.cached_prefix(need.chain, need.tokens - 1),
+            prefill_tokens=need.tokens - need.cached_on(worker),
         )
         promise.decode.blocks += promise.blocks
         promise.decode.sequences += promise.sequences

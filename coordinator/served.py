@@ -18,13 +18,14 @@ from typing import TypeVar
 from common.checkpoint import Checkpoint
 from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
-from common.kv.prefix import ChainKey, chain_root, extend_chain
+from common.kv.prefix import chain_root, extend_chain
 from common.request import SamplingParams
 from coordinator.answers import encode
 from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S
 from coordinator.openai import ChatBody, Options, Sampling
 from coordinator.refusals import overloaded
 from coordinator.registry import Registry
+from coordinator.router import Chains
 from coordinator.text import LONG, TextModel
 
 T = TypeVar("T")
@@ -114,15 +115,18 @@ class ServedModel:
             self._outside("prompt", max(prompt))
         return prompt
 
-    async def prefix_chain(self, ids: Sequence[int], cache_salt: str) -> Sequence[ChainKey]:
-        """The prefix keys under which workers cache this prompt; empty while no worker is known."""
-        worker = next(iter(self.workers), None)
-        if worker is None:
-            return ()
-        root = chain_root(cache_salt, worker.hello.fingerprint, worker.hello.dtype)
-        if len(ids) <= INLINE_TOKENS:
-            return extend_chain(root, [], ids)
-        return await self.in_thread(len(ids), lambda: extend_chain(root, [], ids))
+    async def prefix_chains(self, ids: Sequence[int], cache_salt: str) -> Chains:
+        """The prefix keys under which this prompt's KV is cached, by the element type in which it was computed: of
+        every type that a worker has."""
+        hellos = [worker.hello for worker in self.workers]
+        roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
+
+        def extended() -> Chains:
+            return {dtype: extend_chain(root, [], ids) for dtype, root in roots.items()}
+
+        if len(ids) * len(roots) <= INLINE_TOKENS:
+            return extended()
+        return await self.in_thread(len(ids), extended)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on ``size`` characters or tokens, in a thread if they are many."""

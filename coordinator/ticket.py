@@ -11,12 +11,11 @@ from typing import Protocol
 
 from common.errors import RequestError
 from common.ids import Incarnation, RequestId
-from common.kv.prefix import ChainKey
 from common.messages import Logprobs
 from common.request import FinishReason, SamplingParams
 from coordinator.breakers import Pair
 from coordinator.lifecycle import Life, Path
-from coordinator.router import Need, Placement, Promise
+from coordinator.router import Chains, Need, Placement, Promise
 
 REMEMBERED_INTERVALS = 16
 
@@ -44,7 +43,7 @@ class Ticket:
     n: int
     cache_salt: str
     priority: int
-    chain: Sequence[ChainKey]
+    chains: Chains
     client: Client
     arrived_at: float
     tokenized_at: float
@@ -100,4 +99,4 @@ class Ticket:
         emitted = max(map(len, self.life.output))
         diverged = self.n > 1 and self.life.started
         tokens, output = self.prompt_length + emitted, self.sampling.max_tokens - emitted
-        return Need(tokens, output, self.n, self.chain, diverged, self.avoid, self.shun)
+        return Need(tokens, output, self.n, self.chains, diverged, self.avoid, self.shun)

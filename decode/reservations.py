@@ -16,19 +16,19 @@ from common.ids import TransferId, transfer_holder
 from common.kv.cache import KvCache
 from common.kv.prefix import ChainKey
 from common.kv.table import BlockTable
+from common.messages import Peer
 from common.request import Request
 from common.sequence import Sequence
 
 
 @dataclass(slots=True)
 class Reservation:
-    """One hand-off that this worker expects; ``table`` is None while it waits for blocks;
-    ``token`` is what its sender must know."""
+    """One hand-off that this worker expects from ``peer``; ``table`` is None while it waits for blocks."""
 
     request: Request
     sequence: Sequence
     asked_at: float
-    token: bytes = b""
+    peer: Peer
     table: BlockTable | None = None
     chain: list[ChainKey] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class Reservations:
         transfer, reservation = next(iter(self._waiting.items()))
         tokens = reservation.sequence.tokens
         holder, salt = transfer_holder(transfer), reservation.request.cache_salt
-        table = self._cache.open(holder, tokens, salt, reservation.chain)
+        table = self._cache.open(holder, tokens, salt, reservation.chain, reservation.peer.dtype)
         if table.lacking(len(tokens)) + spare_blocks > self._cache.pool.available:
             self._cache.close(table)
             return None

@@ -104,7 +104,7 @@ class DecodeWorker(Worker):
         if self.accept(request, message.attempt, now, self._most_tokens(request)):
             sequence = Sequence(request, message.attempt, self.engine.max_model_len)
             self._lives[sequence.id.transfer] = _Life(now, local=False, running=set())
-            self.reservations.ask(Reservation(request, sequence, now, message.prefill.token))
+            self.reservations.ask(Reservation(request, sequence, now, message.prefill))
 
     def _generate(self, message: Generate, now: float) -> None:
         request = message.request
@@ -125,7 +125,7 @@ class DecodeWorker(Worker):
         """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""
         transfer = TransferId(message.request, message.attempt)
         if table := self.open_trial(transfer, message.tokens, now):
-            self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer.token, now)
+            self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer, now)
 
     def abort(self, transfer: TransferId) -> None:
         self.receiver.cancel(transfer, "aborted")
@@ -172,9 +172,7 @@ class DecodeWorker(Worker):
             if table is None:
                 raise InvariantBroken(f"{reservation.transfer} was granted no table")
             tokens = len(reservation.sequence.tokens)
-            self.receiver.expect(
-                reservation.transfer, tokens, table.cached_tokens, table.blocks, reservation.token, now
-            )
+            self.receiver.expect(reservation.transfer, tokens, table.cached_tokens, table.blocks, reservation.peer, now)
 
     def _land(self, transfer: TransferId, commit: Commit, now: float) -> None:
         """Verified KV becomes visible: to the prefix cache, and to the next batch."""

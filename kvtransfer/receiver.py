@@ -17,8 +17,9 @@ import zmq
 from common.channel import Channels, send
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, TransferId
+from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Released, ToDecode
+from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
 from common.strikes import Strikes
 from common.wire import decode
 from kvtransfer.credit import CreditBook
@@ -34,7 +35,7 @@ log = logging.getLogger("tandem.kv")
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
 MAX_POOLS = 64
-_PoolKey = tuple[Incarnation, str, int, int]
+_PoolKey = tuple[Incarnation, str, KvLayout, int]
 """All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
 
 
@@ -100,12 +101,13 @@ class Receiver:
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def expect(
-        self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], token: bytes, now: float
+        self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], peer: Peer, now: float
     ) -> None:
         """Blocks for ``tokens`` tokens are reserved in ``table``; the first ``have`` tokens are there already. Only a
-        sender that knows ``token`` is granted them."""
-        session = ReceiverSession(transfer, self._memory.layout, tokens, have, now, self._limits)
-        self._incoming[transfer] = _Incoming(session, table, token)
+        sender that knows ``peer``'s token is granted them, and only KV of its element type is taken."""
+        travels = replace(self._memory.layout, dtype=peer.dtype)
+        session = ReceiverSession(transfer, travels, tokens, have, now, self._limits)
+        self._incoming[transfer] = _Incoming(session, table, peer.token)
         if early := self._early.pop(transfer, None):
             try:
                 self._grant(*early)
@@ -208,11 +210,14 @@ class Receiver:
         if not proves(message.proof, incoming.token, session.transfer, "open"):
             raise WireError(f"the sender of {session.transfer} is not the one that the coordinator chose")
         incoming.peer = peer
-        if message.layout != self._memory.layout.fingerprint or message.tokens != session.tokens:
-            why = f"{message.tokens} tokens in layout {message.layout}, expected {session.tokens} in "
-            self._fail(incoming, TransferState.FAILED, why + self._memory.layout.fingerprint)
+        said = (message.tokens, message.dtype, message.layout)
+        expected = (session.tokens, session.layout.dtype, session.layout.fingerprint)
+        if said != expected:
+            words = "{} tokens of {} in layout {}"
+            why = f"{words.format(*said)}, expected {words.format(*expected)}"
+            self._fail(incoming, TransferState.FAILED, why)
             return
-        incoming.link = self._choose_link(message)
+        incoming.link = self._choose_link(message, session.layout)
         if incoming.link is None:
             self._fail(incoming, TransferState.FAILED, "the sender's pool cannot be mapped and --kv-transport is shm")
             return
@@ -271,19 +276,22 @@ class Receiver:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def _choose_link(self, message: Open) -> ReceiveLink | None:
+    def _choose_link(self, message: Open, travels: KvLayout) -> ReceiveLink | None:
         if self._transport != zeromq.NAME and message.pool and message.host_id == self._host_id:
-            pool = self._pool(message)
+            pool = self._pool(message, travels)
             if pool is not None:
                 return PullReceiveLink(shm.NAME, self._memory, pool)
-        return None if self._transport == shm.NAME else zeromq.ZmqReceiveLink(self._memory)
+        return None if self._transport == shm.NAME else zeromq.ZmqReceiveLink(self._memory, travels.dtype)
 
-    def _pool(self, message: Open) -> KvMemory | None:
+    def _pool(self, message: Open, travels: KvLayout) -> KvMemory | None:
         """The mapped pool of this sender's incarnation; None (remembered) if it cannot be mapped."""
-        key = (message.sender, message.pool, message.pool_block_size, message.pool_blocks)
+        try:
+            layout = replace(travels, block_size=message.pool_block_size, head_shards=message.pool_shards)
+        except ValueError:
+            return None
+        key = (message.sender, message.pool, layout, message.pool_blocks)
         if key not in self._pools:
             try:
-                layout = replace(self._memory.layout, block_size=message.pool_block_size)
                 self._pools[key] = shm.knock(message.pool, layout, message.pool_blocks)
             except (OSError, ValueError):
                 self._pools[key] = None

@@ -266,10 +266,12 @@ class Sender:
             self._incarnation,
             outgoing.session.tokens,
             layout.fingerprint,
+            layout.dtype,
             self._host_id,
             self._door.address if self._door else "",
-            layout.block_size,
             self._memory.blocks,
+            layout.block_size,
+            layout.head_shards,
             proof(outgoing.token, transfer, "open"),
         )
         send(outgoing.line.socket, message)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from common.errors import InvariantBroken
 from common.ids import CACHE, BlockId, Holder
+from common.kv.layout import KvDtype
 from common.kv.pool import BlockPool, Generations
 from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain
 from common.kv.table import BlockTable
@@ -25,7 +26,8 @@ class BlockCopy(NamedTuple):
 class KvCache:
     """Opens, grows, publishes, forks and closes block tables.
 
-    ``model_fingerprint`` and ``kv_dtype`` salt the prefix chain together with each request's ``cache_salt``.
+    ``model_fingerprint`` and the element type in which the KV was computed (``kv_dtype``, where nobody says another)
+    salt the prefix chain together with each request's ``cache_salt``.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class KvCache:
         block_size: int,
         *,
         model_fingerprint: str,
-        kv_dtype: str,
+        kv_dtype: KvDtype,
         prefix_caching: bool = True,
         generations: Generations | None = None,
     ) -> None:
@@ -47,15 +49,22 @@ class KvCache:
         self._fingerprint, self._kv_dtype = model_fingerprint, kv_dtype
 
     def open(
-        self, holder: Holder, tokens: Sequence[int], cache_salt: str, chain: list[ChainKey] | None = None
+        self,
+        holder: Holder,
+        tokens: Sequence[int],
+        cache_salt: str,
+        chain: list[ChainKey] | None = None,
+        computed_in: KvDtype | None = None,
     ) -> BlockTable:
         """A table that shares the longest cached prefix of ``tokens``, always leaving the last token to compute.
 
-        ``chain`` holds prefix keys of these tokens from an earlier try, and gets the missing ones.
+        ``chain`` holds prefix keys of these tokens from an earlier try, and gets the missing ones. ``computed_in``:
+        the element type of the worker whose KV will be handed over, which is not found for those of another.
         """
         if holder in self.tables:
             raise InvariantBroken(f"{holder} opens a second table")
-        table = BlockTable(holder, self.block_size, chain_root(cache_salt, self._fingerprint, self._kv_dtype))
+        root = chain_root(cache_salt, self._fingerprint, computed_in or self._kv_dtype)
+        table = BlockTable(holder, self.block_size, root)
         if self.prefix_caching:
             known = [] if chain is None else chain
             table.chain = extend_chain(table.root, known, tokens)[:]

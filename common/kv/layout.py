@@ -88,6 +88,6 @@ class KvLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal exactly when canonical bytes mean the same thing: layers and dtype, not in which pool they lie."""
-        text = self.dtype + "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
+        """Equal exactly when canonical elements mean the same thing: the layers, not in which type or pool they lie."""
+        text = "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

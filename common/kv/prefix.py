@@ -1,9 +1,10 @@
 """Which computed blocks hold which prefix of tokens.
 
 Pure. A prefix is named by a BLAKE2b chain over fixed steps of 16 tokens, keyed with the cache salt, the model's
-fingerprint and the KV dtype: equal names mean equal tokens up to there, for the same user and model. The step does not
-depend on the block size, so workers with different block sizes announce comparable names. A cryptographic hash, because
-a collision would show one user's KV to another.
+fingerprint and the element type in which the KV was computed, wherever it lies now: equal names mean equal tokens up to
+there, for the same user and model, and KV of the same arithmetic. The step does not depend on the block size, so
+workers with different block sizes announce comparable names. A cryptographic hash, because a collision would show one
+user's KV to another.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from common.ids import BlockId, pack_tokens
-from common.kv.layout import CHAIN_STEP
+from common.kv.layout import CHAIN_STEP, KvDtype
 
 ChainKey = bytes
 KEY_BYTES = 16
 
 
-def chain_root(cache_salt: str, model_fingerprint: str, kv_dtype: str) -> ChainKey:
+def chain_root(cache_salt: str, model_fingerprint: str, computed_in: KvDtype) -> ChainKey:
     """The key before the first token; its parts are length-prefixed so that none can run into the next."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, model_fingerprint, kv_dtype)]
+    parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, model_fingerprint, computed_in)]
     text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
 

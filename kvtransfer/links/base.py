@@ -13,6 +13,7 @@ from typing import Protocol
 from common.errors import WireError
 from common.ids import BlockId
 from common.kv.convert import Bytes
+from common.kv.layout import KvDtype
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 
@@ -39,10 +40,10 @@ class ReceiveLink(Protocol):
         ...
 
 
-def placed(header: FrameHeader, data: Bytes, memory: KvMemory, table: Sequence[BlockId]) -> None:
-    """Checks the receiver's own copy of the cells and writes it into its blocks."""
+def placed(header: FrameHeader, data: Bytes, dtype: KvDtype, memory: KvMemory, table: Sequence[BlockId]) -> None:
+    """Checks the receiver's own copy of the cells, elements of ``dtype``, and writes it into its blocks."""
     if data.nbytes != header.size_bytes:
         raise WireError(f"a frame of {data.nbytes} bytes, {header.size_bytes} announced")
     if checksum_of(data) != header.checksum:
         raise WireError(f"frame {header.number} of {header.transfer} fails its checksum")
-    memory.write(table, header.cells.tokens, header.cells.layers, data)
+    memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)

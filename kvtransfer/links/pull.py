@@ -34,7 +34,7 @@ class PullSendLink:
 
 
 class PullReceiveLink:
-    """Pulls from ``source``, the sender's pool (whose block size may differ), into ``memory``."""
+    """Pulls from ``source``, the sender's pool (whose layout of blocks may differ), into ``memory``."""
 
     def __init__(self, name: str, memory: KvMemory, source: KvMemory) -> None:
         self.name, self.memory, self.source = name, memory, source
@@ -54,7 +54,7 @@ class PullReceiveLink:
         self._check(ids, generations)
         data = self.source.read(ids, tokens, cells.layers)
         self._check(ids, generations)
-        placed(header, data, self.memory, table)
+        placed(header, data, self.source.layout.dtype, self.memory, table)
 
     def _check(self, ids: np.ndarray, generations: np.ndarray) -> None:
         if not np.array_equal(self.source.generations[ids], generations):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.ids import BlockId
+from common.kv.layout import KvDtype
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 from kvtransfer.links.base import Payload, placed
@@ -26,10 +27,12 @@ class ZmqSendLink:
 
 
 class ZmqReceiveLink:
+    """Takes elements of ``dtype``, whatever those of ``memory`` are."""
+
     name = NAME
 
-    def __init__(self, memory: KvMemory) -> None:
-        self.memory = memory
+    def __init__(self, memory: KvMemory, dtype: KvDtype) -> None:
+        self.memory, self.dtype = memory, dtype
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
-        placed(header, np.frombuffer(payload, np.uint8), self.memory, table)
+        placed(header, np.frombuffer(payload, np.uint8), self.dtype, self.memory, table)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.system import MODEL_LEN, READY_S, Client, Process, System, sampling_of
 from tests.e2e.test_tokens import prompt_of
-from tests.reference import Reference
+from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 pytestmark = pytest.mark.e2e
 
@@ -127,6 +127,34 @@ async def test_workers_join_and_leave_a_running_system(
         assert len(await running) == 8, "nobody's request fails when a worker leaves"
         await cluster.until_gone(client, "d0")
         assert await ask(client, 702) == ("disagg", "d1")
+
+
+async def test_workers_of_different_kv_dtypes_serve_together(
+    cluster: Cluster, oracle: Callable[[str], Reference]
+) -> None:
+    """Right within what bfloat16 is, and exactly as right as float32 once both ends have it."""
+    reference = oracle("llama")
+
+    async def ask(client: Client, length: int, tolerance: Tolerance) -> tuple[str, str | None, int]:
+        answer = await client.complete(prompt_of(length, 61), **FIELDS)
+        reference.check(answer.prompt, answer.ids[:1], sampling_of(FIELDS), name="the token of prefill")
+        reference.check(answer.prompt, answer.ids, sampling_of(FIELDS), tolerance=tolerance)
+        return answer.path, answer.headers.get("x-tandem-decode"), answer.cached
+
+    async with cluster.system.client() as client:
+        cluster.start("prefill", "p0")
+        cluster.start("decode", "d0", "--dtype", "bfloat16", "--block-size", "32")
+        await cluster.until_ready(client, "p0", "d0")
+        assert {name: w["dtype"] for name, w in (await client.workers()).items()} == {"p0": "float32", "d0": "bfloat16"}
+        for length in (3, 100, 700):
+            assert await ask(client, length, BFLOAT16) == ("disagg", "d0", 0)
+        assert await ask(client, 700, BFLOAT16) == ("disagg", "d0", 688), "prefill has it cached"
+
+        cluster.start("decode", "d1", "--kv-transport", "zmq")
+        await cluster.until_ready(client, "d1")
+        await asyncio.to_thread(cluster.stop, "d0")
+        await cluster.until_gone(client, "d0")
+        assert await ask(client, 100, FLOAT32) == ("disagg", "d1", 96)
 
 
 async def test_a_worker_of_another_model_is_refused(cluster: Cluster, checkpoint: Callable[[str], Path]) -> None:

@@ -1,9 +1,10 @@
 """An engine without a model whose next token proves that every KV byte is right.
 
-The KV of position p is a keyed rolling hash of tokens 0..p, different in every layer and in keys and values. The next
-token is a function of *all* KV bytes of the sequence as read back from the pool, the seed, the choice and the output
-position. A stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right
-stream is computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts at once.
+The KV of position p is a keyed rolling hash of tokens 0..p, different in every layer and in keys and values, as numbers
+that every element type holds exactly: what a pool of another type converts means the same. The next token is a
+function of *all* KV bytes of the sequence as read back from the pool, the seed, the choice and the output position. A
+stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right stream is
+computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts at once.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ import xxhash
 
 from common.ids import SequenceId
 from common.kv.cache import BlockCopy
-from common.kv.convert import Bytes
-from common.kv.layout import KvLayout, LayerLayout
+from common.kv.convert import Bytes, converted
+from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
 VOCABULARY = 1000
+_NOISE, _SCALE = np.uint16(0x87FF), np.uint16(0x3800)
+"""Of a bfloat16 number: what is random (sign, low exponent, mantissa) and what is fixed, so that it lies between 2^-15
+and 2 and is a float16 number, too."""
 
 
-def oracle_layout(block_size: int = 16) -> KvLayout:
-    return KvLayout(LAYERS, "float32", block_size)
+def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32") -> KvLayout:
+    return KvLayout(LAYERS, dtype, block_size)
 
 
 def _roll(before: int, token: int) -> int:
@@ -35,25 +39,30 @@ def _roll(before: int, token: int) -> int:
 
 
 def _row(rolled: int, layer: int, part: int, width: int) -> bytes:
-    """``width`` bytes of keys (part 0) or values (part 1) of one position."""
-    text = b"".join(
-        xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 16))
-    )
-    return text[:width]
+    """Noise for ``width`` elements (2 bytes each) of keys (part 0) or values (part 1) of one position."""
+    text = b"".join(xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 8)))
+    return text[: 2 * width]
 
 
 def canonical(layout: KvLayout, rolled: list[int], layers: range) -> Bytes:
     """The right canonical bytes of the positions whose rolling hashes are given."""
     parts = [
-        _row(value, index, part, layout.layers[index].kv_heads * width * layout.element_bytes)
+        _row(value, index, part, layout.layers[index].kv_heads * width)
         for index in layers
         for part, width in enumerate((layout.layers[index].k_dim, layout.layers[index].v_dim))
         for value in rolled
     ]
-    return np.frombuffer(b"".join(parts), np.uint8)
+    return _numbers(b"".join(parts), layout.dtype)
+
+
+def _numbers(noise: bytes, dtype: KvDtype) -> Bytes:
+    """Elements of ``dtype`` from two bytes of noise each."""
+    patterns = np.frombuffer(noise, np.uint16) & _NOISE | _SCALE
+    return converted(patterns.view(np.uint8), "bfloat16", dtype)
 
 
 def _choose(everything: Bytes, seed: int, choice: int, position: int) -> int:
+    """The next token after canonical bytes of float32 elements."""
     digest = xxhash.xxh3_64_intdigest(everything)
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<QQII", digest, seed & (2**64 - 1), choice, position))
     return mixed % VOCABULARY
@@ -61,16 +70,16 @@ def _choose(everything: Bytes, seed: int, choice: int, position: int) -> int:
 
 def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
     """The ``count`` output tokens that a request must get."""
-    layout, rolled = oracle_layout(), 0
+    rolled = 0
     output: list[int] = []
-    columns = [bytearray() for _ in range(2 * len(LAYERS))]  # keys and values of each layer, as canonical bytes
+    columns = [bytearray() for _ in range(2 * len(LAYERS))]  # noise of each layer's keys and values
     for at in range(len(prompt) + count - 1):
         rolled = _roll(rolled, prompt[at] if at < len(prompt) else output[-1])
-        for index, layer in enumerate(layout.layers):
+        for index, layer in enumerate(LAYERS):
             for part, width in enumerate((layer.k_dim, layer.v_dim)):
-                columns[2 * index + part] += _row(rolled, index, part, layer.kv_heads * width * layout.element_bytes)
+                columns[2 * index + part] += _row(rolled, index, part, layer.kv_heads * width)
         if at >= len(prompt) - 1:
-            everything = np.frombuffer(b"".join(columns), np.uint8)
+            everything = _numbers(b"".join(columns), "float32")
             output.append(_choose(everything, seed, choice, len(output)))
     return output
 
@@ -79,9 +88,16 @@ class OracleEngine:
     """Implements :class:`common.worker.Engine`. ``token_s`` and ``step_s`` make it as slow as a model."""
 
     def __init__(
-        self, blocks: int, block_size: int = 16, *, max_model_len: int = 4096, step_s: float = 0.0, token_s: float = 0.0
+        self,
+        blocks: int,
+        block_size: int = 16,
+        *,
+        dtype: KvDtype = "float32",
+        max_model_len: int = 4096,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
     ) -> None:
-        self.layout = oracle_layout(block_size)
+        self.layout = oracle_layout(block_size, dtype)
         self.memory = KvMemory(self.layout, blocks)
         self.fingerprint, self.vocab_size, self.max_model_len = "oracle", VOCABULARY, max_model_len
         self.on_layer: Callable[[int], None] | None = None
@@ -124,7 +140,8 @@ class OracleEngine:
         if not segment.wants_token:
             return []
         sequence = segment.sequence
-        everything = self.memory.read(list(table), range(segment.end), range(len(LAYERS)))
+        data = self.memory.read(list(table), range(segment.end), range(len(LAYERS)))
+        everything = converted(data, self.layout.dtype, "float32")
         seed, position = sequence.request.sampling.seed, sequence.output_length
         return [_choose(everything, seed, choice, position) for choice in sequence.choices]
 

@@ -75,7 +75,7 @@ class House:
             limits=LIMITS,
             queue_bytes=4 * FRAME_BYTES,
         )
-        self.peer = Peer(WorkerName("decode"), Incarnation("decode"), self.receiver.address, "host")
+        self.peer = Peer(WorkerName("decode"), Incarnation("decode"), self.receiver.address, "host", "float32")
         self.held: dict[TransferId, int] = {}
         self.attempts = [0] * SLOTS
         self.landed = 0
@@ -99,7 +99,7 @@ class House:
             )
         self.held[transfer] = slot
         now = self.clock.now
-        reserve = lambda: self.receiver.expect(transfer, TOKENS, have, self.table(slot, 3), b"", now)  # noqa: E731
+        reserve = lambda: self.receiver.expect(transfer, TOKENS, have, self.table(slot, 3), self.peer, now)  # noqa: E731
         announce = lambda: self.sender.open(transfer, self.peer, TOKENS, self.table(slot, 6), now)  # noqa: E731
         for each in self.rng.sample((reserve, announce), 2):
             each()

@@ -169,7 +169,7 @@ _REQUEST = Request(
     priority=-1,
     deadline_ms=30_000,
 )
-_PEER = Peer("prefill-0", "00ff00ff00ff00ff", "tcp://127.0.0.1:5555", "boot/ipc:net/0")  # type: ignore[arg-type]
+_PEER = Peer("prefill-0", "00ff00ff00ff00ff", "tcp://127.0.0.1:5555", "boot/ipc:net/0", "float32")  # type: ignore[arg-type]
 _LOGPROBS = Logprobs(-0.5, pack_tokens([4, 5]), (-0.5, -1.5))
 _HELLO: dict[str, Any] = {
     "protocol": 1,
@@ -229,7 +229,7 @@ EXAMPLES: list[Message] = [
     Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
     Lease(bytes(20)),
-    Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "boot/ipc:net/0", "tandem-1", 16, 1024),  # type: ignore[arg-type]
+    Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "bfloat16", "boot/ipc:net/0", "tandem-1", 1024, 16, 2),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
     Heard(_ID, 1, 40),  # type: ignore[arg-type]
     Ack(_ID, 1, 3, 65_536, 1_048_576),  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ from typing import Any
 
 from common.errors import RequestError
 from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
-from common.kv.memory import Bytes, Table
+from common.kv.convert import Bytes
+from common.kv.layout import KvDtype
+from common.kv.memory import Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import PROTOCOL, Hello, Logprobs, Role, Tokens
@@ -51,13 +53,15 @@ class SimulatedEngine(OracleEngine):
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
 
-    def _checked_write(self, table: Table, tokens: range, layers: range, data: Bytes) -> None:
+    def _checked_write(
+        self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None
+    ) -> None:
         """KV is only ever written into blocks that the writer alone holds."""
         size = self.layout.block_size
         for block in table[tokens.start // size : -(-tokens.stop // size)]:
             if self.pool is not None and len(holders := self.pool.holders(block)) != 1:
                 raise Broken(f"{self.process.name} writes into block {block}, held by {sorted(holders) or 'nobody'}")
-        self._write(table, tokens, layers, data)
+        self._write(table, tokens, layers, data, dtype)
 
     def step(self, batch: Batch) -> StepResult:
         seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)
@@ -202,10 +206,10 @@ class SimulatedClient:
             self._end("refused: nobody there")
             return
         now = self.system.clock.now
-        chain = extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)
+        chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
         ticket = Ticket(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
-            n=self.n, cache_salt=salt, priority=0, chain=chain, client=self, arrived_at=now, tokenized_at=now,
+            n=self.n, cache_salt=salt, priority=0, chains=chains, client=self, arrived_at=now, tokenized_at=now,
             deadline_at=now + timeout_s,
         )  # fmt: skip
         try:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -24,6 +25,7 @@ from common.ids import (
     pack_transfers,
     unpack_tokens,
 )
+from common.kv.layout import ELEMENT_BYTES, KvDtype
 from common.messages import (
     PROTOCOL,
     Abort,
@@ -127,7 +129,7 @@ class Bench:
 
     def peer(self, worker: str) -> Peer:
         hello = self.hellos[worker]
-        return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id)
+        return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype)
 
     def place(self, request: Request, prefill: str, decode: str, attempt: int = 1) -> None:
         self.tell(decode, Reserve(request, attempt, self.peer(prefill)))
@@ -191,7 +193,7 @@ def _hello(name: WorkerName, role: str, engine: OracleEngine) -> Hello:
         16,
         64,
         "cpu",
-        "float32",
+        engine.layout.dtype,
     )
 
 
@@ -226,6 +228,54 @@ def test_every_length_arrives(pair: Bench, length: int) -> None:
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
     pair.check(request)
+
+
+@pytest.mark.parametrize("link", ["shm", "zmq"])
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(ELEMENT_BYTES, 2)), ids=" to ".join)
+def test_kv_of_one_element_type_is_placed_as_another(bench: Bench, dtypes: tuple[KvDtype, KvDtype], link: str) -> None:
+    """The oracle's numbers are the same in every type, so every token is the same too."""
+    for role, dtype, block_size in zip(("prefill", "decode"), dtypes, (32, 16), strict=True):
+        bench.add(role, OracleEngine(128, block_size, dtype=dtype), kv_transport=link)
+    for length in (1, 40, 200):
+        request = make_request(length, 20)
+        bench.place(request, "prefill-0", "decode-1")
+        bench.until(lambda request=request: bench.done(request))
+        bench.check(request)
+        sent = bench.shipped(request)[0]
+        assert sent.link == link
+        assert sent.values["kv_bytes"] == length * bench.workers["prefill-0"].engine.layout.token_bytes
+
+
+def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Bench) -> None:
+    """What a float32 worker computed and what was widened from bfloat16 are different KV, in one and the same pool."""
+    bench.add("prefill", OracleEngine(128))
+    bench.add("prefill", OracleEngine(128, dtype="bfloat16"))
+    decode = bench.add("decode", OracleEngine(128))
+    prompt = make_request(100, 1).prompt
+    for prefill, travels in (("prefill-0", 100), ("prefill-1", 100), ("prefill-0", 4), ("prefill-1", 4)):
+        request = make_request(1, 5)
+        request = Request(request.id, prompt, request.sampling)
+        bench.place(request, prefill, "decode-2")
+        bench.until(lambda request=request: bench.done(request))
+        bench.check(request)
+        told = bench.shipped(request)
+        assert told[0].values["kv_bytes"] == travels * bench.workers[prefill].engine.layout.token_bytes
+    local = make_request(1, 5)
+    local = Request(local.id, prompt, local.sampling)
+    bench.tell("decode-2", Generate(local, 1))
+    bench.until(lambda: bench.done(local))
+    bench.check(local)
+    assert decode.cache.hit_tokens == 3 * 96
+
+
+def test_a_sender_that_says_another_element_type_than_the_coordinator_is_refused(pair: Bench) -> None:
+    request = make_request(40, 4)
+    liar = msgspec.structs.replace(pair.peer("prefill-0"), dtype="float16")
+    pair.tell("decode-1", Reserve(request, 1, liar))
+    pair.tell("prefill-0", Prefill(request, 1, pair.peer("decode-1")))
+    pair.until(lambda: (request.id, 1) in pair.failed)
+    failed = pair.failed[request.id, 1]
+    assert failed.retriable and "of float32" in failed.detail and "expected 40 tokens of float16" in failed.detail
 
 
 def test_many_at_once_and_prefix_hits_on_both_sides(pair: Bench) -> None:
@@ -366,7 +416,7 @@ def test_a_trial_does_not_hold_up_a_drain(bench: Bench) -> None:
 
 def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:
     bad, good = make_request(40, 3), make_request(40, 3)
-    nowhere = Peer(WorkerName("decode-9"), Incarnation("nine"), "nonsense", "host")
+    nowhere = Peer(WorkerName("decode-9"), Incarnation("nine"), "nonsense", "host", "float32")
     pair.tell("prefill-0", Measure(RequestId(b"measure nonsense"), 0, nowhere, 100))
     pair.tell("prefill-0", Prefill(bad, 1, nowhere))
     pair.until(lambda: (bad.id, 1) in pair.failed)

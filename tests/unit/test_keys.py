@@ -367,9 +367,10 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party
     )
     receiver = Receiver(inside, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
     transfer, token, layout = TransferId(new_request_id(), 1), b"t" * 16, engine.layout
-    receiver.expect(transfer, 16, 0, [0], token, time.monotonic())
+    peer = Peer(WorkerName("prefill-0"), Incarnation("sender"), "", "there", layout.dtype, token)
+    receiver.expect(transfer, 16, 0, [0], peer, time.monotonic())
     socket = outside.dealer(receiver.address, b"peer", to="decode")
-    words = transfer.request, transfer.attempt, "sender", 16, layout.fingerprint, "there", "", 16, 8
+    words = transfer.request, transfer.attempt, "sender", 16, layout.fingerprint, layout.dtype, "there", "", 8, 16, 1
 
     def say(shown: bytes) -> Any:
         send(socket, Open(*words, shown))  # type: ignore[arg-type]
@@ -413,7 +414,10 @@ def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
     engine, channels = OracleEngine(blocks=8), Channels()
     routers = {name: channels.router("tcp://127.0.0.1:*") for name in ("bad", "good")}
     sender = Sender(channels, engine.memory, new_incarnation(), "here", transport="zmq")
-    peers = {name: Peer(WorkerName(name), Incarnation(name), address, "") for name, (_, address) in routers.items()}
+    peers = {
+        name: Peer(WorkerName(name), Incarnation(name), address, "", engine.layout.dtype)
+        for name, (_, address) in routers.items()
+    }
     transfers = {name: TransferId(new_request_id(), 1) for name in ("bad", "good")}
     ended: list[Any] = []
 

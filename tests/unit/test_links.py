@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import WireError
 from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
+from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle
@@ -21,7 +22,7 @@ from kvtransfer.links.base import ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink
 
-LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2), LayerLayout(3, 2, 6))
+LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
 SOURCE_TABLE = [BlockId(b) for b in (5, 1, 6, 3, 7, 0)]
 TARGET_TABLE = [BlockId(b) for b in (2, 4, 0)]
@@ -29,7 +30,7 @@ TARGET_TABLE = [BlockId(b) for b in (2, 4, 0)]
 
 @dataclass
 class Pair:
-    """A sender's pool with blocks of 16 tokens, a receiver's with blocks of 32, and a link between them."""
+    """A sender's pool, a receiver's of another layout of blocks, and a link between them."""
 
     source: KvMemory
     target: KvMemory
@@ -47,15 +48,25 @@ class Pair:
         return bool((self.target.raw != 0xEE).any())
 
 
-@pytest.fixture(params=["zmq", "shm", "memory"])
+LINKS = ("zmq", "shm", "memory")
+POOLS = {
+    "alike": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
+    "wider": (KvLayout(LAYERS, "bfloat16", 16, head_shards=2), KvLayout(LAYERS, "float32", 32)),
+    "narrower": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float16", 32, head_shards=2)),
+}
+"""The layouts of the sender's pool and of the receiver's."""
+
+
+@pytest.fixture(params=[(link, pools) for link in LINKS for pools in POOLS], ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    source, target = KvMemory(KvLayout(LAYERS, "float32", 16), 8), KvMemory(KvLayout(LAYERS, "float32", 32), 5)
+    link, pools = request.param
+    source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 5), strict=True))
     source.raw[:] = np.random.default_rng(7).integers(0, 256, source.raw.shape, np.uint8)
     source.generations[:] = np.arange(8) + 100
     target.raw[:] = 0xEE
-    if request.param == "zmq":
-        yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target))
-    elif request.param == "memory":
+    if link == "zmq":
+        yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype))
+    elif link == "memory":
         pools = memory_link.Pools()
         owner = new_incarnation()
         yield Pair(source, target, pools.offer(owner, source), pools.reach(owner, target))
@@ -79,7 +90,8 @@ CELLS = [
 @pytest.mark.parametrize("cells", CELLS, ids=str)
 def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
     pair.carry(cells)
-    wanted = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
+    sent = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
+    wanted = converted(sent, pair.source.layout.dtype, pair.target.layout.dtype)
     assert (pair.target.read(TARGET_TABLE, cells.tokens, cells.layers) == wanted).all()
     pair.target.write(TARGET_TABLE, cells.tokens, cells.layers, np.full(wanted.nbytes, 0xEE, np.uint8))
     assert not pair.written(), "something else was written, too"
@@ -121,7 +133,7 @@ def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
     assert not pair.sending.happened and pair.written()
 
 
-@pytest.mark.parametrize("pair", ["shm", "memory"], indirect=True)
+@pytest.mark.parametrize("pair", [("shm", "alike"), ("memory", "wider")], ids="-".join, indirect=True)
 def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
@@ -131,7 +143,7 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     assert not pair.written()
 
 
-@pytest.mark.parametrize("pair", ["shm", "memory"], indirect=True)
+@pytest.mark.parametrize("pair", [("shm", "alike"), ("memory", "wider")], ids="-".join, indirect=True)
 def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pair.receiving, PullReceiveLink)
     mapped, read = pair.receiving.source, pair.receiving.source.read

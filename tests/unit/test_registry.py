@@ -74,7 +74,7 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
         ({"vocab_size": 9}, "vocab_size"),
         ({"block_size": 24}, "block size"),
         ({"kv_blocks": 0}, "blocks"),
-        ({"dtype": "bfloat16", "layout": "other"}, "dtype bfloat16 against float32 of d0"),
+        ({"dtype": "bfloat16", "layout": "other"}, "layout other against l of d0"),
         ({"fingerprint": "f.2", "model": "n"}, r"fingerprint f.2 against f of d0 (n here, m there)"),
         ({"host": "elsewhere", "name": "d0"}, "--name"),
         *(({"data_address": address}, "data address") for address in _NO_ADDRESSES),
@@ -98,6 +98,13 @@ def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     registry.gone(decode)
     registry.gone(next(worker for worker in registry if worker.role == "prefill"))
     join(registry, "d0", "i4", kv_encryption="none")  # nobody is left who thinks otherwise
+
+
+def test_workers_may_hold_kv_in_types_and_blocks_of_their_own() -> None:
+    registry = Registry("f")
+    join(registry)
+    other = join(registry, "p0", "i1", "prefill", dtype="bfloat16", block_size=32)
+    assert other.ready and len(registry) == 2
 
 
 def test_without_a_model_of_its_own_the_registry_takes_the_first_workers() -> None:

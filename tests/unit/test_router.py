@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RequestError
+from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import Cached
 from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Pair
@@ -32,12 +34,15 @@ def place(router: Router, need: Need) -> tuple[Placement, Promise]:
     return placement, router.promise(need, placement)
 
 
-def chain(tokens: int, salt: str = "") -> list[bytes]:
-    return extend_chain(chain_root(salt, "f", "float32"), [], list(range(tokens)))
+def chains(tokens: int, *dtypes: KvDtype) -> dict[KvDtype, list[bytes]]:
+    """Prefix keys of ``tokens`` tokens for workers with KV of these types (default: float32)."""
+    return {
+        dtype: extend_chain(chain_root("", "f", dtype), [], list(range(tokens))) for dtype in dtypes or ("float32",)
+    }
 
 
-def announce(router: Router, worker: Worker, keys: list[bytes]) -> None:
-    router.registry.cached(worker, Cached(b"".join(keys), b""))
+def announce(router: Router, worker: Worker, keys: dict[KvDtype, list[bytes]], dtype: KvDtype = "float32") -> None:
+    router.registry.cached(worker, Cached(b"".join(keys[dtype]), b""))
 
 
 def test_a_request_goes_to_a_pair() -> None:
@@ -59,7 +64,7 @@ def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
 
 def test_a_cached_prefix_is_worth_a_queue() -> None:
     router, (first, second, _) = house(prefills=2)
-    keys = chain(400)
+    keys = chains(400)
     announce(router, second, keys)
     place(router, Need(50, 10, 1))  # stands at the first
     router.account(second).prefill_tokens += 200
@@ -155,11 +160,28 @@ def test_colocated_workers_alone_and_beside_pools() -> None:
     assert placement.path == "colocated" and placement.decode is colocated
 
 
+def test_a_worker_with_another_kv_dtype_is_found_by_its_own_keys() -> None:
+    """What decode got from prefill is known by how prefill computed it: nothing that it could prefill from locally."""
+    router, (first, second, decode) = house(prefills=2)
+    second.hello = msgspec.structs.replace(second.hello, dtype="bfloat16")
+    keys = chains(320, "float32", "bfloat16")
+    announce(router, second, keys, "bfloat16")
+    announce(router, decode, keys, "bfloat16")
+    need = Need(330, 10, 1, keys)
+    assert (need.cached_on(first), need.cached_on(second)) == (0, 320)
+    assert (need.cached_on(decode), need.cached_on(decode, "bfloat16")) == (0, 320)
+    placement, promise = place(router, need)
+    assert (placement.path, placement.prefill) == ("disagg", second)
+    assert promise.prefill_tokens == 10
+    announce(router, decode, keys)
+    assert place(router, need)[0].path == "local"
+
+
 def test_local_prefill_always_and_never() -> None:
     router, _ = house(local_prefill="always")
     assert place(router, Need(1000, 10, 1))[0].path == "local"
     router, (_, decode) = house(local_prefill="never")
-    keys = chain(320)
+    keys = chains(320)
     announce(router, decode, keys)
     assert place(router, Need(330, 10, 1, keys))[0].path == "disagg"
 
@@ -174,7 +196,7 @@ def test_choices_that_have_diverged_stay_on_one_worker() -> None:
 def test_local_prefill_auto_needs_a_reason() -> None:
     router, (_, decode) = house()
     assert place(router, Need(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
-    keys = chain(320)
+    keys = chains(320)
     announce(router, decode, keys)
     placement, _ = place(router, Need(330, 10, 1, keys))
     assert placement.path == "local" and "cached" in placement.why
