@@ -128,6 +128,10 @@ class Worker(abc.ABC):
     def move_kv(self, now: float) -> None:
         """Takes and sends what hand-offs have to exchange, without waiting."""
 
+    def more_to_move(self) -> bool:
+        """Whether the last :meth:`move_kv` left something that need not wait for a message."""
+        return False
+
     @abc.abstractmethod
     def before_step(self, batch: Batch, now: float) -> None:
         """Notes what is about to be computed."""
@@ -176,7 +180,9 @@ class Worker(abc.ABC):
         if batch is not None:
             self._step(batch)
         self._publish()
-        return 0.0 if batch is not None else TIMER_S if self.holdings() else IDLE_S
+        if batch is not None or self.more_to_move():
+            return 0.0
+        return TIMER_S if self.holdings() else IDLE_S
 
     def _wait(self, seconds: float, waker: socket.socket) -> None:
         if waker.fileno() in self.channels.poll(seconds):

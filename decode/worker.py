@@ -32,9 +32,8 @@ from kvtransfer.receiver import Failed, Landed, Receiver
 
 log = logging.getLogger("tandem.decode")
 
-BUSY_PUMP_S = 0.003
-"""Time for moving KV between two steps while streams are running (they feel it); when idle there is no hurry."""
-IDLE_PUMP_S = 0.1
+BUDGET_S = 0.003
+"""Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
 KEPT_FOR_RESEND = 256
 
 
@@ -151,7 +150,7 @@ class DecodeWorker(Worker):
     def move_kv(self, now: float) -> None:
         self.receiver.step_s = self.pace.longest
         self._grant(now)
-        for end in self.receiver.pump(self.clock, BUSY_PUMP_S if self.planner.running else IDLE_PUMP_S):
+        for end in self.receiver.pump(self.clock, BUDGET_S):
             if self.close_trial(end.transfer):
                 continue
             match end:

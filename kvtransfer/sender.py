@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,9 @@ class Sender:
         self._lines: dict[Incarnation, _Line] = {}
         self._outgoing: dict[TransferId, _Outgoing] = {}
         self._ended: list[Shipped | Lost] = []
+        self._until = math.inf
+        self.behind = False
+        """Whether the last :meth:`pump` ended for want of time: there may be more to send at once."""
         self.bad_messages = 0
         self.strikes = Strikes()
 
@@ -150,12 +154,15 @@ class Sender:
             outgoing.session.end(TransferState.CANCELLED, reason)
             send(outgoing.line.socket, Cancel(transfer.request, transfer.attempt, reason))
 
-    def pump(self, now: float) -> list[Shipped | Lost]:
-        """Takes what decode workers sent, sends what may leave, runs the timers; returns what ended."""
+    def pump(self, now: float, budget_s: float = math.inf) -> list[Shipped | Lost]:
+        """Takes what decode workers sent, runs the timers and sends what may leave, for about ``budget_s`` seconds at
+        most; returns what ended."""
+        self.behind, self._until = False, self._channels.clock() + budget_s
         for line in list(self._lines.values()):
             self._drain(line, now)
         for outgoing in list(self._outgoing.values()):
             self._tick(outgoing, now)
+        self._until = math.inf
         self._close_idle(now)
         ended, self._ended = self._ended, []
         return ended
@@ -278,7 +285,12 @@ class Sender:
 
     def _push(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
-        while self._has_room(outgoing) and (what := session.next_cells()) is not None:
+        while self._has_room(outgoing):
+            if self._channels.clock() >= self._until:
+                self.behind = True
+                break
+            if (what := session.next_cells()) is None:
+                break
             self._send_cells(outgoing, what)
         if outgoing.first is not None and session.may_commit():
             session.committed(now)

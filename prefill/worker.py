@@ -12,6 +12,7 @@ whatever is left.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
+BUDGET_S = 0.003
+"""Time for moving KV between two looks at control messages."""
 
 
 @dataclass(slots=True)
@@ -192,12 +195,15 @@ class PrefillWorker(Worker):
 
     # -- shipping -----------------------------------------------------------------------------------------------------
 
-    def _pump(self, now: float) -> None:
+    def _pump(self, now: float, budget_s: float = math.inf) -> None:
         self._pumped_at = now
-        self._ended += self.sender.pump(now)
+        self._ended += self.sender.pump(now, budget_s)
+
+    def more_to_move(self) -> bool:
+        return self.sender.behind
 
     def move_kv(self, now: float) -> None:
-        self._pump(now)
+        self._pump(now, BUDGET_S)
         ended, self._ended = self._ended, []
         for end in ended:
             if decode := self._tried.get(end.transfer):

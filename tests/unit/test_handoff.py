@@ -386,6 +386,22 @@ def test_a_trial_measures_the_link_and_leaves_nothing(pair: Bench) -> None:
     assert pair.workers["decode-1"].cache.pool.counts.cached == 0  # meaningless blocks are never offered to anybody
 
 
+def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
+    pair: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops when its time for moving KV is over, and comes back at once: no message will come that wakes it."""
+    monkeypatch.setattr("prefill.worker.BUDGET_S", 0.0)
+    prefill = pair.workers["prefill-0"]
+    for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
+        pair.tell(name, Measure(RequestId(b"measure the link"), 0, pair.peer(other), 100))
+    pair.until(prefill.more_to_move)
+    assert prefill.turn() == 0.0
+    monkeypatch.setattr("prefill.worker.BUDGET_S", 1.0)
+    pair.until(lambda: pair.measured)
+    pair.until(pair.quiet)
+    assert not prefill.more_to_move() and prefill.turn() > 0
+
+
 def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
         pair.tell(name, Measure(RequestId(b"measure too much"), 0, pair.peer(other), 1_000_000))

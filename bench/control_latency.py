@@ -1,0 +1,242 @@
+"""``python -m bench.control_latency``: how long control messages take while KV streams between two workers.
+
+A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
+and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
+to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: Failed). A worker
+that computes answers after its step; here there are none. Round trips are first measured with nothing else going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from common.channel import Channels, receive, send
+from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import KvMemory, host_id
+from common.messages import (
+    PROTOCOL,
+    Failed,
+    Generate,
+    Heartbeat,
+    Hello,
+    Lease,
+    Measure,
+    Measured,
+    Peer,
+    Prefill,
+    Role,
+    Timing,
+    Tokens,
+    ToWorker,
+)
+from common.request import Request, SamplingParams
+from common.sequence import Batch, StepResult
+from common.worker import WorkerSettings
+from coordinator.gateway import HEARTBEAT_MS, Gateway
+from coordinator.registry import Registry, Worker
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+
+LAYOUT = KvLayout((LayerLayout(8, 64, 64),) * 16, "float32", 16)
+POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 1024, 3
+LONGEST = 1 << 20
+PROBE_S = 0.002
+"""Between an answer and the next message to the same process."""
+PERCENTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+class PoolOnly:
+    """An engine with memory and nothing to compute."""
+
+    def __init__(self) -> None:
+        self.layout, self.memory = LAYOUT, KvMemory(LAYOUT, POOL_TOKENS // LAYOUT.block_size)
+        self.memory.raw[:] = 1
+        self.fingerprint, self.vocab_size, self.max_model_len = "none", 1000, LONGEST
+        self.on_layer: Callable[[int], None] | None = None
+
+    def step(self, batch: Batch) -> StepResult:
+        raise NotImplementedError
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        raise NotImplementedError
+
+
+def serve(role: Role, coordinator: str) -> None:
+    """A worker process."""
+    engine = PoolOnly()
+    settings = WorkerSettings(coordinator, host_id(), 1, 1, kv_transport="zmq")
+    hello = Hello(
+        PROTOCOL, WorkerName(role), new_incarnation(), role, "none", engine.fingerprint, LAYOUT.fingerprint,
+        os.getpid(), "localhost", settings.host_id, "", ("zmq",), engine.memory.blocks, LAYOUT.block_size, LONGEST,
+        engine.vocab_size, 1, 1, "cpu", LAYOUT.dtype,
+    )  # fmt: skip
+    (PrefillWorker if role == "prefill" else DecodeWorker)(engine, settings, hello).run()
+
+
+def ask(coordinator: str, pipe: Connection) -> None:
+    """A stranger's process: sends (end, round trip in seconds) of each answer through ``pipe`` until that is closed."""
+    channels = Channels()
+    socket = channels.dealer(coordinator, b"stranger|0")
+    beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
+    try:
+        while True:
+            began = time.monotonic()
+            send(socket, beat)
+            while receive(socket, ToWorker) is None:
+                socket.poll()
+            ended = time.monotonic()
+            pipe.send((ended, ended - began))
+            time.sleep(PROBE_S)
+    except (BrokenPipeError, ConnectionResetError):
+        channels.close()
+
+
+class House:
+    """The coordinator's side: what workers say, and the round trips that were seen, as (end, seconds) by name."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(None)
+        self.gateway = Gateway(self.registry, "127.0.0.1", 0)
+        self.workers: dict[Role, Worker] = {}
+        self.complete = asyncio.Event()
+        self.streamed = 0
+        self.wanted = 0
+        self.trips: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
+        self._asked: dict[RequestId, tuple[Role, float]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self.gateway.start(self, self._loop)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self.gateway.close()
+
+    # -- what the gateway tells ---------------------------------------------------------------------------------------
+
+    def joined(self, worker: Worker) -> None:
+        self.workers[worker.role] = worker
+        if len(self.workers) == 2:
+            self._lease()
+            for role in self.workers:
+                self._probe(role)
+            self.complete.set()
+
+    def failed(self, worker: Worker, message: Failed) -> None:
+        role, began = self._asked.pop(message.request)
+        ended = time.monotonic()
+        self.trips[role].append((ended, ended - began))
+        self._timers[role] = self._loop.call_later(PROBE_S, self._probe, role)
+
+    def measured(self, worker: Worker, message: Measured) -> None:
+        self.streamed += message.bytes
+        if self.streamed + (TRIALS - 1) * message.bytes < self.wanted:
+            self._trial()
+        if self.streamed >= self.wanted:
+            self.complete.set()
+
+    def lost(self, worker: Worker, *, crashed: bool) -> None:
+        raise RuntimeError(f"{worker.hello.name} is gone")
+
+    def left(self, worker: Worker) -> None: ...
+
+    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+
+    def timing(self, worker: Worker, message: Timing) -> None: ...
+
+    def beat(self, worker: Worker) -> None: ...
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def stream(self, count: int) -> None:
+        """Hand-offs of ``count`` bytes in all, a few at a time."""
+        self.streamed, self.wanted = 0, count
+        self.complete.clear()
+        for _ in range(TRIALS):
+            self._trial()
+
+    def _trial(self) -> None:
+        request = new_request_id()
+        pairs: list[tuple[Role, Role]] = [("decode", "prefill"), ("prefill", "decode")]
+        for role, other in pairs:
+            hello = self.workers[other].hello
+            peer = Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype)
+            self.gateway.send(self.workers[role], Measure(request, 0, peer, TRIAL_TOKENS))
+
+    def _probe(self, role: Role) -> None:
+        """A request that is refused at once: too long for decode's pool, for a peer that prefill cannot dial."""
+        request = Request(new_request_id(), pack_tokens([1]), SamplingParams(max_tokens=LONGEST, seed=0))
+        self._asked[request.id] = role, time.monotonic()
+        nowhere = Peer(WorkerName("nobody"), Incarnation("0"), "nowhere", "", LAYOUT.dtype)
+        message = Generate(request, 0) if role == "decode" else Prefill(request, 0, nowhere)
+        self.gateway.send(self.workers[role], message)
+
+    def _lease(self) -> None:
+        for worker in self.workers.values():
+            self.gateway.send(worker, Lease(b""))
+        self._timers["lease"] = self._loop.call_later(HEARTBEAT_MS / 1000, self._lease)
+
+
+async def measure(count: int, idle_s: float) -> None:
+    house = House()
+    processes = multiprocessing.get_context("spawn")
+    mine, theirs = processes.Pipe(duplex=False)
+    children = [processes.Process(target=serve, args=(role, house.gateway.address)) for role in ("prefill", "decode")]
+    children.append(processes.Process(target=ask, args=(house.gateway.address, theirs)))
+    answers: list[tuple[float, float]] = []
+    house.trips["coordinator"] = answers
+    try:
+        for child in children:
+            child.start()
+        asyncio.get_running_loop().add_reader(mine.fileno(), lambda: answers.append(mine.recv()))
+        await house.complete.wait()
+        house.stream(64 << 20)  # maps, connects and touches what the first hand-off must
+        await house.complete.wait()
+        began = time.monotonic()
+        await asyncio.sleep(idle_s)
+        report("nothing else going on", house.trips, began, time.monotonic())
+        house.stream(count)
+        began = time.monotonic()
+        await house.complete.wait()
+        ended = time.monotonic()
+        rate = house.streamed / (ended - began) / 1e9
+        report(f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s", house.trips, began, ended)
+    finally:
+        asyncio.get_running_loop().remove_reader(mine.fileno())
+        house.close()
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def report(title: str, trips: dict[str, list[tuple[float, float]]], began: float, ended: float) -> None:
+    """One line per end, of the round trips that ended between two times."""
+    print(title)
+    for name, seen in trips.items():
+        times = sorted(seconds * 1000 for at, seconds in seen if began <= at <= ended)
+        found = [f"p{100 * share:g} {times[min(len(times) - 1, int(share * len(times)))]:.2f}" for share in PERCENTILES]
+        print(f"  {name:12} {len(times):5} round trips, ms: {', '.join(found)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.control_latency", description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="KV to stream")
+    parser.add_argument("--idle-s", type=float, default=2.0, help="how long to measure without it")
+    options = parser.parse_args()
+    uvloop.run(measure(options.mib << 20, options.idle_s))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
