@@ -38,7 +38,7 @@ from common.options import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KvTransport = Literal["auto", "shm", "zmq"]
+KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 KvEncryption = Literal["curve", "none"]
@@ -143,8 +143,8 @@ class EngineOptions:
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prompt prefixes", SWITCH, "batch")
     kv_transport: KvTransport = option(
         "auto",
-        "how KV blocks travel (auto: shared memory on one host, else ZeroMQ)",
-        one_of("auto", "shm", "zmq"),
+        "how KV blocks travel (auto: shared memory on one host, else ZeroMQ; nixl: read by decode over UCX)",
+        one_of("auto", "shm", "zmq", "nixl"),
         "transfer",
     )
     threads: int | None = option(
@@ -257,6 +257,12 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
                 "--kv-encryption curve needs keys",
                 "workers without keys cannot tell each other from strangers",
                 "make some with tandem keygen and give --cluster-key-file",
+            )
+        if self.kv_transport == "nixl" and self.encrypts_kv:
+            raise StartError(
+                "--kv-transport nixl cannot encrypt KV",
+                "UCX sends it in plain text, and there are cluster keys",
+                "give --kv-encryption none on all prefill and decode workers, or another --kv-transport",
             )
         self.keys_of(self.role)
         dialled = self.coordinator.rpartition(":")[0]

@@ -264,7 +264,8 @@ ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Le
 class Open(Message, tag="open"):
     """A sender announces a hand-off of ``tokens`` prompt tokens, whose KV travels as elements of ``dtype``; ``pool`` is
     the abstract socket where a process on the same host gets the descriptor of the sender's shared pool ("" for none),
-    of ``pool_blocks`` blocks of ``pool_block_size`` tokens with their heads in ``pool_shards`` shards."""
+    of ``pool_blocks`` blocks of ``pool_block_size`` tokens with their heads in ``pool_shards`` shards. ``agent`` is
+    where NIXL reads that pool (b"" where it cannot)."""
 
     request: Id
     attempt: Count
@@ -278,6 +279,7 @@ class Open(Message, tag="open"):
     pool_block_size: Count
     pool_shards: Count
     proof: Secret = b""
+    agent: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
 class Grant(Message, tag="grant"):

@@ -12,7 +12,7 @@ import platform
 import socket
 
 from common import device
-from common.channel import Channels
+from common.channel import Channels, is_local
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
@@ -65,6 +65,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     )
     status.report("warming up")
     engine.warm_up()
+    if is_local(config.host) and is_local(f"tcp://{config.coordinator}"):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # like our own sockets: nobody else can reach what UCX opens
     settings = WorkerSettings(
         coordinator=f"tcp://{config.coordinator}",
         host_id=host_id(),

@@ -16,7 +16,7 @@ import zmq
 
 from common.channel import Channels, send
 from common.errors import WireError
-from common.ids import BlockId, Incarnation, TransferId
+from common.ids import BlockId, Incarnation, TransferId, new_incarnation
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
@@ -24,9 +24,9 @@ from common.strikes import Strikes
 from common.wire import decode
 from kvtransfer.credit import CreditBook
 from kvtransfer.frames import Damaged, FrameHeader
-from kvtransfer.links import shm, zeromq
+from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
-from kvtransfer.links.pull import PullReceiveLink
+from kvtransfer.links.pull import PullReceiveLink, SourcePool
 from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
 
@@ -35,7 +35,7 @@ log = logging.getLogger("tandem.kv")
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
 MAX_POOLS = 64
-_PoolKey = tuple[Incarnation, str, KvLayout, int]
+_PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
 """All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
 
 
@@ -66,7 +66,8 @@ class _Incoming:
 
 
 class Receiver:
-    """``transport`` is auto, shm or zmq: shared memory when the sender's pool can be mapped, else ZeroMQ."""
+    """``transport`` is auto, shm, zmq or nixl; auto is shared memory when the sender's pool can be mapped, else ZeroMQ.
+    StartError if it cannot be had here."""
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class Receiver:
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
-        self._pools: OrderedDict[_PoolKey, KvMemory | None] = OrderedDict()
+        self._pools: OrderedDict[_PoolKey, SourcePool | None] = OrderedDict()
+        self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
         self._ended: list[Landed | Failed] = []
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
@@ -153,6 +155,8 @@ class Receiver:
             if pool is not None:
                 pool.close()
         self._pools.clear()
+        if self._nixl is not None:
+            self._nixl.close()
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +223,8 @@ class Receiver:
             return
         incoming.link = self._choose_link(message, session.layout)
         if incoming.link is None:
-            self._fail(incoming, TransferState.FAILED, "the sender's pool cannot be mapped and --kv-transport is shm")
+            why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
+            self._fail(incoming, TransferState.FAILED, why)
             return
         self._send_grant(incoming)
 
@@ -277,22 +282,29 @@ class Receiver:
     # -- links --------------------------------------------------------------------------------------------------------
 
     def _choose_link(self, message: Open, travels: KvLayout) -> ReceiveLink | None:
-        if self._transport != zeromq.NAME and message.pool and message.host_id == self._host_id:
-            pool = self._pool(message, travels)
-            if pool is not None:
+        if self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id:
+            if pool := self._pool(message, travels):
                 return PullReceiveLink(shm.NAME, self._memory, pool)
-        return None if self._transport == shm.NAME else zeromq.ZmqReceiveLink(self._memory, travels.dtype)
+        elif self._transport == nixl.NAME and message.agent and (pool := self._pool(message, travels)):
+            return PullReceiveLink(nixl.NAME, self._memory, pool)
+        return zeromq.ZmqReceiveLink(self._memory, travels.dtype) if self._transport in ("auto", zeromq.NAME) else None
 
-    def _pool(self, message: Open, travels: KvLayout) -> KvMemory | None:
-        """The mapped pool of this sender's incarnation; None (remembered) if it cannot be mapped."""
+    def _pool(self, message: Open, travels: KvLayout) -> SourcePool | None:
+        """The pool of this sender's incarnation, within reach; None (remembered) if it cannot be reached."""
         try:
             layout = replace(travels, block_size=message.pool_block_size, head_shards=message.pool_shards)
         except ValueError:
             return None
-        key = (message.sender, message.pool, layout, message.pool_blocks)
+        key = (message.sender, message.pool, message.agent, layout, message.pool_blocks)
+        if (known := self._pools.get(key)) is not None and known.lost:
+            known.close()
+            del self._pools[key]
         if key not in self._pools:
             try:
-                self._pools[key] = shm.knock(message.pool, layout, message.pool_blocks)
+                if self._nixl is not None:
+                    self._pools[key] = self._nixl.reach(message.sender, message.agent, layout, message.pool_blocks)
+                else:
+                    self._pools[key] = shm.knock(message.pool, layout, message.pool_blocks)
             except (OSError, ValueError):
                 self._pools[key] = None
         self._pools.move_to_end(key)

@@ -23,7 +23,7 @@ from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
 from common.strikes import Strikes
 from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.links import shm, zeromq
+from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import SendLink
 from kvtransfer.links.pull import PullSendLink
 from kvtransfer.proof import proof, proves
@@ -86,7 +86,8 @@ class _Outgoing:
 
 
 class Sender:
-    """``transport`` is auto, shm or zmq; the receiver chooses among what both sides allow."""
+    """``transport`` is auto, shm, zmq or nixl; the receiver chooses among what both sides allow. StartError if it
+    cannot be had here."""
 
     def __init__(
         self,
@@ -104,11 +105,14 @@ class Sender:
         self._incarnation, self._host_id = incarnation, host_id
         self._limits = limits or Limits()
         self._transport = transport
-        self._door = shm.PoolDoor(memory, incarnation) if transport != zeromq.NAME else None
+        self._door = shm.PoolDoor(memory, incarnation) if transport in ("auto", shm.NAME) else None
+        self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
         self._links: dict[str, SendLink] = {
             zeromq.NAME: zeromq.ZmqSendLink(memory),
             shm.NAME: PullSendLink(shm.NAME, memory),
         }
+        if self._nixl is not None:
+            self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)
         self._lines: dict[Incarnation, _Line] = {}
         self._outgoing: dict[TransferId, _Outgoing] = {}
         self._ended: list[Shipped | Lost] = []
@@ -174,8 +178,9 @@ class Sender:
             self._channels.unregister(line.socket)
             line.socket.close(linger=200)  # lets the cancellations leave
         self._lines.clear()
-        if self._door is not None:
-            self._door.close()
+        for door in (self._door, self._nixl):
+            if door is not None:
+                door.close()
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
@@ -280,6 +285,7 @@ class Sender:
             layout.block_size,
             layout.head_shards,
             proof(outgoing.token, transfer, "open"),
+            self._nixl.announcement if self._nixl else b"",
         )
         send(outgoing.line.socket, message)
 

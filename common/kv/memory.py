@@ -33,48 +33,11 @@ def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
     return generations, generations + -(-blocks * 8 // _PAGE) * _PAGE
 
 
-class KvMemory:
-    """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
+class BlockArray:
+    """Blocks of ``layout`` in ``raw``, uint8 [blocks, block_bytes], read and written in canonical form."""
 
-    ``raw`` is the block bytes, shape [blocks, block_bytes] uint8; ``generations`` one uint64 word per block.
-    """
-
-    def __init__(self, layout: KvLayout, blocks: int) -> None:
-        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
-        self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
-
-    @classmethod
-    def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
-        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong."""
-        memory = cls.__new__(cls)
-        memory.fd = fd
-        if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
-            os.close(fd)
-            raise ValueError("the shared pool's size does not match its layout")
-        memory._map(layout, blocks, mmap.PROT_READ)
-        return memory
-
-    def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
-        self.layout, self.blocks = layout, blocks
-        offset, size = _bytes_of(layout, blocks)
-        self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
-        whole: Bytes = np.frombuffer(self._mmap, np.uint8)
-        self.raw = whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes)
-        self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
-
-    def close(self) -> None:
-        """Unmaps; views must not be used afterwards."""
-        del self.raw, self.generations
-        os.close(self.fd)
-        self.fd = -1
-        try:
-            self._mmap.close()
-        except BufferError:  # a tensor over the pool is still alive; the mapping goes with it
-            pass
-
-    # -- canonical reads and writes -----------------------------------------------------------------------------------
+    def __init__(self, layout: KvLayout, raw: Bytes) -> None:
+        self.layout, self.raw = layout, raw
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
@@ -110,6 +73,57 @@ class KvMemory:
                     yield part, whole[:, shard * part_bytes : (shard + 1) * part_bytes]
                 inside += part_bytes * layout.block_size
                 at += row_bytes * rows.tokens
+
+
+class KvMemory(BlockArray):
+    """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
+
+    ``raw`` is the block bytes, shape [blocks, block_bytes] uint8; ``generations`` one uint64 word per block.
+    """
+
+    def __init__(self, layout: KvLayout, blocks: int) -> None:
+        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
+        self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
+
+    @classmethod
+    def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
+        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong."""
+        memory = cls.__new__(cls)
+        memory.fd = fd
+        if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+            os.close(fd)
+            raise ValueError("the shared pool's size does not match its layout")
+        memory._map(layout, blocks, mmap.PROT_READ)
+        return memory
+
+    def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
+        self.layout, self.blocks = layout, blocks
+        offset, size = _bytes_of(layout, blocks)
+        self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
+        whole: Bytes = np.frombuffer(self._mmap, np.uint8)
+        self.raw = whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes)
+        self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
+
+    @property
+    def lost(self) -> bool:
+        """Never: a mapping outlives its owner."""
+        return False
+
+    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """A copy of the generation words of these blocks."""
+        return self.generations[ids]
+
+    def close(self) -> None:
+        """Unmaps; views must not be used afterwards."""
+        del self.raw, self.generations
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._mmap.close()
+        except BufferError:  # a tensor over the pool is still alive; the mapping goes with it
+            pass
 
 
 class _Rows:

@@ -8,11 +8,15 @@ word has moved on, and the reader, who looks before and after its copy, drops wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import WireError
 from common.ids import BlockId
+from common.kv.convert import Bytes
+from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 from kvtransfer.links.base import Payload, placed
@@ -33,10 +37,32 @@ class PullSendLink:
         return generations.tobytes() + ids.tobytes(), data.nbytes, checksum_of(data)
 
 
+class SourcePool(Protocol):
+    """A sender's pool, within the receiver's reach."""
+
+    layout: KvLayout
+    blocks: int
+
+    @property
+    def lost(self) -> bool:
+        """Whether a read has failed: the pool must be reached anew, if it still is there."""
+        ...
+
+    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The generation words of these blocks, as they are now."""
+        ...
+
+    def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes:
+        """The receiver's own copy of these cells, in canonical form (:meth:`common.kv.memory.BlockArray.read`)."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class PullReceiveLink:
     """Pulls from ``source``, the sender's pool (whose layout of blocks may differ), into ``memory``."""
 
-    def __init__(self, name: str, memory: KvMemory, source: KvMemory) -> None:
+    def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
         self.name, self.memory, self.source = name, memory, source
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
@@ -56,6 +82,6 @@ class PullReceiveLink:
         self._check(ids, generations)
         placed(header, data, self.source.layout.dtype, self.memory, table)
 
-    def _check(self, ids: np.ndarray, generations: np.ndarray) -> None:
-        if not np.array_equal(self.source.generations[ids], generations):
+    def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
+        if not np.array_equal(self.source.generations_of(ids), generations):
             raise WireError("the sender has reused a block that was to be read")

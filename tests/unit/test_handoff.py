@@ -7,6 +7,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -214,7 +215,15 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture(params=["shm", "zmq"])
+@pytest.fixture(
+    params=[
+        "shm",
+        "zmq",
+        pytest.param(
+            "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
+        ),
+    ]
+)
 def pair(request: pytest.FixtureRequest, bench: Bench) -> Bench:
     """A prefill worker with blocks of 16 tokens and a decode worker with blocks of 32."""
     bench.add("prefill", OracleEngine(256, 16), kv_transport=request.param)

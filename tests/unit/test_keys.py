@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -136,6 +137,10 @@ def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
     assert "--cluster-key-file" in caught.value.todo and "tandem keygen" in caught.value.todo
     with pytest.raises(StartError, match="needs keys"):
         WorkerConfig(role="decode", model="m", kv_encryption="curve").check_binds()
+    nixl = WorkerConfig(role="decode", model="m", kv_transport="nixl", cluster_key_file=str(cluster))
+    with pytest.raises(StartError, match="cannot encrypt"):
+        nixl.check_binds()
+    dataclasses.replace(nixl, kv_encryption="none").check_binds()
 
 
 # -- who is let in ----------------------------------------------------------------------------------------------------

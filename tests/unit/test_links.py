@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from common.errors import WireError
+from common.errors import StartError, WireError
 from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory as memory_link
-from kvtransfer.links import shm, zeromq
+from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink
@@ -48,7 +50,6 @@ class Pair:
         return bool((self.target.raw != 0xEE).any())
 
 
-LINKS = ("zmq", "shm", "memory")
 POOLS = {
     "alike": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
     "wider": (KvLayout(LAYERS, "bfloat16", 16, head_shards=2), KvLayout(LAYERS, "float32", 32)),
@@ -57,7 +58,20 @@ POOLS = {
 """The layouts of the sender's pool and of the receiver's."""
 
 
-@pytest.fixture(params=[(link, pools) for link in LINKS for pools in POOLS], ids="-".join)
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
+
+
+def pairs(*links: str) -> list[Any]:
+    """Each link between each pair of pools."""
+    marks = {"nixl": [needs_nixl]}
+    return [
+        pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
+        for link in links
+        for pools in POOLS
+    ]
+
+
+@pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     link, pools = request.param
     source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 5), strict=True))
@@ -70,6 +84,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         pools = memory_link.Pools()
         owner = new_incarnation()
         yield Pair(source, target, pools.offer(owner, source), pools.reach(owner, target))
+    elif link == "nixl":
+        owner = new_incarnation()
+        door, reader = nixl.NixlDoor(source, owner), nixl.NixlReader(new_incarnation())
+        pool = reader.reach(owner, door.announcement, source.layout, source.blocks)
+        yield Pair(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
+        pool.close()
+        reader.close()
+        door.close()
     else:
         mapped = KvMemory.attach(os.dup(source.fd), source.layout, source.blocks)
         yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
@@ -133,7 +155,7 @@ def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
     assert not pair.sending.happened and pair.written()
 
 
-@pytest.mark.parametrize("pair", [("shm", "alike"), ("memory", "wider")], ids="-".join, indirect=True)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
@@ -143,7 +165,7 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     assert not pair.written()
 
 
-@pytest.mark.parametrize("pair", [("shm", "alike"), ("memory", "wider")], ids="-".join, indirect=True)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pair.receiving, PullReceiveLink)
     mapped, read = pair.receiving.source, pair.receiving.source.read
@@ -166,4 +188,48 @@ def test_a_pool_that_was_withdrawn_is_not_reached() -> None:
     pools.withdraw(owner)
     with pytest.raises(OSError, match="gone"):
         pools.reach(owner, memory)
+    memory.close()
+
+
+@needs_nixl
+def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    owner = new_incarnation()
+    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
+    other = nixl.NixlDoor(memory, new_incarnation())
+    for wrong in (b"", os.urandom(16), os.urandom(500), door.announcement[:40], other.announcement[:-7]):
+        with pytest.raises(ValueError, match="NIXL agent"):
+            reader.reach(owner, wrong, memory.layout, memory.blocks)
+    with pytest.raises(ValueError, match="sent by"):
+        reader.reach(new_incarnation(), door.announcement, memory.layout, memory.blocks)
+    pool = reader.reach(owner, door.announcement, memory.layout, memory.blocks)
+    assert (pool.generations_of(np.arange(2)) == memory.generations).all() and not pool.lost
+    for each in (pool, reader, door, other, memory):
+        each.close()
+
+
+@needs_nixl
+def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    owner = new_incarnation()
+    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
+    beyond = reader.reach(owner, door.announcement, memory.layout, 1 << 20)  # more blocks than there are
+    with pytest.raises(WireError, match="cannot be read"):
+        beyond.read(np.array([1 << 19]), range(16), range(1))
+    assert beyond.lost
+    with pytest.raises(WireError, match="cannot be read"):
+        beyond.generations_of(np.arange(2))
+    beyond.close()
+    again = reader.reach(owner, door.announcement, memory.layout, memory.blocks)
+    assert (again.read(np.arange(2), range(32), range(3)) == memory.read(np.arange(2), range(32), range(3))).all()
+    for each in (again, reader, door, memory):
+        each.close()
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="the extra nixl is installed")
+def test_without_nixl_a_worker_that_should_use_it_says_so() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    with pytest.raises(StartError) as caught:
+        nixl.NixlDoor(memory, new_incarnation())
+    assert "tandem[nixl]" in caught.value.todo
     memory.close()
