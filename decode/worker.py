@@ -32,7 +32,7 @@ from kvtransfer.receiver import Failed, Landed, Receiver
 
 log = logging.getLogger("tandem.decode")
 
-BUDGET_S = 0.003
+BUDGET_S = 0.002
 """Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
 KEPT_FOR_RESEND = 256
 

@@ -31,7 +31,7 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
-BUDGET_S = 0.003
+BUDGET_S = 0.001
 """Time for moving KV between two looks at control messages."""
 
 
