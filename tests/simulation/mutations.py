@@ -43,9 +43,9 @@ def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None
         _ABORT(self, transfer)
 
 
-def _places_unchecked(header: Any, data: Any, memory: Any, table: Any) -> None:
+def _places_unchecked(header: Any, data: Any, dtype: Any, memory: Any, table: Any) -> None:
     if data.nbytes == header.size_bytes:
-        memory.write(table, header.cells.tokens, header.cells.layers, data)
+        memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)
 
 
 def _without_fence(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
