@@ -186,7 +186,8 @@ class Worker(abc.ABC):
 
     def _wait(self, seconds: float, waker: socket.socket) -> None:
         if waker.fileno() in self.channels.poll(seconds):
-            waker.recv(64)
+            for _ in waker.recv(64):  # one byte per signal
+                self._stop_asked()
 
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
@@ -402,15 +403,16 @@ class Worker(abc.ABC):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[socket.socket]:
-        """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll. Under a launcher SIGINT is already ignored
-        and stays so: a terminal sends it to everybody, and only the launcher knows the order."""
+        """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll and is acted on there, since a handler runs
+        in the middle of anything. Under a launcher SIGINT is already ignored and stays so: a terminal sends it to
+        everybody, and only the launcher knows the order."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
         self.channels.register(reader.fileno())
         alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
-        before = {number: signal.signal(number, self._on_stop) for number in numbers}
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield reader
@@ -421,7 +423,7 @@ class Worker(abc.ABC):
             reader.close()
             writer.close()
 
-    def _on_stop(self, *_: object) -> None:
+    def _stop_asked(self) -> None:
         if self.draining_until is not None:
             self._stopped = True
         self.drain(self.settings.drain_timeout_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -437,6 +439,31 @@ def test_a_trial_does_not_hold_up_a_drain(bench: Bench) -> None:
     bench.until(lambda: prefill.cache.pool.counts.held)
     prefill.drain(30)
     assert bench.quiet()
+
+
+def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add("prefill", OracleEngine(64))
+    leaving = bench.add("decode", OracleEngine(64))
+    assert isinstance(leaving, DecodeWorker)
+    pump, struck = leaving.receiver.pump, []
+
+    def pump_and_strike(*arguments: Any) -> list[Any]:
+        if (ended := pump(*arguments)) and not struck:
+            struck.append(ended)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ended
+
+    monkeypatch.setattr(leaving.receiver, "pump", pump_and_strike)
+    for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
+        bench.tell(name, Measure(RequestId(b"measure a signal"), 0, bench.peer(other), 100))
+    with leaving._signals() as waker:
+        bench.until(lambda: struck)
+        assert leaving.draining_until is None
+        leaving._wait(0.0, waker)
+    assert leaving.finished()
+    bench.until(bench.quiet)
 
 
 def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:
