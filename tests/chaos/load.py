@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock
 from tests.chaos.proxy import Action, Rule, is_frame
 
-KILLED_S, STOPPED_S = 2.0, 3.5
+KILLED_S, STOPPED_S, DRAINED_S = 2.0, 3.5, 1.0
 Break = Callable[[House], Awaitable[tuple[float, Callable[[], bool]]]]
 """Breaks something under load: when it did, and the proof, to be asked for at the end."""
 
@@ -87,15 +87,17 @@ async def scenario(
             lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= requests // 4, 120, "a quarter is done"
         )
         struck_at, happened = await breaking(house)
+        if load.done():
+            figures.wrong.append("the load was over before the fault was")
     await load
     if not happened():
         figures.wrong.append("the fault did not happen")
     ended = clock()
     figures.seconds = ended - started
     judge(figures, asks)
-    hit = [ask for ask in asks if ask.started_at < struck_at + 10 and ask.ended_at > struck_at]
-    streams = [ask for ask in hit if ask.arrivals and ask.arrivals[0] < struck_at]
-    figures.gap_s = max((ask.largest_gap(struck_at) for ask in streams), default=0.0)
+    started_ones = [ask for ask in asks if ask.arrivals and ask.ended_at > struck_at]
+    streams = [ask for ask in started_ones if ask.arrivals[0] < struck_at]
+    figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in started_ones), default=0.0)
     figures.faults["streams running then"] = len(streams)
     if breaking is not None and not streams:
         figures.wrong.append("no stream was running when the fault struck")
@@ -145,6 +147,22 @@ async def swallow_link(house: House) -> tuple[float, Callable[[], bool]]:
     return at, lambda: proxy.done["black_hole"] > 0
 
 
+async def rolling_restart(house: House) -> tuple[float, Callable[[], bool]]:
+    """Every worker leaves by SIGTERM and comes back, one after another."""
+    at, codes = clock(), []
+    for worker in house.workers.values():
+        process = worker.process
+        assert process is not None and worker.reading is not None
+        worker.wanted = False
+        worker.signal(signal.SIGTERM)
+        codes.append(await process.wait())
+        await worker.reading
+        await house.start_worker(worker)
+        worker.wanted = True
+        await house.until_ready()
+    return at, lambda: codes == [0] * len(house.workers)
+
+
 SCENARIOS: dict[str, tuple[Break | None, float]] = {
     "no fault": (None, 0.0),
     "SIGKILL of one decode worker": (signalled("decode-0", signal.SIGKILL), KILLED_S),
@@ -153,6 +171,7 @@ SCENARIOS: dict[str, tuple[Break | None, float]] = {
     "SIGSTOP of one prefill worker": (signalled("prefill-0", signal.SIGSTOP), STOPPED_S),
     "reset of every P-D link": (reset_links, KILLED_S),
     "black hole between one pair": (swallow_link, STOPPED_S),
+    "rolling restart of every worker": (rolling_restart, DRAINED_S),
 }
 LOAD_FLAGS = ("--max-num-seqs", "64", "--step-s", "0.01", "--blocks", "2048", "--max-num-batched-tokens", "256")
 
@@ -165,7 +184,8 @@ async def load(directory: Path, *, requests: int, at_once: int, only: str = "") 
             if only in name:
                 for worker in house.workers.values():
                     worker.command(step_s=0.01)
-                done = await scenario(house, name, breaking, requests=requests, at_once=at_once, allowed_gap_s=gap)
+                count = requests * (3 if breaking is rolling_restart else 1)  # it lasts as long as four restarts
+                done = await scenario(house, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
                 print(done.row(), flush=True)
                 figures.append(done)
                 await house.repair()
