@@ -5,6 +5,7 @@ One line per cell. The bound is about what ``measure`` says:
     gap      the longest pause after the fault before the client's next token (or its end), in seconds
     freed    from the fault to the last block that a living worker gives back
     answer   from the fault to the end of the answer
+    back     from when a new process listens (coordinator) or is ready (worker) to its being of use again
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 
 from tests.chaos import faults
 from tests.chaos.faults import Fault, frame, lost
-from tests.chaos.scenes import OUTPUT, Phase
+from tests.chaos.scenes import OUTPUT, Arranged, Phase
 from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
 
 KILLED_S, STOPPED_S, RECOMPUTED_S = 2.0, 3.5, 0.7
@@ -24,7 +25,13 @@ HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S = 0.4
 """After a client has left: 0.1 s and the running step, with what the probe's own machine adds."""
-Measure = Literal["gap", "freed", "answer"]
+REFUSED_S, WORKERLESS_S = 1.0, 10.0
+"""An answer that there is no worker: to a new request, and after which wait to one that was admitted."""
+REJOINED_S, USED_S = 3.0, 1.0
+"""Workers of a coordinator that restarted are back; a worker that restarted is used."""
+OUTLIVES_LEASE = 500
+"""Tokens of an answer that takes 15 s: longer than a lease of 8 s."""
+Measure = Literal["gap", "freed", "answer", "back"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,9 @@ class Kind:
 USUAL = Kind()
 """Two slots per decode worker: four requests fill the house."""
 HURRIED = Kind(door=("--request-timeout", "1.5"))
+IMPATIENT = Kind(flags=("--max-num-seqs", "8"), door=("--client-timeout", "1"))
+WAITS = Kind(door=("--no-prefill-policy", "wait"))
+REJECTS = Kind(door=("--no-prefill-policy", "reject"))
 STRICT = Kind(door=("--max-queued-requests", "1"))
 CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 """Room for two promises of 320 + 512 tokens, not for two streams of 320 + 700."""
@@ -45,8 +55,8 @@ CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 
 @dataclass(frozen=True)
 class Cell:
-    """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``special`` is a token of its
-    prompt that makes engines fail. ``arranged``: the phase at which the fault is set up, if it is an earlier one.
+    """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``arranged``: the phase at
+    which the fault is set up, if it is an earlier one.
     ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``house``: what it needs."""
 
     name: str
@@ -55,8 +65,7 @@ class Cell:
     expect: str
     bound_s: float
     measure: Measure = "gap"
-    special: int | None = None
-    arranged: Phase | None = None
+    arranged: Arranged | None = None
     neighbours: str = "exact"
     output: int = OUTPUT
     house: Kind = USUAL
@@ -81,18 +90,21 @@ _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone", dict.fromkeys("PXDS", FREED_S), measure="freed"),
     *_row("client disconnects", faults.client_leaves, "gone", {"Q": 6.0}, measure="freed"),
+    *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", house=IMPATIENT),
     *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL),
     *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP),
     *_row("prefill stopped for 3 s", partial(faults.pause, "prefill"), "exact", _STOP),
     *_row("decode killed", partial(faults.kill, "decode"), "exact", _KILL | _FEWER),
     *_row("decode stopped", partial(faults.stop, "decode"), "exact", _STOP | _FEWER),
     *_row("decode stopped for 3 s", partial(faults.pause, "decode"), "exact", _STOP | _FEWER),
-    *_row("exception in one request, once", faults.nothing, "exact", {"P": 2.0}, special=FAILS_ONCE),
-    *_row("exception in one request, always", faults.nothing, "error worker_lost", {"P": 5.0}, measure="answer",
-          special=FAILS),
-    *_row("out of memory in one request", faults.nothing, "exact", {"P": 2.0}, special=OUT_OF_MEMORY),
-    *_row("poison request kills its workers", faults.nothing, "error request_quarantined", {"P": 5.0}, measure="answer",
-          special=KILLS),
+    *_row("exception in one request, once", partial(faults.engine_fails, FAILS_ONCE, 1), "exact", {"P": 2.0},
+          arranged="idle"),
+    *_row("exception in one request, always", partial(faults.engine_fails, FAILS, 3), "error worker_lost", {"P": 5.0},
+          measure="answer", arranged="idle"),
+    *_row("out of memory in one request", partial(faults.engine_fails, OUT_OF_MEMORY, 1), "exact", {"P": 2.0},
+          arranged="idle"),
+    *_row("poison request kills its workers", partial(faults.engine_fails, KILLS, 2), "error request_quarantined",
+          {"P": 5.0}, measure="answer", arranged="idle"),
     *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
     *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact", {"P": STOPPED_S, "X": STOPPED_S}),
@@ -107,11 +119,14 @@ CELLS: list[Cell] = [
     *_row("frame dropped", frame("drop"), "exact", {"X": 1.0}, arranged="P"),
     *_row("frame duplicated", frame("duplicate"), "exact", {"X": 1.0}, arranged="P"),
     *_row("frames reordered", frame("reorder"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("grant lost", faults.grant_lost, "exact", {"X": 1.5}, arranged="idle"),
     *_row("commit lost", lost("commit", "up"), "exact", {"X": 1.0}, arranged="P"),
     *_row("accept lost", lost("accept", "down"), "exact", {"X": 1.0}, arranged="P"),
     *_row("acks lost", lost("ack", "down", 3), "exact", {"X": 1.0}, arranged="P"),
     *_row("coordinator killed", faults.kill_coordinator, "cut", dict.fromkeys("QPXDS", HELD_S), measure="freed",
-          neighbours="cut"),
+          neighbours="cut", output=OUTLIVES_LEASE),
+    *_row("coordinator killed, a new one comes", faults.replace_coordinator, "cut", dict.fromkeys("QPXDS", REJOINED_S),
+          measure="back", neighbours="cut", output=OUTLIVES_LEASE),
     *_row("coordinator stalls for 0.5 s", faults.stall_coordinator, "exact", _NONE),
     *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
     *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact", _STOP),
@@ -123,6 +138,18 @@ CELLS: list[Cell] = [
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
           {"D": 1.0, "S": 1.0}),
     *_row("prefill drains", partial(faults.terminate, "prefill"), "exact", _NONE),
+    *_row("prefill restarts at its address", partial(faults.restart, "prefill"), "exact", {"S": USED_S},
+          measure="back"),
+    *_row("decode restarts at its address", partial(faults.restart, "decode"), "exact", {"S": USED_S}, measure="back"),
+    *_row("no prefill, policy local", partial(faults.no_prefill, "local"), "exact", {"Q": 1.0}, arranged="idle"),
+    *_row("no prefill, policy wait", partial(faults.no_prefill, "wait"), "exact", {"Q": USED_S}, measure="back",
+          arranged="idle", house=WAITS),
+    *_row("no prefill, policy reject", partial(faults.no_prefill, "reject"), "error no_prefill_workers",
+          {"Q": REFUSED_S}, measure="answer", arranged="idle", house=REJECTS),
+    *_row("no decode", faults.no_decode, "error no_decode_workers", {"Q": REFUSED_S}, measure="answer",
+          arranged="idle"),
+    *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
+          {"P": WORKERLESS_S + 1.0}, measure="answer"),
     *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact",
           _KILL | {"P": KILLED_S + RECOMPUTED_S}),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from tests.chaos.house import Worker, clock
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
-from tests.chaos.scenes import PROMPT, STEP_S, Scene
+from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
 
 Proof = Callable[[], bool]
 Fault = Callable[[Scene], Awaitable[Proof]]
 STALL_S = 0.5
+LONG, CHOICES, FAST_S, NARROW_BYTES = 1500, 4, 0.005, 2048
+"""Of a client that stops reading: tokens and choices asked for, seconds a token, what its socket takes at a time."""
+UNDISTURBED_S = 0.5
+"""The longest pause of a stream that a fault does not concern."""
 REFUSED_S = 0.25
 """A refusal takes 50 ms at most; the rest is for a machine that runs three houses at once."""
 
@@ -42,6 +50,46 @@ async def client_leaves(scene: Scene) -> Proof:
     scene.task.cancel()
     _let_go(scene)
     return scene.task.cancelled
+
+
+async def client_stops_reading(scene: Scene) -> Proof:
+    """A further client takes five tokens of a long answer and then nothing; its connection stays."""
+    ask = scene.house.ask(64, LONG, extra={"n": CHOICES})
+    for worker in scene.house.by_role("decode"):
+        worker.command(step_s=FAST_S)
+    reader, writer = await asyncio.open_connection(sock=await _narrow(scene.house.url), limit=NARROW_BYTES)
+    try:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(ask.body())}\r\n\r\n".encode() + ask.body())
+        for _ in range(5):
+            await reader.readuntil(b"data: ")
+        _struck(scene)
+        await scene.over()
+
+        async def cut() -> bool:
+            return bool(
+                re.search(r'^tandem_clients_cut_off_total\{while="reading"\} 1\.0', await _metrics(scene), re.M)
+            )
+
+        await scene.house.poll(cut, 10.0, "the client is cut off")
+    finally:
+        writer.transport.abort()
+    return lambda: scene.ask.largest_gap(scene.struck_at) < UNDISTURBED_S
+
+
+async def _narrow(url: str) -> socket.socket:
+    """A connection on which little is under way when its reader stops."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    end = socket.socket()
+    end.setblocking(False)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, NARROW_BYTES)
+    await asyncio.get_running_loop().sock_connect(end, (host, int(port)))
+    return end
+
+
+async def _metrics(scene: Scene) -> str:
+    return (await scene.house.get("/metrics"))[1]
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -104,12 +152,30 @@ async def kill_coordinator(scene: Scene) -> Proof:
     return lambda: bool(process.returncode == -signal.SIGKILL)
 
 
+async def replace_coordinator(scene: Scene) -> Proof:
+    """A new one listens on the addresses of the old one as soon as that is gone."""
+    process, proof = _coordinator(scene), await kill_coordinator(scene)
+    await process.wait()
+    await scene.house.start_coordinator()
+    listens_at = clock()
+    await scene.house.until_ready()
+    scene.back_s = clock() - listens_at
+    return proof
+
+
 async def terminate_coordinator(scene: Scene) -> Proof:
-    process = _coordinator(scene)
+    """It finishes what runs and refuses what comes."""
+    process, refused = _coordinator(scene), scene.house.ask(64, 8)
     _struck(scene)
     process.terminate()
     _let_go(scene)
-    return lambda: bool(process.returncode == 0)
+
+    async def drains() -> bool:
+        return "shutting down" in (await scene.house.get("/ready"))[1]
+
+    await scene.house.poll(drains, 1.0, "the coordinator drains")
+    await refused.send(scene.session)
+    return lambda: bool(process.returncode == 0) and (refused.status, refused.error) == (503, "server_shutting_down")
 
 
 async def stall_coordinator(scene: Scene) -> Proof:
@@ -139,12 +205,91 @@ async def replace_pool(role: str, scene: Scene) -> Proof:
     """Every worker of a role is killed; new ones are started as soon as they are gone."""
     proof = await kill_pool(role, scene)
     await scene.house.until(proof, 5.0, "the pool is dead")
-    for worker in scene.house.by_role(role):
+    await _start_again(scene, scene.house.by_role(role))
+    return proof
+
+
+async def _start_again(scene: Scene, workers: Sequence[Worker]) -> None:
+    for worker in workers:
         assert worker.reading is not None
         await worker.reading
         await scene.house.start_worker(worker, "--step-s", str(STEP_S))
         worker.wanted = True
-    return lambda: True
+
+
+async def restart(role: str, scene: Scene) -> Proof:
+    """One worker is killed and started again at its old address; ``back_s``: from its being ready to its first token
+    for somebody."""
+    worker: Worker = getattr(scene, role)
+    proof = await kill(role, scene)
+    await scene.house.until(proof, 5.0, "the worker is dead")
+    await _start_again(scene, [worker])
+    await scene.house.until_ready()
+    ready_at, used_at = clock(), float("inf")
+    while used_at == float("inf") and clock() < ready_at + ARRIVES_S:
+        asks = [scene.house.ask(64, 4) for _ in range(2)]
+        await asyncio.gather(*(ask.send(scene.session) for ask in asks))
+        served = [ask.arrivals[-1] for ask in asks if ask.headers.get(f"x-tandem-{role}") == worker.name]
+        used_at = min(served, default=used_at)
+    scene.back_s = used_at - ready_at
+    return proof
+
+
+async def no_prefill(then: Literal["local", "wait", "reject"], scene: Scene) -> Proof:
+    """Every prefill worker is dead, and known to be, when a request comes. A stream that runs must not notice."""
+    stream = scene.house.ask(PROMPT, 4 * OUTPUT)
+    scene.neighbours = [stream]
+    scene.send(stream)
+    await scene.house.until(lambda: len(stream.ids) >= 5, ARRIVES_S, "a stream runs")
+    proof = await _without(scene, "prefill")
+    _struck(scene)
+    scene.send(scene.ask)
+    if then == "wait":
+        await _served_again(scene, "prefill")
+    await asyncio.wait([scene.task])
+    path = {"local": "local", "wait": "disagg"}.get(then)
+    return lambda: (
+        proof()
+        and scene.ask.headers.get("x-tandem-path") == path
+        and scene.ask.status == (503 if then == "reject" else 200)
+        and stream.largest_gap(scene.struck_at) < UNDISTURBED_S
+    )
+
+
+async def no_decode(scene: Scene) -> Proof:
+    """Every decode worker is dead, and known to be, when a request comes."""
+    proof = await _without(scene, "decode")
+    _struck(scene)
+    scene.send(scene.ask)
+    return lambda: proof() and scene.ask.status == 503
+
+
+async def _without(scene: Scene, role: str) -> Proof:
+    proof = await kill_pool(role, scene)
+
+    async def known() -> bool:
+        shown = await scene.house.admin()
+        return not any(
+            shown[worker.name]["state"] == "ready" for worker in scene.house.by_role(role) if worker.name in shown
+        )
+
+    await scene.house.poll(known, 5.0, f"the coordinator knows that no {role} worker is left")
+    return proof
+
+
+async def _served_again(scene: Scene, role: str) -> None:
+    """The request is held until a worker of ``role`` is there; ``back_s``: from that one's being ready to a token."""
+
+    async def waits() -> bool:
+        return (await scene.house.requests())["waiting"] == 1
+
+    await scene.house.poll(waits, ARRIVES_S, "the request is held")
+    assert not scene.ask.ids
+    await _start_again(scene, scene.house.by_role(role))
+    await scene.house.until_ready()
+    ready_at = clock()
+    await scene.house.until(lambda: scene.ask.ids or scene.task.done(), ARRIVES_S, "the request is served")
+    scene.back_s = max(0.0, clock() - ready_at)
 
 
 async def refuse_stranger(scene: Scene) -> Proof:
@@ -159,10 +304,21 @@ async def refuse_stranger(scene: Scene) -> Proof:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def nothing(scene: Scene) -> Proof:
-    """The fault is in the request itself; its verdict, or the other worker that had to serve it, is the proof."""
+async def engine_fails(token: int, times: int, scene: Scene) -> Proof:
+    """The request has a ``token`` in its prompt on which engines fail, so many ``times``, each time another attempt;
+    beside it one that must not notice."""
+    scene.ask.prompt[CHUNK // 2] = token
+    scene.neighbours = [scene.house.ask(PROMPT, OUTPUT)]
     _struck(scene)
-    return lambda: True
+    for ask in (*scene.neighbours, scene.ask):
+        scene.send(ask)
+
+    def failed() -> bool:
+        events = [event for worker in scene.house.workers.values() for event in worker.events]
+        attempts = {event["attempt"] for event in events if event["event"] == "fault" and event["token"] == token}
+        return attempts == set(range(times))
+
+    return failed
 
 
 async def deadline(scene: Scene) -> Proof:
@@ -248,6 +404,24 @@ async def slow(which: str, knob: str, value: float, counter: str, scene: Scene) 
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def grant_lost(scene: Scene) -> Proof:
+    """The first grant of every hand-off; some are trials of a link, so the proof asks for the request's own."""
+    dropped: set[str] = set()
+
+    def first(parts: Parts) -> bool:
+        if not is_a("grant")(parts):
+            return False
+        request = msgspec.msgpack.decode(parts[0])[1].hex()
+        fresh = request not in dropped
+        dropped.add(request)
+        return fresh
+
+    await tamper("drop", first, "down", 100, scene)
+    scene.send(scene.ask)
+    prefills = scene.house.by_role("prefill")
+    return lambda: any(step[1] in dropped for worker in prefills for step in worker.steps())
 
 
 async def tamper(action: Action, match: Callable[[Parts], bool], direction: Any, limit: int, scene: Scene) -> Proof:

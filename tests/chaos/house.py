@@ -37,6 +37,7 @@ START_S = 20.0
 FREE_WITHIN_S = 10.0
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
+JSON = {"Content-Type": "application/json"}
 clock = time.monotonic
 
 
@@ -98,14 +99,17 @@ class Ask:
         marks = [since, *(at for at in self.arrivals if at > since), max(self.ended_at, since)]
         return max(after - before for before, after in itertools.pairwise(marks))
 
-    async def send(self, session: aiohttp.ClientSession) -> Ask:
-        body = {
+    def body(self) -> bytes:
+        """As JSON."""
+        return json.dumps({
             "model": "oracle", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed,
             "ignore_eos": True, "stream": self.stream, "return_token_ids": True, **self.extra,
-        }  # fmt: skip
+        }).encode()  # fmt: skip
+
+    async def send(self, session: aiohttp.ClientSession) -> Ask:
         self.started_at = clock()
         try:
-            async with session.post("/v1/completions", json=body) as response:
+            async with session.post("/v1/completions", data=self.body(), headers=JSON) as response:
                 self.status, self.headers = response.status, dict(response.headers)
                 if self.stream and response.status == 200:
                     await self._read(response)

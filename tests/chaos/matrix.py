@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
+
 from tests.chaos.cells import HELD_S, Cell, Kind
 from tests.chaos.house import House, Stuck, clock
-from tests.chaos.scenes import CHUNK, OUTPUT, PROMPT, Scene, arrange, progress
+from tests.chaos.scenes import CHUNK, Scene, arrange, progress
 
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
 
@@ -50,11 +52,8 @@ async def run_cell(house: House, cell: Cell) -> Result:
     return result
 
 
-async def _play(house: House, cell: Cell, session: object, result: Result) -> None:
-    if cell.special is not None:
-        scene = await _special(house, cell, session)
-    else:
-        scene = await arrange(house, cell.arranged or cell.phase, session, cell.output)  # type: ignore[arg-type]
+async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result: Result) -> None:
+    scene = await arrange(house, cell.arranged or cell.phase, session, cell.output)
     proof = await cell.fault(scene)
     await scene.over()
     freed_at = await house.until_free(HELD_S + 2)
@@ -67,24 +66,14 @@ async def _play(house: House, cell: Cell, session: object, result: Result) -> No
         result.wrong = f"{cell.measure} of {result.value:.2f} s, {cell.bound_s:g} s allowed"
 
 
-async def _special(house: House, cell: Cell, session: object) -> Scene:
-    """A request that fails in the engine, beside one that must not notice."""
-    ask = house.ask(PROMPT, OUTPUT)
-    assert cell.special is not None
-    ask.prompt[CHUNK // 2] = cell.special
-    neighbour = house.ask(PROMPT, OUTPUT)
-    scene = Scene(house, "P", session, ask, house.by_role("prefill")[0], house.by_role("decode")[0], [neighbour])  # type: ignore[arg-type]
-    scene.send(neighbour)
-    scene.send(ask)
-    return scene
-
-
 def _measured(scene: Scene, cell: Cell, result: Result) -> float:
     if cell.measure == "freed":
         return result.freed_s
     if cell.measure == "answer":
         return scene.ask.ended_at - scene.struck_at
-    if cell.phase == "Q":  # it waits for the slots of its neighbours: what they notice counts
+    if cell.measure == "back":
+        return scene.back_s
+    if (cell.arranged or cell.phase) == "Q":  # it waits for the slots of its neighbours: what they notice counts
         return max(ask.largest_gap(scene.struck_at) for ask in scene.neighbours)
     return scene.ask.largest_gap(scene.struck_at) if scene.ask.stream else progress(scene)
 

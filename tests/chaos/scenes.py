@@ -6,6 +6,7 @@
     D  decoding, nothing told yet (not streaming): decode computes the fourth token or a later one
     S  streaming: the client has five tokens or more
 
+In an ``idle`` scene nothing runs: the fault itself sends the request when it has made what the request is to meet.
 Nothing sleeps and hopes: a scene is ready when a worker, a proxy, the coordinator or the client has said so.
 """
 
@@ -23,6 +24,7 @@ from tests.chaos.proxy import is_frame
 
 Phase = Literal["Q", "P", "X", "D", "S"]
 PHASES: tuple[Phase, ...] = ("Q", "P", "X", "D", "S")
+Arranged = Phase | Literal["idle"]
 PROMPT, OUTPUT, CHUNK = 320, 60, 64
 TOKEN_S, STEP_S = 0.002, 0.03
 """A chunk of a prompt then takes 0.13 s, a prompt 0.64 s, a decoded token 0.03 s."""
@@ -33,16 +35,17 @@ ARRIVES_S = 20.0
 @dataclass
 class Scene:
     """``ask`` is the request in its phase, ``prefill`` and ``decode`` its workers (those it would get, if queued),
-    ``neighbours`` others that must not notice. ``struck_at`` is when the fault began."""
+    ``neighbours`` others that must not notice. ``struck_at`` is when the fault began, ``back_s`` how long a process
+    that came again took to be of use."""
 
     house: House
-    phase: Phase
     session: aiohttp.ClientSession
     ask: Ask
     prefill: Worker
     decode: Worker
     neighbours: list[Ask] = field(default_factory=list)
     struck_at: float = 0.0
+    back_s: float = 0.0
     tasks: dict[int, asyncio.Task[Ask]] = field(default_factory=dict)
 
     def send(self, ask: Ask) -> asyncio.Task[Ask]:
@@ -62,19 +65,21 @@ class Scene:
         return next(each for each in self.house.by_role(worker.role) if each is not worker)
 
 
-async def arrange(house: House, phase: Phase, session: aiohttp.ClientSession, output: int = OUTPUT) -> Scene:
+async def arrange(house: House, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT) -> Scene:
     """Brings a request for ``output`` tokens into ``phase``; Stuck if it does not get there."""
     ask = house.ask(PROMPT, output, stream=phase != "D")
-    scene = Scene(house, phase, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
+    scene = Scene(house, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
     for worker in house.by_role("decode"):
         worker.command(step_s=STEP_S)
+    if phase == "idle":
+        return scene
     await {"Q": _queued, "P": _prefilling, "X": _transferring, "D": _decoding, "S": _streaming}[phase](scene)
     return scene
 
 
 async def _queued(scene: Scene) -> None:
     house = scene.house
-    scene.neighbours = [house.ask(PROMPT, 2 * OUTPUT) for _ in range(BLOCKERS)]
+    scene.neighbours = [house.ask(PROMPT, 2 * scene.ask.max_tokens) for _ in range(BLOCKERS)]
     for ask in scene.neighbours:
         scene.send(ask)
     await house.until(lambda: all(ask.ids for ask in scene.neighbours), ARRIVES_S, "the decode slots are taken")
@@ -145,4 +150,4 @@ def progress(scene: Scene) -> float:
     return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
-__all__ = ["PHASES", "Phase", "Scene", "arrange", "clock", "progress"]
+__all__ = ["PHASES", "Arranged", "Phase", "Scene", "arrange", "clock", "progress"]

@@ -7,6 +7,8 @@ standard output, each with the monotonic time ``at``, which all processes of a m
 
     {"event": "listening", "address": "tcp://..."}             before it says Hello; "" for prefill
     {"event": "step", "segments": [[request, attempt, start, end, wants_token], ...]}   before the step is computed
+    {"event": "fault", "token": t, "request": r, "attempt": a} before a request fails as its prompt says
+    {"event": "lie", "request": r, "position": p}              after a token was exchanged for a wrong one
     {"event": "held", "blocks": n, "requests": m}              whenever one of them has changed
 """
 
@@ -39,6 +41,7 @@ from tests.fakes.oracle import OracleEngine
 FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS = 990, 991, 992, 993
 """Prompts with such a token fail the first time or always, find no memory the first time, or kill the worker."""
 FIRST_FAULT = FAILS_ONCE
+ONLY_FIRST = {FAILS_ONCE, OUT_OF_MEMORY}
 
 
 def tell(event: str, **fields: Any) -> None:
@@ -48,11 +51,13 @@ def tell(event: str, **fields: Any) -> None:
 
 
 class ChaosEngine(OracleEngine):
-    """The oracle, with requests that fail as a model's do: by themselves, or with the whole process."""
+    """The oracle, with requests that fail as a model's do: by themselves, or with the whole process. And it can lie:
+    the next token at output position ``lie_at`` of any request is a wrong one, once."""
 
     def __init__(self, *args: Any, **knobs: Any) -> None:
         super().__init__(*args, **knobs)
         self.watched = False
+        self.lie_at: int | None = None
 
     def step(self, batch: Batch) -> StepResult:
         if self.watched:
@@ -68,19 +73,26 @@ class ChaosEngine(OracleEngine):
         tokens: list[list[int]] = [[] for _ in batch.segments]
         logprobs: list[list[Any]] = [[] for _ in batch.segments]
         for index, ids, entries in zip(good, done.tokens, done.logprobs, strict=True):
-            tokens[index], logprobs[index] = ids, entries
+            tokens[index], logprobs[index] = self._reported(batch.segments[index].sequence, ids), entries
         return StepResult(tokens, logprobs, done.seconds, errors)
+
+    def _reported(self, sequence: Sequence, ids: list[int]) -> list[int]:
+        if not ids or sequence.output_length != self.lie_at:
+            return ids
+        tell("lie", request=sequence.request.id.hex(), position=self.lie_at)
+        self.lie_at = None
+        return [(ids[0] + 1) % self.vocab_size, *ids[1:]]
 
     @staticmethod
     def _fault(sequence: Sequence) -> str:
-        prompt = set(sequence.tokens[: sequence.request.prompt_length])
-        if KILLS in prompt:
+        prompt = sequence.tokens[: sequence.request.prompt_length]
+        token = next((token for token in prompt if token >= FIRST_FAULT), None)
+        if token is None or (token in ONLY_FIRST and sequence.attempt):
+            return ""
+        tell("fault", token=token, request=sequence.request.id.hex(), attempt=sequence.attempt)
+        if token == KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
-        if FAILS in prompt:
-            return "RuntimeError: impossible numbers"
-        if prompt & {FAILS_ONCE, OUT_OF_MEMORY} and not sequence.attempt:
-            return "MemoryError" if OUT_OF_MEMORY in prompt else "RuntimeError: impossible numbers"
-        return ""
+        return "MemoryError" if token == OUT_OF_MEMORY else "RuntimeError: impossible numbers"
 
 
 class _Told:
