@@ -1,0 +1,51 @@
+"""A harness that cannot fail proves nothing: a wrong token fails a cell and a load, a fault that never came a cell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import faults, load, matrix
+from tests.chaos.cells import CELLS
+from tests.chaos.house import House
+
+pytestmark = pytest.mark.e2e
+STALLS, FAILS = (
+    next(cell for cell in CELLS if cell.id == name)
+    for name in ("coordinator stalls for 0.5 s / S", "exception in one request, once / P")
+)
+
+
+async def test_one_wrong_token_fails_a_cell_and_a_load(tmp_path: Path) -> None:
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + STALLS.house.flags) as house:
+        _lie(house)
+        assert (await matrix.run_cell(house, STALLS)).wrong == "a wrong token"
+        assert _lies(house) == 1
+        await house.repair()
+
+        _lie(house)
+        figures = await load.scenario(house, "no fault", None, requests=24, at_once=4, allowed_gap_s=0.0)
+        assert (lies := _lies(house)) in (1, 2)
+        assert not figures.passed
+        assert figures.verdicts == {"wrong": lies, "exact": 24 - lies}
+
+
+async def test_a_cell_whose_fault_did_not_happen_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "HAPPENED_S", 0.5)
+    harmless = replace(FAILS, fault=partial(faults.engine_fails, 5, 1))
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + FAILS.house.flags) as house:
+        result = await matrix.run_cell(house, harmless)
+    assert "the fault has happened" in result.wrong
+
+
+def _lie(house: House) -> None:
+    """Each decode worker tells one wrong token, the next time that a request is at its eleventh."""
+    for worker in house.by_role("decode"):
+        worker.command(lie_at=10)
+
+
+def _lies(house: House) -> int:
+    return sum(event["event"] == "lie" for worker in house.workers.values() for event in worker.events)
