@@ -19,12 +19,13 @@ from tests.chaos.faults import Fault, frame, lost
 from tests.chaos.scenes import OUTPUT, Arranged, Phase
 from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
 
-KILLED_S, STOPPED_S, RECOMPUTED_S = 2.0, 3.5, 0.7
-"""The bounds of a stream's largest gap, and what a prompt takes to be computed again in phase P's slow prefill."""
+KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
+"""The bounds of a stream's largest gap (a death noticed within 0.2 s, silence within 2 s, and a new start), and what a
+prompt takes to be computed again in phase P's slow prefill."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
-FREED_S = 0.4
-"""After a client has left: 0.1 s and the running step, with what the probe's own machine adds."""
+FREED_S, PREFILL_FREED_S = 0.15, 0.25
+"""After a client has left: 0.1 s and the running step."""
 REFUSED_S, WORKERLESS_S = 1.0, 10.0
 """An answer that there is no worker: to a new request, and after which wait to one that was admitted."""
 REJOINED_S, USED_S = 3.0, 1.0
@@ -79,7 +80,7 @@ def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **mor
     return [Cell(name, phase, fault, expect, bound, **more) for phase, bound in bounds.items()]  # type: ignore[arg-type]
 
 
-_KILL = {"Q": KILLED_S, "P": KILLED_S, "X": KILLED_S, "D": KILLED_S, "S": KILLED_S}
+_KILL = {"Q": KILLED_S, "P": KILLED_S + RECOMPUTED_S, "X": KILLED_S, "D": KILLED_S, "S": KILLED_S}
 _STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, "D": STOPPED_S, "S": STOPPED_S}
 _FEWER = {"Q": 6.0}
 """Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s)."""
@@ -88,7 +89,8 @@ _SENT = {phase: bound for phase, bound in _STOP.items() if phase != "Q"}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
 CELLS: list[Cell] = [
-    *_row("client disconnects", faults.client_leaves, "gone", dict.fromkeys("PXDS", FREED_S), measure="freed"),
+    *_row("client disconnects", faults.client_leaves, "gone",
+          dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
     *_row("client disconnects", faults.client_leaves, "gone", {"Q": 6.0}, measure="freed"),
     *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", house=IMPATIENT),
     *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL),
@@ -107,7 +109,8 @@ CELLS: list[Cell] = [
           {"P": 5.0}, measure="answer", arranged="idle"),
     *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
-    *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact", {"P": STOPPED_S, "X": STOPPED_S}),
+    *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact",
+          {"P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S}),
     *_row("link P-D slow", partial(faults.slow, "data", "bytes_per_s", 100_000.0, "bandwidth"), "exact",
           {"P": 1.0, "X": 1.0}),
     *_row("link P-D late by 50 ms", partial(faults.slow, "data", "latency_s", 0.05, "latency"), "exact",
@@ -133,7 +136,7 @@ CELLS: list[Cell] = [
     *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER),
     *_row("coordinator-prefill reset", partial(faults.reset, "prefill"), "exact", _KILL),
     *_row("coordinator-decode reset", partial(faults.reset, "decode"), "exact", _KILL),
-    *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": KILLED_S}),
+    *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": _KILL["P"]}),
     *_row("coordinator-decode half-closed", partial(faults.half_close, "decode"), "exact", {"S": KILLED_S}),
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
           {"D": 1.0, "S": 1.0}),
@@ -151,9 +154,9 @@ CELLS: list[Cell] = [
     *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
           {"P": WORKERLESS_S + 1.0}, measure="answer"),
     *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact",
-          _KILL | {"P": KILLED_S + RECOMPUTED_S}),
+          _KILL),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
-          dict.fromkeys("PXDS", 4.0)),
+          dict.fromkeys("PXDS", 2.0)),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", 2.0), measure="answer",
           neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),

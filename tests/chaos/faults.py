@@ -23,8 +23,8 @@ LONG, CHOICES, FAST_S, NARROW_BYTES = 1500, 4, 0.005, 2048
 """Of a client that stops reading: tokens and choices asked for, seconds a token, what its socket takes at a time."""
 UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
-REFUSED_S = 0.25
-"""A refusal takes 50 ms at most; the rest is for a machine that runs three houses at once."""
+REFUSED_S = 0.05
+"""What a refusal takes at most."""
 
 
 def _struck(scene: Scene) -> None:

@@ -1,13 +1,17 @@
-"""The core of the failure matrix with every test run; all of it is ``make chaos``."""
+"""The core of the failure matrix with every test run; all of it, with the bounds as they are, is ``make chaos``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import matrix
 from tests.chaos.cells import CELLS, CORE
+
+BUSY_S = 1.5
+"""Tests share their machine; what belongs to a bound is measured on a calm one."""
 
 
 def test_every_cell_has_a_name_of_its_own() -> None:
@@ -19,6 +23,7 @@ def test_every_cell_has_a_name_of_its_own() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 async def test_core_of_the_failure_matrix(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for result in await matrix.run(CORE, tmp_path, houses=2):
+    cells = [replace(cell, bound_s=cell.bound_s + BUSY_S) for cell in CORE]
+    for result in await matrix.run(cells, tmp_path, houses=2):
         with subtests.test(result.cell.id):
             assert result.passed, result.wrong
