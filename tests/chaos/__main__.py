@@ -5,6 +5,7 @@
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
+    python -m tests.chaos model [DIRECTORY] [--requests 64] [--at-once 16]    torch workers of a checkpoint, killed
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
 
 With ``--report FILE`` the tables go to a file too. Logs are kept when something is wrong.
@@ -63,6 +64,13 @@ def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
     return True, "\n".join(rows) + "\n"
 
 
+def _model(options: argparse.Namespace) -> tuple[bool, str]:
+    from tests.chaos import model  # it imports torch
+
+    knobs = {"requests": options.requests, "at_once": options.at_once}
+    return _told(asyncio.run(model.load(options.directory, options.model or model.BUILTIN, **knobs)))
+
+
 def _all(options: argparse.Namespace) -> tuple[bool, str]:
     parts = {"The matrix": _matrix, "One fault under load": _load, "Broken frames": _frames, "Hang-ups": _aborts}
     good, text = True, ""
@@ -91,6 +99,11 @@ def main() -> int:
         command.add_argument("--requests", type=int, default=requests)
         command.add_argument("--at-once", type=int, default=256 if run is _soak else 64, help="clients")
         command.set_defaults(run=run)
+    models = commands.add_parser("model", help="workers with a model, killed under load")
+    models.add_argument("model", type=Path, nargs="?", help="checkpoint; without it the built-in model")
+    models.add_argument("--requests", type=int, default=64)
+    models.add_argument("--at-once", type=int, default=16, help="clients")
+    models.set_defaults(run=_model)
     hang_ups = commands.add_parser("aborts", help="how soon a client's hanging up frees blocks")
     hang_ups.add_argument("--count", type=int, default=100)
     hang_ups.set_defaults(run=_aborts)

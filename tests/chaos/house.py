@@ -225,7 +225,7 @@ class House:
     # -- coming and going ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self.model, self.fingerprint = oracle_checkpoint(self.directory / "model")
+        self.find_model()
         await self.start_coordinator()
         for role, count in self._shape.items():
             for number in range(count):
@@ -234,6 +234,9 @@ class House:
                 self.workers[name] = Worker(name, role, self.flags, control, data)
         await asyncio.gather(*(self.start_worker(worker) for worker in self.workers.values()))
         await self.until_ready()
+
+    def find_model(self) -> None:
+        self.model, self.fingerprint = oracle_checkpoint(self.directory / "model")
 
     async def start_coordinator(self) -> None:
         """On the addresses of the last one, if there was one."""

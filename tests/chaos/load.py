@@ -23,11 +23,13 @@ Break = Callable[[House], Awaitable[tuple[float, Callable[[], bool]]]]
 
 @dataclass
 class Figures:
-    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault."""
+    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault, ``first_token_s`` the longest
+    time to a first token."""
 
     name: str
     verdicts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    first_token_s: float = 0.0
     gap_s: float = 0.0
     allowed_gap_s: float = 0.0
     free_s: float = 0.0
@@ -74,11 +76,19 @@ async def _hang_up(house: House, ask: Ask, session: object, tokens: int) -> None
 
 
 async def scenario(
-    house: House, name: str, breaking: Break | None, *, requests: int, at_once: int, allowed_gap_s: float
+    house: House,
+    name: str,
+    breaking: Break | None,
+    *,
+    requests: int,
+    at_once: int,
+    allowed_gap_s: float,
+    sizes: tuple[range, range] = (range(40, 120), range(16, 40)),
 ) -> Figures:
-    """One load with one fault in the middle of it; leaves the house in need of repair."""
+    """One load with one fault in the middle of it; leaves the house in need of repair. ``sizes``: tokens of prompts and
+    of outputs."""
     figures = Figures(name, allowed_gap_s=allowed_gap_s)
-    asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
+    asks = [house.ask(*(house.rng.choice(size) for size in sizes)) for _ in range(requests)]
     started = clock()
     load = asyncio.ensure_future(crowd(house, asks, at_once))
     struck_at, happened = clock(), lambda: True
@@ -95,6 +105,7 @@ async def scenario(
     ended = clock()
     figures.seconds = ended - started
     judge(figures, asks)
+    figures.first_token_s = max((ask.arrivals[0] - ask.started_at for ask in asks if ask.arrivals), default=0.0)
     started_ones = [ask for ask in asks if ask.arrivals and ask.ended_at > struck_at]
     streams = [ask for ask in started_ones if ask.arrivals[0] < struck_at]
     figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in started_ones), default=0.0)
@@ -112,7 +123,7 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
     for ask in asks:
         verdict = ask.verdict()
         figures.verdicts[verdict] += 1
-    bad = {name: count for name, count in figures.verdicts.items() if name not in ("exact", "left")}
+    bad = {name: count for name, count in figures.verdicts.items() if name not in ("exact", "right", "left")}
     if bad:
         figures.wrong.append(f"answers {bad}")
 
