@@ -12,6 +12,7 @@ the sender goes back to it. Nothing the receiver got is visible to anybody befor
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -107,6 +108,7 @@ class SenderSession(Session):
         self.unacked_bytes = 0
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
+        self._repeated = False
         self._renew_at = now
         self._patience_s = limits.no_progress_s
         self._ticked_at = now
@@ -170,6 +172,7 @@ class SenderSession(Session):
         while self._unacked and self._unacked[0].number <= frame:
             self.unacked_bytes -= self._unacked.popleft().size_bytes
             self.progress_at = self._resent_at = now
+            self._repeated = False
         while self._again and self._again[0].number <= frame:
             self._again.popleft()
 
@@ -214,7 +217,9 @@ class SenderSession(Session):
         if now - self._resent_at <= self.limits.resend_s:
             return False
         self._resent_at = now
-        self._again = deque(self._unacked)
+        # everything once, for it may be lost; then one frame to ask with, for the other side may just be busy
+        self._again = deque(itertools.islice(self._unacked, 1)) if self._repeated else deque(self._unacked)
+        self._repeated = True
         return self.state is TransferState.COMMITTING
 
     def renewal_due(self, now: float) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from common.messages import Accept, Ack, Commit
-from kvtransfer.frames import FrameHeader
+from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.plan import Outbox
 from kvtransfer.session import Limits, ReceiverSession, SenderSession, TransferState, Verdict
 
@@ -177,3 +177,25 @@ def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, li
     wrong = {name: getattr(right, name) for name in right.__struct_fields__}
     wrong[field] = "other" if field == "layout" else wrong[field] + 1
     assert field in receiver.objection(Commit(**wrong))
+
+
+def test_who_does_not_answer_is_sent_everything_once_more_and_then_one_frame_at_a_time() -> None:
+    layout = make_layout(1)
+    size = layout.range_bytes(0, 1, 1)
+    sender = SenderSession(TRANSFER, layout, 8, 0.0, Limits(frame_bytes=size))
+    sender.granted(0, "zmq", 1 << 20, 0.0)
+    for token in range(8):
+        sender.computed(token + 1, 1, 0.0)
+        while isinstance(cells := sender.next_cells(), Rectangle):
+            sender.sent(cells, size, 0)
+
+    def repeated(now: float) -> list[int]:
+        sender.tick(now)
+        numbers = []
+        while isinstance(frame := sender.next_cells(), FrameHeader):
+            numbers.append(frame.number)
+        return numbers
+
+    assert [repeated(now) for now in (0.25, 0.5, 0.75)] == [[*range(8)], [0], [0]]
+    sender.acked(2, 0, 0.8)
+    assert [repeated(now) for now in (0.9, 1.05, 1.3)] == [[], [3, 4, 5, 6, 7], [3]]
