@@ -154,7 +154,8 @@ class StreamReply(Reply):
 
 def measured(ticket: Ticket) -> Json:
     """``tandem`` of a response with ``return_metrics``: ms by stage. What of the time to first token was neither
-    tokenising nor computing the prompt was waiting, here or on the worker."""
+    tokenising nor computing the prompt was waiting, here or on the worker. Null is what is not known:
+    prefill tells of a hand-off when decode has taken it, which a short answer may not wait for."""
     timings = ticket.timings
     first = ticket.first_token_at if ticket.first_token_at is not None else ticket.arrived_at
     ttft = (first - ticket.arrived_at) * 1000
@@ -163,15 +164,16 @@ def measured(ticket: Ticket) -> Json:
     later = ticket.output_length - ticket.n
     span = (max(ticket.last_token_at) - first) * 1000
     placement = ticket.placement
+    told = ticket.path != "disagg" or "kv_bytes" in timings
     on = placement.prefill or placement.decode if placement else None
     decoder = placement.decode if placement and ticket.path != "prefill" else None
     return {
         "queue_ms": round(ttft - tokenize - prefill, 3),
         "tokenize_ms": round(tokenize, 3),
         "prefill_ms": round(prefill, 3),
-        "transfer_ms": round(timings.get("transfer_ms", 0.0), 3),
-        "transfer_exposed_ms": round(timings.get("transfer_exposed_ms", 0.0), 3),
-        "kv_bytes": int(timings.get("kv_bytes", 0)),
+        "transfer_ms": round(timings.get("transfer_ms", 0.0), 3) if told else None,
+        "transfer_exposed_ms": round(timings.get("transfer_exposed_ms", 0.0), 3) if told else None,
+        "kv_bytes": int(timings.get("kv_bytes", 0)) if told else None,
         "decode_wait_ms": round(timings.get("decode_wait_ms", 0.0), 3),
         "ttft_ms": round(ttft, 3),
         "itl_ms_mean": round(span * ticket.n / later, 3) if later > 0 else 0.0,
