@@ -22,7 +22,7 @@ from common.config import CoordinatorConfig
 from common.errors import StartError
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway, bracketed
-from coordinator.http import SERVICES, Scale, Services, make_app, make_runner
+from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
 from coordinator.refusals import shutting_down
@@ -31,8 +31,6 @@ from coordinator.router import Router
 from coordinator.served import ServedModel
 
 log = logging.getLogger("tandem.coordinator")
-
-BACKLOG = 4_096
 
 
 def run(
@@ -52,21 +50,13 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
     stop = _Stop()
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
-        async with running(config, scale) as services:
-            web_runner = make_runner(make_app(services))
-            await web_runner.setup()
-            try:
-                await web.SockSite(web_runner, listener, backlog=BACKLOG).start()
-                url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
-                log.info(
-                    "serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address
-                )
-                if on_ready is not None:
-                    on_ready(url, services.dispatcher.gateway.address)
-                await stop.first.wait()
-                await drain(services, stop.second)
-            finally:
-                await web_runner.cleanup()
+        async with running(config, scale) as services, serving(make_app(services), listener):
+            url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
+            log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
+            if on_ready is not None:
+                on_ready(url, services.dispatcher.gateway.address)
+            await stop.first.wait()
+            await drain(services, stop.second)
     return 0
 
 

@@ -25,6 +25,8 @@ from coordinator.reply import error_body
 log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+HEARD = web.AppKey("heard", set)
+"""Connections that have sent a request."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
@@ -54,6 +56,7 @@ def guard(config: CoordinatorConfig) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = _request_id(request)
+        request.app[HEARD].add(request.protocol)
         try:
             gate.check(request)
             response = await handler(request)

@@ -7,9 +7,11 @@ what an answer looks like :mod:`coordinator.answers`'; pages that only show some
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -21,7 +23,7 @@ from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
-from coordinator.guard import REQUEST_ID, guard, json_response
+from coordinator.guard import HEARD, REQUEST_ID, guard, json_response
 from coordinator.metrics import Metrics
 from coordinator.openai import Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
@@ -36,6 +38,7 @@ INLINE_BYTES = 64 << 10
 """Bodies up to here are parsed in the event loop."""
 MAX_HEADER_BYTES = 16 << 10
 KEEPALIVE_CONNECTION_S = 75.0
+BACKLOG = 4_096
 _LAST_WORDS_S = 1.0
 
 
@@ -67,6 +70,7 @@ def make_app(services: Services) -> web.Application:
         client_max_size=services.config.max_body_bytes,
     )
     app[SERVICES] = services
+    app[HEARD] = set()
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
     app.router.add_routes(routes)
@@ -84,6 +88,37 @@ def make_runner(app: web.Application) -> web.AppRunner:
         max_field_size=MAX_HEADER_BYTES,
         shutdown_timeout=_LAST_WORDS_S,
     )
+
+
+@contextlib.asynccontextmanager
+async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+    """Takes connections of ``listener``; at the end those that are left have a second for their last words."""
+    runner = make_runner(app)
+    await runner.setup()
+    usher = asyncio.create_task(_show_out(app, runner))
+    try:
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        yield
+    finally:
+        usher.cancel()
+        await runner.cleanup()
+
+
+async def _show_out(app: web.Application, runner: web.AppRunner) -> None:
+    """Closes connections whose first request does not come: aiohttp waits for headers for ever. Later ones on the same
+    connection have the keep-alive limit."""
+    services, heard = app[SERVICES], app[HEARD]
+    patience_s = services.config.client_timeout
+    silent_since: dict[web.RequestHandler, float] = {}
+    while True:
+        await asyncio.sleep(patience_s / 4)
+        now, there = time.monotonic(), set(runner.server.connections if runner.server else ())
+        heard &= there
+        silent_since = {each: silent_since.get(each, now) for each in there - heard}
+        for connection, since in silent_since.items():
+            if now - since >= patience_s:
+                services.metrics.cut_off("sending")
+                connection.force_close()
 
 
 async def read_body(request: web.Request) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from common.errors import RequestError
+from common.messages import Drain
 from coordinator.breakers import Breakers, BreakerState, Pair
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
@@ -17,6 +18,8 @@ from coordinator.served import product_version
 routes = web.RouteTableDef()
 
 MAX_WORKERS = 4096
+MAX_NAME = 256
+MAX_DRAIN_S = 86_400.0
 MAX_DETOKENIZED = 1 << 20
 """Token ids in one POST /detokenize."""
 
@@ -146,6 +149,23 @@ async def workers(request: web.Request) -> web.Response:
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
     return json_response({"workers": [_worker(each, dispatcher.links, avoided[each.id]) for each in registry]})
+
+
+@routes.post("/admin/drain")
+async def drain(request: web.Request) -> web.Response:
+    """``worker`` takes nothing new and leaves when it has finished, at the latest after ``timeout`` seconds: streams
+    that are left then go on elsewhere. Answers at once. ``tandem up`` starts another in its place."""
+    services = request.app[SERVICES]
+    fields = Fields(await read_body(request))
+    name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
+    if name is None:
+        fields.missing("worker")
+    worker = next((each for each in services.registry if each.hello.name == name), None)
+    patience_s = services.config.drain_timeout if timeout_s is None else timeout_s
+    message = Drain(round(patience_s * 1000))
+    if worker is None or not services.dispatcher.gateway.send(worker, message):
+        raise RequestError(f"There is no worker {name!r} here.", status=404, code="not_found", param="worker")
+    return json_response({"worker": name, "timeout": patience_s}, status=202)
 
 
 @routes.post("/admin/scale")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,13 +15,12 @@ from typing import Any
 
 import aiohttp
 import jsonschema
-from aiohttp import web
 
 from common.config import CoordinatorConfig
 from common.messages import Role
 from coordinator.app import SERVICES, create_app
 from coordinator.dispatch import Dispatcher
-from coordinator.http import Services, make_runner
+from coordinator.http import Services, serving
 from tests.fakes.worker import FakeWorker
 
 _SCHEMAS = Path(__file__).parent.parent / "golden" / "openai_schemas.json"
@@ -100,12 +100,9 @@ async def open_house(model: Path, *roles: Role, **options: Any) -> AsyncIterator
     """A serving coordinator with one fake worker per role; everything must be idle at the end."""
     config = CoordinatorConfig(**{"model": str(model), "served_model_name": "tiny", "control_port": 0, **options})
     async with create_app(config) as app:
-        runner = make_runner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession(auto_decompress=False) as client:
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with serving(app, listener), aiohttp.ClientSession(auto_decompress=False) as client:
             house = House(app[SERVICES], url, client)
             try:
                 for role in roles:
@@ -115,5 +112,3 @@ async def open_house(model: Path, *roles: Role, **options: Any) -> AsyncIterator
             finally:
                 for worker in house.workers:
                     worker.stop()
-                await client.close()
-                await runner.cleanup()

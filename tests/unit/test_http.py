@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
@@ -19,6 +20,7 @@ from aiohttp import web
 from common.ids import Incarnation, RequestId, unpack_transfers
 from common.messages import (
     Abort,
+    Drain,
     Failed,
     Generate,
     Goodbye,
@@ -887,6 +889,39 @@ async def test_a_body_that_does_not_come_is_answered_in_time(model: Path) -> Non
             assert b" 408 " in await reader.readline()
         assert await _cut_off(house) == {"sending": 1}
         writer.close()
+
+
+async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
+    async with open_house(model, "colocated", client_timeout=0.4) as house:
+        port = int(house.url.rsplit(":", 1)[1])
+        lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        (never, _), (slow, dripping), (kept, asking) = lines
+        asking.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in await kept.readline()
+        async with asyncio.timeout(10):
+            dripping.write(b"GET /health HTTP/1.1\r\n")
+            while not slow.at_eof() and not slow.exception():
+                dripping.write(b"X: y\r\n")
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    await asyncio.wait_for(slow.read(1), 0.1)
+            assert await never.read() == b""
+        asking.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200" in (await kept.readuntil(b" 200 ")), "one that has asked may wait"
+        assert await _cut_off(house) == {"sending": 2}
+        for _, writer in lines:
+            writer.close()
+
+
+async def test_a_worker_is_drained_by_name(model: Path) -> None:
+    async with open_house(model, "prefill", "decode") as house:
+        other = await house.add("decode")
+        response, body = await house.post("/admin/drain", {"worker": "decode-2", "timeout": 2.5})
+        assert response.status == 202 and body == {"worker": "decode-2", "timeout": 2.5}
+        await until(lambda: other.got(Drain), "it hears of it")
+        assert other.got(Drain) == [Drain(2500)]
+        for wrong, code in ({"worker": "decode-7"}, 404), ({}, 400), ({"worker": "decode-2", "timeout": -1}, 400):
+            response, body = await house.post("/admin/drain", wrong)
+            assert response.status == code, body
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
