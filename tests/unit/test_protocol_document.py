@@ -1,4 +1,5 @@
-"""PROTOCOL.md cannot drift: its diagram comes from the table of moves, its header size from the code.
+"""PROTOCOL.md cannot drift: its diagram comes from the table of moves, its header size from the code,
+its failures are the rows of the chaos matrix.
 
 ``python -m tests.unit.test_protocol_document`` writes the diagram anew.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.session import MOVES
+from tests.chaos.cells import CELLS
 
 DOCUMENT = Path(__file__).parents[2] / "kvtransfer" / "PROTOCOL.md"
 MARKED = re.compile(r"(<!-- states -->\n).*?(<!-- /states -->)", re.DOTALL)
@@ -32,6 +34,13 @@ def test_the_diagram_is_the_table() -> None:
 
 def test_the_header_has_the_size_it_says() -> None:
     assert f"## Frame header ({HEADER_BYTES} bytes, little-endian)" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_every_failure_is_made_to_happen() -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").split("## Failures")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|")[-1] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = [name.strip() for row in rows for name in row.split(" · ") if name.strip()]
+    assert sorted(named) == sorted({cell.name for cell in CELLS})
 
 
 if __name__ == "__main__":
