@@ -25,7 +25,7 @@ from common.kv.store import DTYPES
 Progress = Callable[[int, int, str], None]
 """Called with (shards read, shards in all, name of the shard)."""
 _CHUNK_BYTES = 16 << 20
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 log = logging.getLogger("tandem.load")
 
 
@@ -58,7 +58,7 @@ def load_model(
 
 
 def _check_memory(checkpoint: Checkpoint, dtype: str) -> None:
-    need = checkpoint.weight_bytes * _ELEMENT_BYTES[dtype] // _ELEMENT_BYTES[checkpoint.dtype]
+    need = checkpoint.weight_bytes * DTYPES[dtype].itemsize // DTYPES[checkpoint.dtype].itemsize
     if need > (free := free_memory()):
         raise StartError(
             f"too little memory for the weights of {checkpoint.name}",

@@ -8,15 +8,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import aiohttp
 
 from tests.chaos.cells import HELD_S, Cell, Kind
 from tests.chaos.house import House, Stuck, clock
-from tests.chaos.scenes import CHUNK, Scene, arrange, progress
+from tests.chaos.scenes import CHUNK, Phase, Scene, arrange, progress
 
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
 
+PHASES: tuple[Phase, ...] = get_args(Phase)
 HAPPENED_S = 8.0
 """A process that drains may take so long to be gone after its last request."""
 
@@ -33,10 +35,6 @@ class Result:
     @property
     def passed(self) -> bool:
         return not self.wrong
-
-    @property
-    def mark(self) -> str:
-        return "ok" if self.passed else "FAILED"
 
 
 async def run_cell(house: House, cell: Cell) -> Result:
@@ -146,21 +144,31 @@ def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
 
 
 def markdown(results: Sequence[Result], seconds: float) -> str:
-    """The matrix as a table: one row per fault and phase, in the order of the table of cells."""
+    """The matrix as a table, faults in the order of the cells by phases of a request."""
     lines = [
         f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s.",
         "",
-        "| fault | phase | outcome | measured | is (s) | allowed (s) | all free after (s) | |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | all free after (s) |",
+        f"|---|---|---|{'---|' * len(PHASES)}---|",
     ]
+    rows: dict[tuple[str, str, str], dict[Phase, Result]] = {}
     for result in results:
         cell = result.cell
-        note = result.mark if result.passed else f"{result.mark}: {result.wrong.splitlines()[-1]}"
-        lines.append(
-            f"| {cell.name} | {cell.phase} | {cell.expect} | {cell.measure} | {result.value:.2f} | {cell.bound_s:g} "
-            f"| {result.freed_s:.2f} | {note} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.setdefault((cell.name, cell.expect, cell.measure), {})[cell.phase] = result
+    for names, by_phase in rows.items():
+        entries = [_entry(by_phase.get(phase)) for phase in PHASES]
+        freed_s = max(result.freed_s for result in by_phase.values())
+        lines.append(f"| {' | '.join(names)} | {' | '.join(entries)} | {freed_s:.2f} |")
+    failures = [f"- {each.cell.id}: {each.wrong.splitlines()[-1]}" for each in results if not each.passed]
+    return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
+
+
+def _entry(result: Result | None) -> str:
+    """What was measured, of what is allowed."""
+    if result is None:
+        return ""
+    entry = f"{result.value:.2f} of {result.cell.bound_s:g}"
+    return entry if result.passed else f"**{entry}**"
 
 
 async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Result]:
@@ -169,7 +177,8 @@ async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Resul
     started = clock()
     async for result in play(cells, directory, houses):
         done[result.cell.id] = result
-        head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s]"
-        print(f"{head} {result.mark:7} {result.cell.id}: {result.cell.measure} {result.value:.2f} s of "
+        mark = "ok" if result.passed else "FAILED"
+        head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s] {mark:7}"
+        print(f"{head} {result.cell.id}: {result.cell.measure} {result.value:.2f} s of "
               f"{result.cell.bound_s:g}, free after {result.freed_s:.2f} s {result.wrong}", flush=True)  # fmt: skip
     return [done[cell.id] for cell in cells]
