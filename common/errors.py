@@ -50,6 +50,10 @@ class WireError(TandemError):
     """Bytes from another process that are not a valid message. Counted and dropped by whoever reads."""
 
 
+class Damaged(WireError):
+    """Bytes that are not those that were sent, as their checksum shows: the line's fault, not the peer's."""
+
+
 class OutOfBlocks(TandemError):
     """The pool cannot give ``wanted`` blocks: ``free`` are free and ``evictable`` could be evicted."""
 

@@ -19,7 +19,7 @@ from common.ids import Incarnation, WorkerName
 from common.kv.layout import KvDtype
 from common.request import Id, Request
 
-PROTOCOL = 4
+PROTOCOL = 5
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]

@@ -15,7 +15,7 @@ from typing import Protocol, assert_never
 import zmq
 
 from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
-from common.errors import StartError, WireError
+from common.errors import Damaged, StartError, WireError
 from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
 from common.keys import Party
 from common.messages import (
@@ -220,7 +220,7 @@ class Gateway:
                 self.bad_messages += 1
                 self._last_bad = f"from {frames[0][:64]!r}: {error}"
                 self._complain(now_s)
-                if self.strikes.strike(peer):
+                if not isinstance(error, Damaged) and self.strikes.strike(peer):
                     self._cut_off(*peer)
 
     def _cut_off(self, party: Party | None, frame: bytes) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import REQUEST_ID_BYTES, RequestId, TransferId
 from common.kv.convert import Bytes
 
@@ -20,10 +20,6 @@ _FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"TKV2"
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-
-
-class Damaged(WireError):
-    """The bytes of a frame are not those that were sent: the link's fault. It is counted, and the sender repeats it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import zmq
 
 from common.channel import Channels, send
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import BlockId, Incarnation, TransferId, new_incarnation
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
@@ -23,7 +23,7 @@ from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, 
 from common.strikes import Strikes
 from common.wire import decode
 from kvtransfer.credit import CreditBook
-from kvtransfer.frames import Damaged, FrameHeader
+from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink, SourcePool

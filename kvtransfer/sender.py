@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from common.channel import Channels, receive, send
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
@@ -205,6 +205,9 @@ class Sender:
         while True:
             try:
                 message = receive(line.socket, ToPrefill)
+            except Damaged:
+                self.bad_messages += 1
+                continue
             except WireError as error:
                 if self._bad(line, str(error)):
                     return

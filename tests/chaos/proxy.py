@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.wire import DIGEST_BYTES
+
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _RESET = struct.pack("ii", 1, 0)
@@ -35,9 +37,9 @@ def is_frame(parts: Parts) -> bool:
 
 
 def is_a(*tags: str) -> Callable[[Parts], bool]:
-    """A message of one of these types (its tag is the first element of a MessagePack array)."""
+    """A message of one of these types (its tag is the first element of a MessagePack array behind the digest)."""
     starts = tuple(bytes([0xA0 | len(tag)]) + tag.encode() for tag in tags)
-    return lambda parts: len(parts) == 1 and parts[0][1:].startswith(starts)
+    return lambda parts: len(parts) == 1 and parts[0][DIGEST_BYTES + 1 :].startswith(starts)
 
 
 @dataclass

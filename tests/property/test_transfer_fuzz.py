@@ -18,6 +18,7 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Peer
 from common.strikes import Strikes
+from common.wire import DIGEST_BYTES, seal
 from kvtransfer.credit import CreditBook
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.receiver import Landed, Receiver
@@ -165,6 +166,8 @@ class House:
         at = self.rng.randrange(len(socket.inbox)) if unread else 0
         parts = list(socket.inbox[at] if unread else parts)
         first = 1 if side == "decode" else 0  # the peer's identity comes first at a router
+        if len(parts) == first:
+            return
         chosen = self.rng.randrange(first, len(parts))
         match what:
             case "mutate":
@@ -172,6 +175,8 @@ class House:
                 for _ in range(self.rng.randint(1, 3) if changed else 0):
                     changed[self.rng.randrange(len(changed))] = self.rng.randrange(256)
                 parts[chosen] = bytes(changed)
+                if len(parts) == first + 1 and self.rng.random() < 0.7:  # a peer that means it, not a line
+                    parts[chosen] = seal(parts[chosen][DIGEST_BYTES:])
             case "truncate":
                 parts[chosen] = parts[chosen][: self.rng.randrange(len(parts[chosen]) + 1)]
             case "forge" if first:

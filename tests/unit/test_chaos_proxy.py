@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from common.wire import seal
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
 
 SOON_S = 5.0
@@ -18,8 +19,8 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
 _READY = b"\x05READY\x08Identity\x00\x00\x00\x06me|one"
 READY = bytes([4, len(_READY)]) + _READY
 FRAME = [b"TKV2" + bytes(60), bytes(range(256)) * 3]
-COMMIT = [b"\x95\xa6commit" + bytes(40)]
-OTHER = [b"\x93\xa4open"]
+COMMIT = [seal(b"\x95\xa6commit" + bytes(40))]
+OTHER = [seal(b"\x93\xa4open")]
 
 
 def test_messages_come_out_whole_however_the_bytes_come_in() -> None:

@@ -23,6 +23,7 @@ from common.keys import PARTIES, Party
 from common.membership import Membership
 from common.messages import Cancel, Goodbye, Open, Peer, ToPrefill, ToWorker, Turned, Welcome
 from common.strikes import REMEMBERED, STRIKES, Strikes
+from common.wire import seal
 from coordinator.gateway import Gateway
 from coordinator.registry import Registry
 from deploy import cli
@@ -336,7 +337,7 @@ def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
     send(worker, hello)
     assert isinstance(door.answer(worker), Welcome)
     for part in (b"x", b"\xc1", b"\x93"):
-        worker.send(part)
+        worker.send(seal(part))
     answer = door.answer(worker)
     assert isinstance(answer, Turned) and "made no sense" in answer.reason
     assert not list(door.registry) and door.lost_workers == ["decode-0"]
@@ -438,10 +439,10 @@ def test_a_decode_worker_that_talks_nonsense_is_cut_off_by_the_sender() -> None:
             who = router.recv_multipart()[0]
             if name == "bad":
                 for part in (b"x", b"\xc1"):
-                    router.send_multipart([who, part])
+                    router.send_multipart([who, seal(part)])
                 until(lambda: pump() or sender.bad_messages == 2, "two are counted")
                 assert not ended and not sender.strikes.cut_off
-                router.send_multipart([who, b"\x93"])
+                router.send_multipart([who, seal(b"\x93")])
         until(pump, "the third is one too many")
         (lost,) = ended
         assert isinstance(lost, Lost) and lost.transfer == transfers["bad"] and not lost.told
