@@ -108,10 +108,12 @@ class Membership:
                 message = receive(self._socket, ToWorker)
             except WireError:
                 self.bad_messages += 1
+                self.acted_on += 1
                 continue
             if message is None:
                 return
-            self.acted_on += 1
+            if not isinstance(message, Rejoin):  # those are for a stranger, and nobody has counted them
+                self.acted_on += 1
             if isinstance(message, Welcome):
                 self._welcome = message
                 self._start_heart(message.heartbeat_ms / 1000)
