@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from common.ids import Incarnation
+from common.ids import Incarnation, RequestId
 
 FAILURES = 3
 WITHIN_S = 10.0
@@ -42,11 +42,11 @@ class _Breaker:
     failures: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))
     cool_down_s: float = FIRST_COOL_DOWN_S
     opens_until: float = 0.0
-    probing: bool = False
-    """Half open, and the one request that tries it is on its way."""
+    probe: RequestId | None = None
+    """Half open, and this request, which tries it, is on its way."""
 
     def open(self, now: float, cool_down_s: float) -> None:
-        self.state, self.probing = BreakerState.OPEN, False
+        self.state, self.probe = BreakerState.OPEN, None
         self.cool_down_s = min(cool_down_s, LONGEST_COOL_DOWN_S)
         self.opens_until = now + self.cool_down_s
 
@@ -63,7 +63,7 @@ class Breakers:
         breaker = self._breakers.get(pair)
         if breaker is None or breaker.state is BreakerState.CLOSED:
             return True
-        return breaker.state is BreakerState.HALF_OPEN and not breaker.probing
+        return breaker.state is BreakerState.HALF_OPEN and breaker.probe is None
 
     def state(self, pair: Pair) -> BreakerState:
         breaker = self._breakers.get(pair)
@@ -82,33 +82,32 @@ class Breakers:
                 breaker.state, ended = BreakerState.HALF_OPEN, True
         return ended
 
-    def placed(self, pair: Pair) -> None:
-        """A request was placed on ``pair``: of a half-open one it is the only one."""
+    def placed(self, pair: Pair, request: RequestId) -> None:
+        """``request`` was placed on ``pair``: of a half-open one it is the only one."""
         breaker = self._breakers.get(pair)
         if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
-            breaker.probing = True
+            breaker.probe = request
 
     def succeeded(self, pair: Pair) -> None:
         """A hand-off was accepted."""
         self._breakers.pop(pair, None)
 
-    def failed(self, pair: Pair, now: float) -> None:
-        """A hand-off failed. Those that were on their way when it opened say nothing new."""
+    def failed(self, pair: Pair, request: RequestId, now: float) -> None:
+        """The hand-off of ``request`` failed. Those that were on their way when it opened say nothing new."""
         breaker = self._breakers.setdefault(pair, _Breaker())
         match breaker.state:
             case BreakerState.CLOSED:
                 breaker.failures.append(now)
                 if len(breaker.failures) == FAILURES and now - breaker.failures[0] <= WITHIN_S:
                     breaker.open(now, FIRST_COOL_DOWN_S)
-            case BreakerState.HALF_OPEN:
+            case BreakerState.HALF_OPEN if breaker.probe == request:
                 breaker.open(now, 2 * breaker.cool_down_s)
-            case BreakerState.OPEN:
-                pass
 
-    def dropped(self, pair: Pair) -> None:
-        """A request left ``pair`` before its hand-off had an end: the next one may try."""
-        if breaker := self._breakers.get(pair):
-            breaker.probing = False
+    def dropped(self, pair: Pair, request: RequestId) -> None:
+        """``request`` left ``pair`` before its hand-off had an end: if it was the one that tries, the next one may."""
+        breaker = self._breakers.get(pair)
+        if breaker is not None and breaker.probe == request:
+            breaker.probe = None
 
     def forget(self, worker: Incarnation) -> None:
         """The worker is gone; a restarted one begins anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import Incarnation
+from common.ids import Incarnation, RequestId
 from coordinator.breakers import (
     FAILURES,
     FIRST_COOL_DOWN_S,
@@ -18,13 +18,14 @@ from coordinator.breakers import (
 
 PAIR = Pair(Incarnation("p"), Incarnation("d"))
 OTHER = Pair(Incarnation("p"), Incarnation("e"))
+ONE, TWO = RequestId(b"1" * 16), RequestId(b"2" * 16)
 
 
 def opened(now: float = 0.0) -> Breakers:
     breakers = Breakers()
     for _ in range(FAILURES):
         assert breakers.allows(PAIR)
-        breakers.failed(PAIR, now)
+        breakers.failed(PAIR, ONE, now)
     assert breakers.state(PAIR) is BreakerState.OPEN
     return breakers
 
@@ -39,7 +40,7 @@ def test_a_pair_that_keeps_failing_is_left_alone_and_others_are_not() -> None:
 def test_failures_that_are_far_apart_open_nothing() -> None:
     breakers = Breakers()
     for index in range(20):
-        breakers.failed(PAIR, index * WITHIN_S)
+        breakers.failed(PAIR, ONE, index * WITHIN_S)
         assert breakers.allows(PAIR)
 
 
@@ -47,7 +48,7 @@ def test_a_success_between_failures_starts_the_count_anew() -> None:
     breakers = Breakers()
     for _ in range(10):
         for _ in range(FAILURES - 1):
-            breakers.failed(PAIR, 0.0)
+            breakers.failed(PAIR, ONE, 0.0)
         breakers.succeeded(PAIR)
     assert breakers.allows(PAIR)
 
@@ -56,7 +57,7 @@ def test_after_the_cool_down_one_request_tries_it() -> None:
     breakers = opened()
     assert breakers.tick(FIRST_COOL_DOWN_S)
     assert breakers.state(PAIR) is BreakerState.HALF_OPEN
-    breakers.placed(PAIR)
+    breakers.placed(PAIR, ONE)
     assert not breakers.allows(PAIR), "the second of two simultaneous requests goes elsewhere"
     breakers.succeeded(PAIR)
     assert breakers.allows(PAIR) and breakers.open == 0
@@ -69,8 +70,8 @@ def test_a_probe_that_fails_doubles_the_cool_down_to_a_limit() -> None:
         while not breakers.tick(now):
             now += 0.25
         waited.append(now - start)
-        breakers.placed(PAIR)
-        breakers.failed(PAIR, now)
+        breakers.placed(PAIR, ONE)
+        breakers.failed(PAIR, ONE, now)
         assert not breakers.allows(PAIR)
     assert waited == [1, 2, 4, 8, 16, LONGEST_COOL_DOWN_S, LONGEST_COOL_DOWN_S, LONGEST_COOL_DOWN_S]
 
@@ -78,15 +79,28 @@ def test_a_probe_that_fails_doubles_the_cool_down_to_a_limit() -> None:
 def test_a_probe_whose_client_leaves_lets_the_next_one_try() -> None:
     breakers = opened()
     breakers.tick(FIRST_COOL_DOWN_S)
-    breakers.placed(PAIR)
-    breakers.dropped(PAIR)
+    breakers.placed(PAIR, ONE)
+    breakers.dropped(PAIR, ONE)
     assert breakers.allows(PAIR)
 
 
 def test_late_failures_do_not_prolong_a_cool_down() -> None:
     breakers = opened()
-    breakers.failed(PAIR, FIRST_COOL_DOWN_S / 2)
+    breakers.failed(PAIR, ONE, FIRST_COOL_DOWN_S / 2)
     assert breakers.tick(FIRST_COOL_DOWN_S)
+
+
+def test_who_was_on_its_way_when_it_opened_is_not_the_one_that_tries() -> None:
+    breakers = opened()
+    breakers.tick(FIRST_COOL_DOWN_S)
+    breakers.failed(PAIR, TWO, FIRST_COOL_DOWN_S)
+    assert breakers.state(PAIR) is BreakerState.HALF_OPEN and breakers.allows(PAIR)
+    breakers.placed(PAIR, ONE)
+    breakers.dropped(PAIR, TWO)
+    breakers.failed(PAIR, TWO, FIRST_COOL_DOWN_S)
+    assert not breakers.allows(PAIR) and breakers.state(PAIR) is BreakerState.HALF_OPEN, "it still tries"
+    breakers.failed(PAIR, ONE, FIRST_COOL_DOWN_S)
+    assert breakers.state(PAIR) is BreakerState.OPEN
 
 
 def test_a_worker_that_is_gone_takes_its_breakers_along() -> None:
@@ -107,10 +121,12 @@ def test_whatever_happened_it_heals(events: list[str]) -> None:
             case "tick":
                 breakers.tick(now)
             case "failed":
-                breakers.failed(PAIR, now)
+                breakers.failed(PAIR, ONE, now)
+            case "succeeded":
+                breakers.succeeded(PAIR)
             case _:
-                getattr(breakers, event)(PAIR)
-    breakers.dropped(PAIR)
+                getattr(breakers, event)(PAIR, ONE)
+    breakers.dropped(PAIR, ONE)
     breakers.tick(now + LONGEST_COOL_DOWN_S)
     assert breakers.allows(PAIR)
     breakers.succeeded(PAIR)
