@@ -2,7 +2,7 @@
 
 Pure. Durations are remembered by the size of the step, in powers of two of its tokens; what is expected of a step is
 the longest of its size or below among the last ones. A size that was not seen yet is extrapolated; before anything was
-seen nothing is known, and the first step may warm up for long.
+seen nothing is known, and the first step may warm up for long (a worker with a model has warmed up before it serves).
 """
 
 from __future__ import annotations

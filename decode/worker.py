@@ -148,7 +148,8 @@ class DecodeWorker(Worker):
     # -- KV that arrives ----------------------------------------------------------------------------------------------
 
     def move_kv(self, now: float) -> None:
-        self.receiver.step_s = self.pace.longest
+        if self.pace.longest:
+            self.receiver.step_s = max(self.pace.longest, self.pace.expect(self.settings.max_num_batched_tokens))
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUDGET_S):
             if self.close_trial(end.transfer):

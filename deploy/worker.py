@@ -64,7 +64,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         trust_remote_code=config.trust_remote_code,
     )
     status.report("warming up")
-    engine.warm_up()
+    paces = engine.warm_up()
     if is_local(config.host) and is_local(f"tcp://{config.coordinator}"):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")  # like our own sockets: nobody else can reach what UCX opens
     settings = WorkerSettings(
@@ -102,6 +102,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     )
     channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv)
     worker = _role(config.role)(engine, settings, hello, channels)
+    for tokens, seconds in paces:
+        worker.pace.took(tokens, seconds)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,

@@ -176,17 +176,24 @@ class Engine:
 
     # -- before serving -----------------------------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Touches the slow first-time paths. It scribbles over the pool's first blocks, so only before serving."""
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Touches the slow first-time paths; returns (tokens, seconds) of each step. It scribbles over the pool's first
+        blocks, so only before serving."""
         rows = min(self.warm_up_rows, self.max_model_len, self.memory.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
         prompt = sequence_of([1] * rows)
-        self._run(Batch((Segment(prompt, 0, rows),), (blocks,)))
+        steps = [Batch((Segment(prompt, 0, rows),), (blocks,))]
         batch = 1
         while batch <= min(self.max_num_seqs, _WARM_UP_BATCH):
-            self._run(Batch((Segment(prompt, rows - 1, 1),) * batch, (blocks,) * batch))
+            steps.append(Batch((Segment(prompt, rows - 1, 1),) * batch, (blocks,) * batch))
             batch *= 2
+        paces = []
+        for step in steps:
+            started = perf_counter()
+            self._run(step)
+            paces.append((step.length, perf_counter() - started))
         self.store.clear(blocks)
+        return paces
 
     def verify(self, checkpoint: Checkpoint, expected: Probe) -> None:
         """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ."""
