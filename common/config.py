@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from common.errors import StartError
 from common.hosts import is_loopback
-from common.ids import WorkerName
+from common.ids import MAX_NAME_BYTES, WorkerName
 from common.keys import PARTIES, ClusterKeys, Party
 from common.keys import load as load_keys
 from common.messages import Role
@@ -249,6 +249,15 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         shown_default="curve with --cluster-key-file, else none",
     )
     workers_on_host: int = option(1, "workers that share this machine's memory", count(1, 4096), "memory")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and len(self.name.encode()) > MAX_NAME_BYTES:
+            raise StartError(
+                f"--name {self.name[:32]}... is too long",
+                f"a worker's name has at most {MAX_NAME_BYTES} bytes",
+                "give a shorter one",
+            )
 
     def check_binds(self) -> None:
         """Refuses to talk in plain text beyond this machine unless told so."""

@@ -22,6 +22,8 @@ Holder = NewType("Holder", str)
 """Who keeps a KV block alive. The attempt is part of the name, so a late drop of attempt 1 cannot free attempt 2."""
 
 REQUEST_ID_BYTES = 16
+MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64
+"""libzmq knows peers by at most 255 bytes, in which both stand."""
 CACHE = Holder("cache")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import InvariantBroken
-from common.ids import Incarnation
+from common.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
@@ -202,6 +202,8 @@ class Registry:
     def _objection(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL:
             return f"protocol {hello.protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
+        if len(hello.name.encode()) > MAX_NAME_BYTES or len(hello.incarnation.encode()) > MAX_INCARNATION_BYTES:
+            return f"names of up to {MAX_NAME_BYTES} and incarnations of up to {MAX_INCARNATION_BYTES} bytes are taken"
         if hello.incarnation in self._replaced:
             return f"another process has taken the name {hello.name}: give every worker a name of its own"
         if self.fingerprint is not None and _checkpoint(hello.fingerprint) != self.fingerprint:

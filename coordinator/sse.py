@@ -33,6 +33,7 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()
         self._written = self._delivered = 0
+        self._bound = MAX_BUFFERED_BYTES
         self._moved_at = self._sent_at = self._loop.time()
 
     async def open(self) -> None:
@@ -48,6 +49,7 @@ class EventStream:
         transport.write(framed)
         self._sent_at = self._loop.time()
         self._written += len(framed)
+        self._bound = max(self._bound, MAX_BUFFERED_BYTES + len(framed))  # one large event is nobody's slowness
         self._check_reader(transport, self._sent_at)
 
     def _check_reader(self, transport: asyncio.Transport, now: float) -> None:
@@ -55,7 +57,7 @@ class EventStream:
         delivered = self._written - waiting
         if not waiting or delivered > self._delivered:
             self._delivered, self._moved_at = delivered, now
-        if waiting > MAX_BUFFERED_BYTES:
+        if waiting > self._bound:
             self._cut(transport, f"is {waiting >> 10} KiB behind")
         elif now - self._moved_at > self._stall_s:
             self._cut(transport, f"has taken nothing for {self._stall_s:g} s")
