@@ -43,7 +43,7 @@ from common.messages import (
 from common.request import FinishReason, Request
 from coordinator.breakers import Pair
 from coordinator.gateway import HEARTBEAT_MS, Gateway
-from coordinator.lifecycle import Gap, State
+from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
@@ -58,6 +58,8 @@ TOKEN_BYTES = 16
 """Of the secret of one hand-off, which its two ends are told."""
 WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits for a worker of a role that has none left; a stream waits to its deadline."""
+REJECTED_WAIT_S = 0.5
+"""The same when prefill is missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
 MISSED_BEATS = 3
 """A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
@@ -262,7 +264,7 @@ class Dispatcher:
             reached = self._send(ticket, decode, Generate(request, life.attempt))
         else:
             ticket.pair = Pair(prefill.id, decode.id)
-            self.breakers.placed(ticket.pair)
+            self.breakers.placed(ticket.pair, ticket.id)
             token = secrets.token_bytes(TOKEN_BYTES)
             reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill, token)))
             reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode, token)))
@@ -300,7 +302,7 @@ class Dispatcher:
         """The ticket has left its workers: the ledger, the budget and the index forget it."""
         self._settle_retry(ticket)
         if ticket.pair is not None:
-            self.breakers.dropped(ticket.pair)
+            self.breakers.dropped(ticket.pair, ticket.id)
             ticket.pair = None
         if ticket.promise is not None:
             self.router.release(ticket.promise)
@@ -407,6 +409,8 @@ class Dispatcher:
         now: float,
     ) -> None:
         life, choice, attempt = ticket.life, message.choices[index], message.attempts[index]
+        if worker.id not in life.workers:
+            return
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
             if attempt == life.attempt and life.needs(worker.id):
@@ -414,6 +418,10 @@ class Dispatcher:
             return
         news = life.accept(choice, attempt, message.starts[index], ids, finish)
         if news is None:
+            return
+        if isinstance(news, Contradiction):
+            log.warning("%s contradicts what a client was told, at token %d", worker.hello.name, message.starts[index])
+            self._setback(ticket, shun=worker)
             return
         if isinstance(news, Gap):
             self._ask_again(worker, ticket, choice, news.start, now)
@@ -491,7 +499,7 @@ class Dispatcher:
             return
         log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
         if message.code == "transfer_failed" and ticket.pair is not None:
-            self.breakers.failed(ticket.pair, self._clock())
+            self.breakers.failed(ticket.pair, ticket.id, self._clock())
             ticket.avoid |= {ticket.pair}
             ticket.pair = None
             self._setback(ticket, delay_s=RETRY_DELAY_S)
@@ -529,18 +537,21 @@ class Dispatcher:
 
     def _tick(self) -> None:
         now = self._clock()
+        late = max(0.0, now - self._due)
         try:
-            self.metrics.loop_lag(max(0.0, now - self._due))
+            self.metrics.loop_lag(late)
             self.gateway.sweep(now)
             if self.breakers.tick(now):
                 self.pump_soon()
             if now >= self._leases_due:
                 self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
                 self._renew_leases()
+            for ticket in self.tickets.values():
+                ticket.heard_at += late  # who was away himself has not heard a silence
             for worker in list(self.registry):
                 self._look_for_stalls(worker, now)
-            if self._workerless_since is not None and now - self._workerless_since > WORKERLESS_WAIT_S:
-                self._give_up_waiting()
+            if self._workerless_since is not None:
+                self._give_up_waiting(now - self._workerless_since)
             self._give_up_stranded(now)
         except Exception:  # whatever went wrong this time, silent workers must be noticed the next time
             log.exception("a look at the workers failed")
@@ -572,8 +583,10 @@ class Dispatcher:
         self._due = self._clock() + SWEEP_S
         self._ticks = self._loop.call_later(SWEEP_S, self._tick)
 
-    def _give_up_waiting(self) -> None:
+    def _give_up_waiting(self, waited_s: float) -> None:
         role = self.router.missing_role()
+        if waited_s <= (REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S):
+            return
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
             if role is not None and ticket.queued and not ticket.life.started:
                 self.fail(ticket, no_workers(role))

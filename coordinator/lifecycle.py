@@ -73,6 +73,10 @@ class Gap:
     start: int
 
 
+class Contradiction:
+    """The span repeats tokens otherwise than they were told before: who says so has gone astray."""
+
+
 class Life:
     """State, workers, accepted tokens and setbacks of one request with ``choices`` choices.
 
@@ -103,7 +107,7 @@ class Life:
         self.finish = [FinishReason.RUNNING] * choices
         self.retries = self.migrations = 0
         self.crashes: set[Incarnation] = set()
-        """Workers that were lost without a word while they had the request. One that comes back had not crashed."""
+        """Workers that were lost without a word while they computed the request. One that comes back had not."""
 
     def move(self, to: State) -> None:
         """The only door between states; InvariantBroken for a move that is not in the table."""
@@ -137,7 +141,7 @@ class Life:
 
     def accept(
         self, choice: int, attempt: int, start: int, ids: list[int], finish: FinishReason
-    ) -> Accepted | Gap | None:
+    ) -> Accepted | Gap | Contradiction | None:
         """One span of output tokens. None if it holds nothing new or is not of this attempt."""
         if attempt != self.attempt or self.state in TERMINAL or self.state is State.QUEUED:
             return None
@@ -147,6 +151,8 @@ class Life:
         skip = len(output) - start
         if skip < 0:
             return Gap(len(output))
+        if skip and ids[:skip] != output[start : start + len(ids)]:
+            return Contradiction()
         fresh = ids[skip:] if skip else ids
         if not fresh and (not finish or skip > len(ids)):
             return None
@@ -179,9 +185,10 @@ class Life:
     def setback(self, *, crashed: Incarnation | None = None, turned_away: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
         the old one is void; anything else: it must fail. ``crashed`` is the worker whose loss is the reason, if that
-        came without a word. Being ``turned_away`` by a worker that leaves, at its door or when its time is up, costs
-        nothing of the budget: it does so once, and is not asked again."""
-        if crashed is not None:
+        came without a word; it counts against the request if the worker was computing it. Being ``turned_away`` by a
+        worker that leaves, at its door or when its time is up, costs nothing of the budget: it does so once, and is not
+        asked again."""
+        if crashed is not None and self._computed_by(crashed):
             self.crashes.add(crashed)
             if len(self.crashes) >= MAX_CRASHES:
                 return "quarantined"
@@ -197,6 +204,13 @@ class Life:
         self.attempt += 1
         self.prefill = self.decode = None
         return "retry"
+
+    def _computed_by(self, worker: Incarnation) -> bool:
+        """Whether ``worker`` was at work on the request, rather than holding memory or sending for it: only then may
+        the request be what killed it."""
+        if worker == self.prefill:
+            return self.state is State.PREFILLING
+        return self.prefill is None or self.state in (State.SHIPPING, State.DECODING)
 
     def emitted(self) -> tuple[bytes, ...]:
         """The accepted tokens as ``Request.emitted`` wants them."""

@@ -44,8 +44,8 @@ class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
     at most ``output`` more per choice, for ``choices`` choices. ``chains`` are its prefix keys. ``diverged``: its
     choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
-    ``avoid``: pairs whose hand-off of this very request has failed. ``shun``: workers that have failed it otherwise,
-    to be taken only if there is no other."""
+    ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
+    both are taken only if nothing else is possible."""
 
     tokens: int
     output: int
@@ -219,11 +219,13 @@ class Router:
 
     def _reachable(self, need: Need, decodes: list[Worker], prefills: list[Worker]) -> tuple[Worker, list[Worker]]:
         """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
-        no such pair."""
-        for decode in decodes:
-            pairs = ((each, Pair(each.id, decode.id)) for each in prefills)
-            if able := [each for each, pair in pairs if self.breakers.allows(pair) and pair not in need.avoid]:
-                return decode, able
+        no such pair. A pair that failed this very request is good enough where the decode worker may not prefill by
+        itself."""
+        for avoid in (need.avoid,) if self.no_prefill == "local" else (need.avoid, frozenset[Pair]()):
+            for decode in decodes:
+                pairs = ((each, Pair(each.id, decode.id)) for each in prefills)
+                if able := [each for each, pair in pairs if self.breakers.allows(pair) and pair not in avoid]:
+                    return decode, able
         return decodes[0], []
 
     def _room(self, need: Need, worker: Worker) -> tuple[bool, int, int]:

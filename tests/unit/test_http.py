@@ -34,11 +34,12 @@ from common.messages import (
     Tokens,
 )
 from common.request import Request
+from common.wire import seal
 from coordinator.app import drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES, make_runner
-from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES
+from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.sse import deliver
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
@@ -495,6 +496,32 @@ async def test_a_tick_that_fails_is_not_the_last(house: House, monkeypatch: pyte
     await until(lambda: len(calls) > 1, "it is called again")
 
 
+@pytest.mark.parametrize("policy", ["wait", "reject"])
+async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> None:
+    async with open_house(model, "decode", no_prefill_policy=policy) as house:
+        broken = Failed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
+        prefill = await house.add("prefill", refuse=broken)
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+        await until(lambda: prefill.got(Prefill), "it tries")
+        prefill.refuse = None
+        async with asyncio.timeout(5):
+            assert (await asked)[0].status == 200
+            assert (await house.post(CHAT, {**HELLO, "max_tokens": 2}))[0].status == 200
+
+
+async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", step_s=0.05)
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
+        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.tickets.values()), "it runs")
+        [ticket] = house.dispatcher.tickets.values()
+        for _ in range(3):
+            ticket.heard_at -= 5.0  # as if this process had been stopped for so long
+            house.dispatcher._due -= 5.0
+            house.dispatcher._tick()
+        assert (await asked)[0].status == 200 and ticket.life.attempt == 0
+
+
 async def test_two_crashes_are_enough(model: Path) -> None:
     async with open_house(model) as house:
         workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
@@ -640,7 +667,8 @@ async def test_rubbish_on_the_control_socket_is_counted_and_survived(
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(gateway.address)
-        frames = ([b""], [b"x"], [b"a", b"b"], [b"\x80\x04\x95"], [b"\x91\xa5hello"], [b"\xdd\xff\xff\xff\xff"])
+        packed = (b"\x80\x04\x95", b"\x91\xa5hello", b"\xdd\xff\xff\xff\xff")
+        frames = ([b""], [b"x"], [b"a", b"b"], *([seal(data)] for data in packed))
         for parts in frames:
             socket.send_multipart(parts)
         await until(lambda: gateway.bad_messages == len(frames), "all are counted")
@@ -762,7 +790,8 @@ async def test_more_blocks_than_any_worker_has(model: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
-    async with open_house(model, "prefill") as house:
+    async with open_house(model) as house:
+        await house.add("prefill", script=letters("hi"))
         await house.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
         response, _ = await house.post(CHAT, {**HELLO, "n": n})
         assert response.status == 200

@@ -9,9 +9,19 @@ from hypothesis import strategies as st
 from common.errors import InvariantBroken
 from common.ids import Incarnation, unpack_tokens
 from common.request import FinishReason
-from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, MOVES, TERMINAL, Accepted, Gap, Life, State
+from coordinator.lifecycle import (
+    MAX_MIGRATIONS,
+    MAX_RETRIES,
+    MOVES,
+    TERMINAL,
+    Accepted,
+    Contradiction,
+    Gap,
+    Life,
+    State,
+)
 
-P, D = Incarnation("p"), Incarnation("d")
+P, Q, D = Incarnation("p"), Incarnation("q"), Incarnation("d")
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -127,9 +137,30 @@ def test_migrations_have_a_budget_of_their_own() -> None:
 
 def test_two_crashes_are_a_quarantine() -> None:
     life = placed()
-    assert life.setback(crashed=Incarnation("a")) == "retry"
-    life.place("disagg", P, D)
-    assert life.setback(crashed=Incarnation("b")) == "quarantined"
+    assert life.setback(crashed=P) == "retry"
+    life.place("disagg", Q, D)
+    life.move(State.PREFILLING)
+    assert life.setback(crashed=Q) == "quarantined"
+
+
+def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
+    """Two workers that die one after the other say nothing about the request that both knew."""
+    life = placed()
+    assert life.setback(crashed=P) == "retry"
+    life.place("disagg", Q, D)
+    life.move(State.PREFILLING)
+    assert life.setback(crashed=D) == "retry" and life.crashes == {P}
+    life.place("local", None, D)
+    life.move(State.PREFILLING)
+    assert life.setback(crashed=D) == "quarantined", "this one computed it"
+
+
+def test_a_span_that_tells_known_tokens_otherwise_is_a_contradiction() -> None:
+    life = placed()
+    life.accept(0, 0, 0, [7, 8], RUNNING)
+    for start, ids in ((0, [7, 9]), (0, [6, 8, 9]), (1, [9, 9]), (0, [9])):
+        assert isinstance(life.accept(0, 0, start, ids, RUNNING), Contradiction)
+    assert life.output == [[7, 8]] and life.accept(0, 0, 1, [8, 9], RUNNING) == Accepted(1, [9], RUNNING)
 
 
 def test_prefill_is_needed_until_decode_has_the_kv() -> None:

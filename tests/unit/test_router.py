@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RequestError
+from common.ids import new_request_id
 from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import Cached
@@ -266,7 +267,7 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
 
 def fail(router: Router, prefill: Worker, decode: Worker) -> None:
     for _ in range(FAILURES):
-        router.breakers.failed(Pair(prefill.id, decode.id), 0.0)
+        router.breakers.failed(Pair(prefill.id, decode.id), new_request_id(), 0.0)
 
 
 def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
@@ -282,6 +283,13 @@ def test_rather_another_decode_worker_than_a_failing_pair() -> None:
     placement = router.place(Need(100, 10, 1))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, second)
+
+
+@pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
+def test_a_pair_that_failed_this_request_is_better_than_none(policy: str, path: str) -> None:
+    router, (prefill, decode) = house(no_prefill=policy)
+    placement = router.place(Need(100, 10, 1, avoid=frozenset({Pair(prefill.id, decode.id)})))
+    assert isinstance(placement, Placement) and placement.path == path
 
 
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", None), ("reject", None)])
