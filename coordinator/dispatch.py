@@ -127,7 +127,12 @@ class Dispatcher:
         for ticket in tickets:
             if (reason := self._too_large(ticket)) is not None:
                 raise reason
-        self.admission.enter(len(tickets), sum(ticket.prompt_length for ticket in tickets))
+        self.admission.enter(
+            len(tickets),
+            sum(ticket.prompt_length for ticket in tickets),
+            priority=tickets[0].priority,
+            within_s=tickets[0].deadline_at - self._clock(),
+        )
         for ticket in tickets:
             ticket.order = next(self._orders)
             self.tickets[ticket.id] = ticket
@@ -197,7 +202,7 @@ class Dispatcher:
 
     def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
         ticket.queued = False
-        self.admission.leave(ticket.prompt_length, self._clock(), placed=placed)
+        self.admission.leave(ticket.prompt_length, self._clock(), placed=placed, priority=ticket.priority)
 
     def pump_soon(self) -> None:
         """Places what fits, once, after the running callbacks: many endings in one turn cost one look at the queue."""
@@ -335,7 +340,7 @@ class Dispatcher:
         self._tell(workers, Abort(ticket.id, attempt))
         self._take_off(ticket)
         self.metrics.set_back(migration=migrates)
-        self.admission.back(ticket.prompt_length)
+        self.admission.back(ticket.prompt_length, priority=ticket.priority)
         self._enqueue(ticket)
         if crashed is not None:
             delay_s = CRASH_DELAY_S
@@ -462,6 +467,8 @@ class Dispatcher:
             ticket.path = "prefill"
         self._end(ticket, State.DONE, tell_workers=ticket.cut or on_prefill)
         self.metrics.ended(ticket, "done")
+        if ticket.placed_at is not None:
+            self.admission.served(self._clock() - ticket.placed_at)
         ticket.client.done(ticket)
 
     def _ask_again(self, worker: Worker, ticket: Ticket, choice: int, start: int, now: float) -> None:

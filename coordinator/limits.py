@@ -1,10 +1,14 @@
 """Who may queue and who may try again: bounds on waiting requests and tokens, and what a refused client is told.
 
 Pure. Owns the counts of what waits for a worker and a smoothed rate at which waiting tokens are placed; the answer to
-"when shall I try again" is backlog divided by that rate.
+"when shall I try again" is backlog divided by that rate. Who would miss its deadline in the queue is told at the door:
+to work for clients that have given up is what makes an overloaded server useless.
 """
 
 from __future__ import annotations
+
+import math
+from collections import Counter
 
 from common.errors import RequestError
 from common.ids import RequestId
@@ -26,11 +30,15 @@ class Admission:
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.requests = self.tokens = 0
         self._rate = _ASSUMED_TOKENS_PER_S
+        self._measured = False
+        self._service_s = 0.0
+        self._by_priority: Counter[int] = Counter()
         self._since: float | None = None
         self._placed = 0
 
-    def enter(self, requests: int, tokens: int) -> None:
-        """``requests`` with ``tokens`` prompt tokens in all want to queue; RequestError 429 if they do not fit.
+    def enter(self, requests: int, tokens: int, *, priority: int = 0, within_s: float = math.inf) -> None:
+        """``requests`` with ``tokens`` prompt tokens in all want to queue; RequestError 429 if they do not fit, or if
+        by all that was seen they would not end within ``within_s`` seconds.
 
         A queue that is empty takes any prompt: one that is longer than the bound must not be refused for ever. More
         requests at once than the queue has places for are refused for good: 400.
@@ -49,20 +57,42 @@ class Admission:
                 f"(limits {self.max_requests} and {self.max_tokens})",
                 self.retry_after_s(tokens),
             )
+        waits_s = self._wait_s(priority)
+        if waits_s and waits_s + self._service_s > within_s:
+            raise overloaded(
+                f"about {waits_s:.1f} s would pass in the queue and {self._service_s:.1f} s after it, "
+                f"but the deadline is in {within_s:.1f} s",
+                min(MAX_RETRY_S, max(MIN_RETRY_S, waits_s + self._service_s - within_s)),
+            )
         self.requests += requests
         self.tokens += tokens
+        self._by_priority[priority] += tokens
 
-    def back(self, tokens: int) -> None:
+    def _wait_s(self, priority: int) -> float:
+        """Seconds until everybody who is served before a new request of ``priority`` has been placed; 0 if unknown."""
+        if not self._measured or not self.requests:
+            return 0.0
+        return sum(tokens for each, tokens in self._by_priority.items() if each <= priority) / self._rate
+
+    def back(self, tokens: int, *, priority: int = 0) -> None:
         """One request returns to the queue after a setback: it was admitted before and is not refused now."""
         self.requests += 1
         self.tokens += tokens
+        self._by_priority[priority] += tokens
 
-    def leave(self, tokens: int, now_s: float, *, placed: bool) -> None:
+    def leave(self, tokens: int, now_s: float, *, placed: bool, priority: int = 0) -> None:
         """One request leaves the queue, for a worker (``placed``) or for good."""
         self.requests -= 1
         self.tokens -= tokens
+        self._by_priority[priority] -= tokens
+        if not self._by_priority[priority]:
+            del self._by_priority[priority]
         if placed:
             self._measure(tokens, now_s)
+
+    def served(self, seconds: float) -> None:
+        """A request has ended ``seconds`` after it was placed."""
+        self._service_s += _SMOOTHING * (seconds - self._service_s)
 
     def retry_after_s(self, tokens: int) -> float:
         """Seconds until ``tokens`` more would probably fit: backlog over drain rate."""
@@ -76,7 +106,9 @@ class Admission:
         self._placed += tokens
         elapsed = now_s - self._since
         if elapsed >= 0.5:
-            self._rate += _SMOOTHING * (max(1.0, self._placed / elapsed) - self._rate)
+            rate = max(1.0, self._placed / elapsed)
+            self._rate = self._rate + _SMOOTHING * (rate - self._rate) if self._measured else rate
+            self._measured = True
             self._since, self._placed = now_s, 0
 
 

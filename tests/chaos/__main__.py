@@ -6,6 +6,7 @@
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
     python -m tests.chaos model [DIRECTORY] [--requests 64] [--at-once 16]    torch workers of a checkpoint, killed
+    python -m tests.chaos overload                                            two and three times what can be served
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
 
 With ``--report FILE`` the tables go to a file too. Logs are kept when something is wrong.
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from tests.chaos import load, matrix, soak
+from tests.chaos import load, matrix, overload, soak
 from tests.chaos.cells import CELLS
 from tests.chaos.house import clock
 from tests.chaos.load import HEADER, Figures
@@ -64,6 +65,10 @@ def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
     return True, "\n".join(rows) + "\n"
 
 
+def _overload(options: argparse.Namespace) -> tuple[bool, str]:
+    return _told(asyncio.run(overload.overload(options.directory)))
+
+
 def _model(options: argparse.Namespace) -> tuple[bool, str]:
     from tests.chaos import model  # it imports torch
 
@@ -72,7 +77,13 @@ def _model(options: argparse.Namespace) -> tuple[bool, str]:
 
 
 def _all(options: argparse.Namespace) -> tuple[bool, str]:
-    parts = {"The matrix": _matrix, "One fault under load": _load, "Broken frames": _frames, "Hang-ups": _aborts}
+    parts = {
+        "The matrix": _matrix,
+        "One fault under load": _load,
+        "Broken frames": _frames,
+        "Hang-ups": _aborts,
+        "Overload": _overload,
+    }
     good, text = True, ""
     for title, part in parts.items():
         options.requests = 2000 if part is _frames else 800
@@ -99,6 +110,8 @@ def main() -> int:
         command.add_argument("--requests", type=int, default=requests)
         command.add_argument("--at-once", type=int, default=256 if run is _soak else 64, help="clients")
         command.set_defaults(run=run)
+    too_much = commands.add_parser("overload", help="goodput at multiples of the peak")
+    too_much.set_defaults(run=_overload)
     models = commands.add_parser("model", help="workers with a model, killed under load")
     models.add_argument("model", type=Path, nargs="?", help="checkpoint; without it the built-in model")
     models.add_argument("--requests", type=int, default=64)

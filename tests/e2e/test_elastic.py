@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,52 @@ async def test_workers_join_and_leave_a_running_system(
         assert len(await running) == 8, "nobody's request fails when a worker leaves"
         await cluster.until_gone(client, "d0")
         assert await ask(client, 702) == ("disagg", "d1")
+
+
+LONG = {"max_tokens": 240, "ignore_eos": True, "stop": ["\u2603 that no answer has"]}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 3},
+    {"temperature": 0.9, "seed": 7, "n": 2, "frequency_penalty": 0.5, "logprobs": 2},
+    {"temperature": 1.1, "seed": 8, "top_k": 20, "top_p": 0.9, "presence_penalty": 0.4, "logprobs": 0},
+    {"temperature": 0.0, "min_tokens": 5, "n": 3},
+]
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_killed_worker_costs_a_pause_and_no_token(
+    cluster: Cluster, oracle: Callable[[str], Reference], role: str
+) -> None:
+    """Penalties, seeds, log-probabilities, several choices: all go on where they were, as if nothing had happened."""
+    reference = oracle("llama")
+
+    async def ask(client: Client, number: int) -> None:
+        fields = LONG | KINDS[number % len(KINDS)]
+        answer = await client.stream(prompt_of(30 + 50 * number, 62 + number), **fields)
+        assert len(answer.choices) == fields.get("n", 1)
+        for index, choice in enumerate(answer.choices):
+            assert len(choice.token_ids) == 240 and choice.finish_reason == "length"
+            logprobs = choice.logprobs if "logprobs" in fields else None
+            assert logprobs is None or len(logprobs) == 240
+            sampling = sampling_of(fields)
+            reference.check(answer.prompt, choice.token_ids, sampling, choice=index, logprobs=logprobs)
+
+    async with cluster.system.client() as client:
+        names = "p0", "p1", "d0", "d1"
+        for name in names:
+            cluster.start("prefill" if name.startswith("p") else "decode", name)
+        await cluster.until_ready(client, *names)
+        streams = [asyncio.create_task(ask(client, number)) for number in range(8)]
+        victim = "p0" if role == "prefill" else "d0"
+        deadline = time.monotonic() + READY_S
+        while not (await client.workers())[victim]["running"]:
+            assert time.monotonic() < deadline, cluster.coordinator.text
+        cluster.workers.pop(victim).kill()
+        await asyncio.gather(*streams)
+        if role == "decode":
+            async with client.session.get("/metrics") as response:
+                moved = re.search(r"^tandem_migrations_total (\S+)", await response.text(), re.MULTILINE)
+            assert moved and float(moved[1]) >= 1, "somebody was cut in mid-stream"
+        await client.until_idle(10)
 
 
 async def test_workers_of_different_kv_dtypes_serve_together(

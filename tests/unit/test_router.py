@@ -265,6 +265,25 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
     assert admission.requests == 0
 
 
+def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
+    admission = Admission(max_requests=1000, max_tokens=1 << 20)
+    for _ in range(100):
+        admission.enter(1, 100, within_s=0.01)  # nothing is known yet
+    for step in range(11):
+        admission.leave(100, step / 10, placed=True)  # 1,000 tokens a second
+        admission.served(0.5)
+    with pytest.raises(RequestError, match="but the deadline is in") as refused:
+        admission.enter(1, 100, within_s=5.0)
+    assert refused.value.status == 429 and 3 < (refused.value.retry_after_s or 0) < 6
+    admission.enter(1, 100, within_s=20.0)
+    admission.enter(1, 100, within_s=1.0, priority=-1)  # nobody stands before it
+    for _ in range(90):
+        admission.leave(100, 2.0, placed=False)
+    admission.leave(100, 2.0, placed=False, priority=-1)
+    assert (admission.requests, admission.tokens, admission._by_priority) == (0, 0, {})
+    admission.enter(1, 100, within_s=0.1)
+
+
 def fail(router: Router, prefill: Worker, decode: Worker) -> None:
     for _ in range(FAILURES):
         router.breakers.failed(Pair(prefill.id, decode.id), new_request_id(), 0.0)

@@ -1,0 +1,75 @@
+"""Two and three times what the house can take: who is served is served in time, and nearly as many as at its best.
+
+Goodput is what ends exact and within the deadline, per second. The others are refused at the door, or time out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from tests.chaos.house import Ask, House, clock
+from tests.chaos.load import Figures, crowd
+
+DEADLINE_S = 3.0
+SECONDS = 20.0
+SHARE = 0.9
+FLAGS = ("--max-num-seqs", "8", "--step-s", "0.02", "--blocks", "2048", "--max-num-batched-tokens", "256")
+DOOR = ("--request-timeout", str(DEADLINE_S))
+IN_FLIGHT = 24
+"""Clients that keep two decode workers of eight slots busy and wait for nobody's deadline."""
+REFUSED = ("error server_is_overloaded", "error request_timeout")
+
+
+def _asks(house: House, count: int) -> list[Ask]:
+    return [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(count)]
+
+
+async def _arriving(house: House, session: aiohttp.ClientSession, asks: Sequence[Ask], rate: float) -> None:
+    """Sends ``asks`` as a Poisson process of ``rate`` per second, however many are still there."""
+    started, due = clock(), 0.0
+    running = []
+    for ask in asks:
+        due += house.rng.expovariate(rate)
+        await asyncio.sleep(max(0.0, started + due - clock()))
+        running.append(asyncio.ensure_future(ask.send(session)))
+    await asyncio.gather(*running)
+
+
+async def overload(
+    directory: Path, *, factors: Sequence[float] = (1.0, 2.0, 3.0), seconds: float = SECONDS
+) -> list[Figures]:
+    """The peak, found with as many clients as are served at once, then open-loop arrivals at multiples of it."""
+    figures = []
+    async with House.running(directory / "overload", flags=FLAGS, door=DOOR) as house:
+        peak = 0.0
+        for factor in (0.0, *factors):
+            name = f"{factor:g} times the peak" if factor else "the peak, closed loop"
+            done = Figures(name)
+            started = clock()
+            if factor:
+                asks = _asks(house, round(factor * peak * seconds))
+                async with house.session() as session:
+                    await _arriving(house, session, asks, factor * peak)
+            else:
+                asks = _asks(house, 400)
+                await crowd(house, asks, IN_FLIGHT)
+            ended = max(ask.ended_at for ask in asks)
+            done.seconds = ended - started
+            for ask in asks:
+                done.verdicts[ask.verdict()] += 1
+            goodput = done.verdicts["exact"] / done.seconds
+            peak = peak or goodput
+            done.faults.update({"per second in time": round(goodput), "% of the peak": round(100 * goodput / peak)})
+            bad = {verdict: n for verdict, n in done.verdicts.items() if verdict not in ("exact", *REFUSED)}
+            if bad:
+                done.wrong.append(f"answers {bad}")
+            if factor >= 2 and goodput < SHARE * peak:
+                done.wrong.append(f"goodput {goodput / peak:.0%} of the peak")
+            done.free_s = max(0.0, await house.until_free() - ended)
+            print(done.row(), flush=True)
+            figures.append(done)
+    return figures
