@@ -167,6 +167,8 @@ class Dispatcher:
         )
 
     def _expire(self, ticket: Ticket) -> None:
+        if ticket.placed_at is not None:
+            self.admission.served(self._clock() - ticket.placed_at)
         waiting = "a worker" if ticket.life.state is State.QUEUED else f"its end while {ticket.life.state.value}"
         self.fail(
             ticket,

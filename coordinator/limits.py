@@ -19,6 +19,8 @@ MAX_RETRY_S = 60.0
 RETRY_SHARE, MIN_RETRIES = 0.2, 10
 """This share of what is in flight, and at least so many, may be on a new attempt that has not spoken yet."""
 _SMOOTHING = 0.2
+_SPREADS = 2.0
+"""So many mean deviations above its mean a service may take, as of TCP's retransmission timer (RFC 6298, with four)."""
 _ASSUMED_TOKENS_PER_S = 2_000.0
 """Before anything was measured."""
 
@@ -31,7 +33,7 @@ class Admission:
         self.requests = self.tokens = 0
         self._rate = _ASSUMED_TOKENS_PER_S
         self._measured = False
-        self._service_s = 0.0
+        self._service_s = self._spread_s = 0.0
         self._by_priority: Counter[int] = Counter()
         self._since: float | None = None
         self._placed = 0
@@ -57,12 +59,12 @@ class Admission:
                 f"(limits {self.max_requests} and {self.max_tokens})",
                 self.retry_after_s(tokens),
             )
-        waits_s = self._wait_s(priority)
-        if waits_s and waits_s + self._service_s > within_s:
+        waits_s, service_s = self._wait_s(priority), self._service_s + _SPREADS * self._spread_s
+        if waits_s and waits_s + service_s > within_s:
             raise overloaded(
-                f"about {waits_s:.1f} s would pass in the queue and {self._service_s:.1f} s after it, "
+                f"about {waits_s:.1f} s would pass in the queue and up to {service_s:.1f} s after it, "
                 f"but the deadline is in {within_s:.1f} s",
-                min(MAX_RETRY_S, max(MIN_RETRY_S, waits_s + self._service_s - within_s)),
+                min(MAX_RETRY_S, max(MIN_RETRY_S, waits_s + service_s - within_s)),
             )
         self.requests += requests
         self.tokens += tokens
@@ -91,8 +93,10 @@ class Admission:
             self._measure(tokens, now_s)
 
     def served(self, seconds: float) -> None:
-        """A request has ended ``seconds`` after it was placed."""
-        self._service_s += _SMOOTHING * (seconds - self._service_s)
+        """A request has ended, or run out of time, ``seconds`` after it was placed."""
+        error = seconds - self._service_s
+        self._service_s += _SMOOTHING * error
+        self._spread_s += _SMOOTHING * (abs(error) - self._spread_s)
 
     def retry_after_s(self, tokens: int) -> float:
         """Seconds until ``tokens`` more would probably fit: backlog over drain rate."""
