@@ -8,8 +8,9 @@ list of segments under a budget of tokens, sequences and blocks. Who runs is dec
                └──────── park (blocks given back) ◄─────┘   when a higher rank needs its blocks
 
 Rules, derived from "nothing starves": single missing tokens (decode) go before chunks of prompts, so a prompt cannot
-stall a stream; chunks fill what is left of the budget in rank order; only the lowest rank is ever parked; a parked
-sequence keeps its rank, so it is the first to come back, and it recomputes what the prefix cache no longer has.
+stall a stream; when more run than fit into a step (KV that was handed over runs at once), those of one priority take
+turns; chunks fill what is left of the budget in rank order; only the lowest rank is ever parked; a parked sequence
+keeps its rank, so it is the first to come back, and it recomputes what the prefix cache no longer has.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class _Entry:
-    """A sequence and its place; ``table`` is None while it waits. ``chain`` keeps its prefix keys between attempts."""
+    """A sequence and its place; ``table`` is None while it waits. ``turn`` is the number of the last turn
+    that it had, or that others had before it came. ``chain`` keeps its prefix keys between attempts."""
 
     rank: Rank
     sequence: Sequence
     table: BlockTable | None = None
+    turn: int = 0
     chain: list[ChainKey] = field(default_factory=list)
 
 
@@ -64,7 +67,7 @@ class Planner:
             raise ValueError(f"a budget of {max_tokens} tokens cannot hold {max_sequences} sequences of one token each")
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
         self.preemptions = 0
-        self._arrivals = 0
+        self._arrivals = self._turns = 0
         self._waiting: list[_Entry] = []  # by rank
         self._running: list[_Entry] = []  # by rank
         self._entries: dict[SequenceId, _Entry] = {}
@@ -97,9 +100,15 @@ class Planner:
         return any(entry.sequence.output_length for entry in self._waiting)
 
     def resting(self) -> set[RequestId]:
-        """Requests that have begun and get no tokens now: parked, or behind more than fit into a step."""
-        begun = [entry for entry in self._waiting if entry.sequence.output_length]
-        return {entry.sequence.request.id for entry in (*begun, *self._running[self.max_sequences :])}
+        """Requests that have begun and get no tokens now: parked, computed again after that, or outranked by as many
+        as fit into a step."""
+        overdue = self._turns - len(self._running) - self.max_sequences
+        return {
+            entry.sequence.request.id
+            for entry in (*self._waiting, *self._running)
+            if entry.sequence.output_length
+            and (entry.table is None or entry.sequence.missing > 1 or entry.turn <= overdue)
+        }
 
     def sequences(self) -> Iterator[Sequence]:
         return (entry.sequence for entry in self._entries.values())
@@ -185,14 +194,20 @@ class Planner:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, segments: list[Segment]) -> int:
-        budget = self.max_tokens
-        for entry in [entry for entry in self._running if entry.sequence.missing == 1]:
-            if len(segments) == self.max_sequences:
-                break
-            if self._room(entry):
-                segments.append(Segment(entry.sequence, entry.sequence.computed, 1))
-                budget -= 1
-        return budget
+        # room first, by rank and for all of them: a sequence that already has its place in the step is never parked
+        ready = [entry for entry in self._running[:] if entry.sequence.missing == 1 and self._room(entry)]
+        for entry in self._next_in_turn(ready):
+            if entry.sequence.missing == 1:
+                self._place(segments, entry, 1)
+        return self.max_tokens - len(segments)
+
+    def _next_in_turn(self, ready: list[_Entry]) -> list[_Entry]:
+        """Those of ``ready`` whose turn it is, and the first chunk if it is its turn: priorities in order, of one
+        priority those whose last turn is longest ago."""
+        chunk = [entry for entry in self._running if entry.sequence.missing > 1][:1]
+        if len(ready) + len(chunk) <= self.max_sequences:
+            return ready
+        return sorted(ready + chunk, key=lambda entry: (entry.rank[0], entry.turn))[: self.max_sequences]
 
     def _plan_chunks(self, segments: list[Segment], budget: int) -> int:
         for entry in self._running:
@@ -212,8 +227,13 @@ class Planner:
 
     def _chunk(self, segments: list[Segment], entry: _Entry, budget: int) -> int:
         length = min(entry.sequence.missing, budget)
-        segments.append(Segment(entry.sequence, entry.sequence.computed, length))
+        self._place(segments, entry, length)
         return length
+
+    def _place(self, segments: list[Segment], entry: _Entry, length: int) -> None:
+        segments.append(Segment(entry.sequence, entry.sequence.computed, length))
+        self._turns += 1
+        entry.turn = self._turns
 
     def _admit(self, entry: _Entry) -> bool:
         """Blocks for all known tokens at once, leaving a block of growth for every running sequence."""
@@ -266,6 +286,7 @@ class Planner:
         if entry.sequence.id in self._entries:
             raise InvariantBroken(f"{entry.sequence} is already here")
         self._entries[entry.sequence.id] = entry
+        entry.turn = self._turns
         bisect.insort(queue, entry, key=lambda each: each.rank)
 
     def _remove(self, sequence: SequenceId) -> _Entry:

@@ -121,6 +121,7 @@ class Scenario:
         self.finished: dict[tuple[int, int], list[int]] = {}
         self.detached: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
+        self.overtaken: dict[Sequence, list[Sequence]] = {}
         self.step = 0
 
     def index(self, sequence: Sequence) -> int:
@@ -175,10 +176,20 @@ class Scenario:
         ids = [segment.sequence.id for segment in batch.segments]
         assert len(set(ids)) == len(ids), "a sequence is in the batch twice"
         assert all(segment.length > 0 for segment in batch.segments)
+        self.check_turns([segment.sequence for segment in batch.segments])
         result = self.engine.run(batch)
         for sampled in self.planner.complete(batch, result):
             self.take(sampled.sequence, sampled.tokens)
         assert self.cache.leaks() == {}
+
+    def check_turns(self, served: list[Sequence]) -> None:
+        """Who has its blocks and lacks one token waits for as many steps as each of its equals needs for one turn."""
+        ready = {s for s in self.planner.sequences() if s.missing == 1 and sequence_holder(s.id) in self.cache.tables}
+        self.overtaken = {each: self.overtaken.get(each, []) for each in ready.difference(served)}
+        for waiting, before in self.overtaken.items():
+            equals = [each for each in served if each.request.priority == waiting.request.priority]
+            assert not set(equals).intersection(before), f"{waiting} waits while others have two turns"
+            before += [each for each in equals if each.missing == 1]
 
     def uninvited(self) -> int:
         """Sequences that run without being admitted: forked from one that was, or adopted with their KV."""
@@ -243,12 +254,13 @@ def test_budgets_progress_and_tokens(
     event(f"preempted: {planner.preemptions > 0}")
 
 
-def simple(prompt: int, max_tokens: int, index: int = 0, n: int = 1) -> Sequence:
+def simple(prompt: int, max_tokens: int, index: int = 0, n: int = 1, priority: int = 0) -> Sequence:
     request = Request(
         RequestId(index.to_bytes(16, "little")),
         pack_tokens(range(100 * index, 100 * index + prompt)),
         SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
         n=n,
+        priority=priority,
     )
     return Sequence(request, attempt=1, max_length=10_000)
 
@@ -256,6 +268,15 @@ def simple(prompt: int, max_tokens: int, index: int = 0, n: int = 1) -> Sequence
 def small(blocks: int, max_tokens: int = 64, max_sequences: int = 4) -> Planner:
     cache = KvCache(blocks, BLOCK_SIZE, model_fingerprint="m", kv_dtype="float32", prefix_caching=False)
     return Planner(cache, max_tokens=max_tokens, max_sequences=max_sequences)
+
+
+def adopt(planner: Planner, sequence: Sequence) -> None:
+    """``sequence`` comes with its KV and its first token."""
+    table = planner.cache.open(sequence_holder(sequence.id), sequence.tokens, "")
+    planner.cache.grow(table, len(sequence.tokens))
+    sequence.computed = len(sequence.tokens)
+    sequence.append(1)
+    planner.adopt(sequence, table)
 
 
 def advance(planner: Planner) -> Batch:
@@ -275,6 +296,64 @@ def test_a_stream_is_not_stalled_by_a_prompt() -> None:
     planner.add(prompt)
     shapes = [[(s.sequence is stream, s.length) for s in advance(planner).segments] for _ in range(4)]
     assert shapes == [[(True, 1), (False, 31)]] * 3 + [[(True, 1), (False, 7)]]
+
+
+def test_more_streams_than_fit_into_a_step_take_turns() -> None:
+    planner = small(blocks=60)
+    streams = [simple(8, 50, index=index) for index in range(6)]
+    for stream in streams[:4]:
+        planner.add(stream)
+    advance(planner)
+    for stream in streams[4:]:
+        adopt(planner, stream)
+    prompt = simple(40, 5, index=6)
+    before = [stream.output_length for stream in streams]
+    for _ in range(12):
+        advance(planner)
+        assert not planner.resting()
+    assert [stream.output_length - had for stream, had in zip(streams, before, strict=True)] == [8] * 6
+    planner.finish(streams[0])
+    planner.finish(streams[1])
+    planner.finish(streams[2])
+    planner.add(prompt)
+    while not prompt.computed:
+        advance(planner)
+    assert prompt.computed == 40, "a prompt has its place beside the three"
+
+
+def test_a_prompt_that_has_begun_gets_its_place_though_the_streams_alone_fill_the_step() -> None:
+    planner = small(blocks=60, max_tokens=8)
+    planner.add(prompt := simple(40, 5))
+    advance(planner)
+    streams = [simple(8, 50, index=index) for index in range(1, 7)]
+    for stream in streams:
+        adopt(planner, stream)
+    steps = 0
+    while not prompt.output_length:
+        advance(planner)
+        steps += 1
+        assert steps < 20
+    assert all(stream.output_length > steps // 4 for stream in streams)
+
+
+def test_lower_priorities_rest_while_higher_ones_fill_every_step() -> None:
+    planner = small(blocks=60)
+    low = simple(8, 50, priority=1)
+    adopt(planner, low)
+    advance(planner)
+    high = [simple(8, 50, index=index) for index in range(1, 6)]
+    for stream in high:
+        adopt(planner, stream)
+    had = low.output_length
+    for _ in range(8):
+        advance(planner)
+    assert low.output_length == had
+    assert planner.resting() == {low.request.id}
+    planner.finish(high[0])
+    planner.finish(high[1])
+    assert planner.resting() == {low.request.id}, "until it has its next token"
+    advance(planner)
+    assert (low.output_length, planner.resting()) == (had + 1, set())
 
 
 def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None:
