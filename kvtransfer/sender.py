@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from common.channel import Channels, receive, send
-from common.errors import Damaged, WireError
+from common.errors import Damaged, InvariantBroken, WireError
 from common.ids import BlockId, Incarnation, TransferId
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
@@ -128,6 +128,11 @@ class Sender:
     def __contains__(self, transfer: TransferId) -> bool:
         return transfer in self._outgoing
 
+    def granted(self, transfer: TransferId) -> bool:
+        """Whether decode has reserved blocks for this transfer; False for an unknown one."""
+        outgoing = self._outgoing.get(transfer)
+        return outgoing is not None and outgoing.session.state is not TransferState.RESERVED
+
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
@@ -151,6 +156,12 @@ class Sender:
         if outgoing := self._outgoing.get(transfer):
             outgoing.first = first
             self._push(outgoing, now)
+
+    def withdraw(self, transfer: TransferId, now: float) -> None:
+        """What was computed of a transfer without a grant is in no block any more; it will be computed again."""
+        if self.granted(transfer):
+            raise InvariantBroken(f"{transfer} has its grant, and its blocks are taken away")
+        self.computed(transfer, [], 0, 0, now)
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
         """Gives a transfer up; nothing comes back for it. Unknown ones are fine."""

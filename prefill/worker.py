@@ -5,6 +5,10 @@ The life of a prompt here:
     Prefill ──► waiting ──► computing (frames leave behind each layer) ──► first token to the coordinator, at once
             ──► blocks renamed from the sequence to ``xfer:`` until decode has accepted ──► evictable cache
 
+A prompt may be computed before decode has found blocks for it. It does not hold its own against one for which decode
+has: it gives them back to the cache, and what is gone from there is computed again when its grant comes. So whoever has
+decode's blocks never waits here for somebody who waits for decode's blocks.
+
 Every way out (shipped, aborted, failed, ended by its first token) goes through :meth:`PrefillWorker.abort`, which drops
 whatever is left.
 """
@@ -37,12 +41,14 @@ BUDGET_S = 0.001
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that this worker has in hand; ``table`` is set once its blocks only wait for decode."""
+    """A prompt that this worker has in hand; ``first`` is set once it is computed, ``table`` while its blocks only wait
+    for decode."""
 
     sequence: Sequence
     peer: Peer
     arrived_at: float
     started_at: float = 0.0
+    first: FirstTokens | None = None
     table: BlockTable | None = None
 
 
@@ -51,6 +57,8 @@ class PrefillWorker(Worker):
 
     def open_links(self) -> None:
         self._prompts: dict[TransferId, _Prompt] = {}
+        self._aside: set[TransferId] = set()
+        """Prompts that were computed and have given their blocks back."""
         self._tried: dict[TransferId, Incarnation] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
@@ -113,8 +121,9 @@ class PrefillWorker(Worker):
         prompt = self._prompts.pop(transfer, None)
         if prompt is not None and prompt.table is not None:
             self.cache.close(prompt.table)
-        elif prompt is not None:
+        elif prompt is not None and transfer not in self._aside:
             self.planner.finish(prompt.sequence)
+        self._aside.discard(transfer)
         self.over(transfer)
 
     def _resend(self, transfer: TransferId, start: int) -> None:
@@ -146,8 +155,13 @@ class PrefillWorker(Worker):
         writer = SpanWriter()
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
         for sample in samples:
+            transfer = sample.sequence.id.transfer
+            prompt = self._prompts[transfer]
+            if prompt.first is not None:  # computed again: what was told the first time holds
+                ready.append((transfer, [sample.sequence], prompt.first))
+                continue
             choices = self._choices(sample)
-            first = FirstTokens(
+            prompt.first = FirstTokens(
                 pack_tokens(sample.tokens),
                 tuple(choice.finish for choice in choices),
                 tuple(stop_id(choice) for choice in choices),
@@ -156,7 +170,7 @@ class PrefillWorker(Worker):
             self._time(sample.sequence, now)
             for choice in choices:
                 writer.add(choice, choice.output_length - 1)
-            ready.append((sample.sequence.id.transfer, choices, first))
+            ready.append((transfer, choices, prompt.first))
         self._send(writer)
         for transfer, choices, first in ready:
             self._hand_over(transfer, choices, first, now)
@@ -193,6 +207,27 @@ class PrefillWorker(Worker):
         if message := writer.message():
             self.membership.send(message)
 
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _make_way(self, now: float) -> None:
+        """Blocks for prompts that decode has blocks for, from those that still wait for decode's."""
+        for transfer in [each for each in self._aside if self.sender.granted(each)]:
+            self._aside.remove(transfer)
+            told = self._prompts[transfer].sequence
+            self.planner.add(Sequence(told.request, told.attempt, self.engine.max_model_len))
+        if any(self.sender.granted(sequence.id.transfer) for sequence in self.planner.in_need):
+            for transfer, prompt in self._prompts.items():
+                if prompt.table is not None and not self.sender.granted(transfer):
+                    self._set_aside(transfer, prompt, now)
+
+    def _set_aside(self, transfer: TransferId, prompt: _Prompt, now: float) -> None:
+        assert prompt.table is not None
+        self.sender.withdraw(transfer, now)
+        self.cache.close(prompt.table)
+        prompt.table = None
+        self._aside.add(transfer)
+        self.count("set_aside_prompts")
+
     # -- shipping -----------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float, budget_s: float = math.inf) -> None:
@@ -219,6 +254,7 @@ class PrefillWorker(Worker):
                     self._shipped(end)
                 case Lost():
                     self._lost(end)
+        self._make_way(now)
 
     def _shipped(self, end: Shipped) -> None:
         self.count(f"kv_bytes_{end.link}", end.bytes)

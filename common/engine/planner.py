@@ -67,6 +67,7 @@ class Planner:
             raise ValueError(f"a budget of {max_tokens} tokens cannot hold {max_sequences} sequences of one token each")
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
         self.preemptions = 0
+        self._short = False
         self._arrivals = self._turns = 0
         self._waiting: list[_Entry] = []  # by rank
         self._running: list[_Entry] = []  # by rank
@@ -88,6 +89,11 @@ class Planner:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def in_need(self) -> list[Sequence]:
+        """Those that wait, if blocks were lacking when the last step was planned."""
+        return [entry.sequence for entry in self._waiting] if self._short else []
 
     @property
     def waiting_tokens(self) -> int:
@@ -166,6 +172,7 @@ class Planner:
     def plan(self) -> Batch | None:
         """The next step, with room for all its tokens in the tables; None when nothing can run now."""
         segments: list[Segment] = []
+        self._short = False
         budget = self._plan_decodes(segments)
         budget = self._plan_chunks(segments, budget)
         self._plan_waiting(segments, budget)
@@ -242,6 +249,7 @@ class Planner:
         table = self.cache.open(holder, sequence.tokens, salt, entry.chain)
         if table.lacking(len(sequence.tokens)) + len(self._running) > self.cache.pool.available:
             self.cache.close(table)
+            self._short = True
             return False
         self.cache.admit(table, len(sequence.tokens))
         entry.table, sequence.computed = table, table.cached_tokens

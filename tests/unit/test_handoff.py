@@ -360,6 +360,61 @@ def test_a_small_decode_pool_parks_and_resumes(bench: Bench) -> None:
     assert decode.planner.preemptions > 0
 
 
+def compute_without_blocks_at_decode(bench: Bench, request: Request) -> None:
+    """Prefill is told of ``request`` and decode is not yet: the prompt is computed and keeps its blocks."""
+    bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
+    bench.until(lambda: bench.workers["prefill-0"].holdings() and bench.streams[request.id, 1, 0])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench: Bench, caching: bool) -> None:
+    """Else each of two pools could hold what the other one's prompts wait for."""
+    prefill = bench.add("prefill", OracleEngine(14, 16), prefix_caching=caching)
+    bench.add("decode", OracleEngine(64, 16), prefix_caching=caching)
+    early, urgent = make_request(150, 9, n=2), make_request(150, 5, priority=5)
+    compute_without_blocks_at_decode(bench, early)
+    bench.place(urgent, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(urgent))
+    assert prefill.counters["set_aside_prompts"] == 1
+    assert not bench.done(early) and TransferId(early.id, 1) in prefill.holdings()
+    bench.tell("decode-1", Reserve(early, 1, bench.peer("prefill-0")))
+    bench.until(lambda: bench.done(early))
+    bench.check(urgent)
+    bench.check(early)
+    assert not bench.failed
+    assert sum("prefill_ms" in each.values for each in bench.timings if each.request == early.id) == 1
+
+
+def test_prompts_that_all_wait_for_decode_keep_what_they_have(bench: Bench) -> None:
+    prefill = bench.add("prefill", OracleEngine(14, 16))
+    bench.add("decode", OracleEngine(64, 16))
+    first, second = make_request(150, 5), make_request(150, 5)
+    compute_without_blocks_at_decode(bench, first)
+    bench.tell("prefill-0", Prefill(second, 1, bench.peer("decode-1")))
+    bench.until(lambda: prefill.planner.in_need)
+    held = prefill.cache.pool.counts.held
+    for _ in range(20):
+        bench.turn()
+    assert prefill.cache.pool.counts.held == held and "set_aside_prompts" not in prefill.counters
+    for request in (second, first):  # the second is granted, and the first one in its way makes room
+        bench.tell("decode-1", Reserve(request, 1, bench.peer("prefill-0")))
+    bench.until(lambda: bench.done(first, second))
+    bench.check(first)
+    bench.check(second)
+
+
+def test_a_prompt_that_has_made_way_can_be_aborted(bench: Bench) -> None:
+    prefill = bench.add("prefill", OracleEngine(14, 16))
+    bench.add("decode", OracleEngine(64, 16))
+    early, urgent = make_request(150, 9), make_request(150, 5)
+    compute_without_blocks_at_decode(bench, early)
+    bench.place(urgent, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(urgent))
+    bench.tell("prefill-0", Abort(early.id, 1))
+    bench.until(lambda: not prefill.holdings())
+    assert len(prefill.sender) == 0  # type: ignore[attr-defined]
+
+
 def test_whole_requests_on_one_worker(bench: Bench) -> None:
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(length, 20, n=n) for length, n in ((1, 1), (200, 1), (33, 3), (90, 2))]
