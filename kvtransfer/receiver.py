@@ -16,7 +16,7 @@ import zmq
 
 from common.channel import Channels, send
 from common.errors import Damaged, WireError
-from common.ids import BlockId, Incarnation, TransferId, new_incarnation
+from common.ids import BlockId, TransferId, new_incarnation
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
@@ -26,17 +26,15 @@ from kvtransfer.credit import CreditBook
 from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
-from kvtransfer.links.pull import PullReceiveLink, SourcePool
+from kvtransfer.links.pull import PullReceiveLink
 from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
+from kvtransfer.sources import Knocking, Sources
 
 log = logging.getLogger("tandem.kv")
 
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
-MAX_POOLS = 64
-_PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
-"""All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +56,13 @@ class Failed:
 
 @dataclass(slots=True)
 class _Incoming:
+    """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``."""
+
     session: ReceiverSession
     table: Sequence[BlockId]
     token: bytes = b""
     peer: bytes = b""
+    announced: Open | None = None
     link: ReceiveLink | None = None
 
 
@@ -88,8 +89,8 @@ class Receiver:
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
-        self._pools: OrderedDict[_PoolKey, SourcePool | None] = OrderedDict()
         self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
+        self._sources = Sources(channels, self._nixl)
         self._ended: list[Landed | Failed] = []
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
@@ -112,7 +113,7 @@ class Receiver:
         self._incoming[transfer] = _Incoming(session, table, peer.token)
         if early := self._early.pop(transfer, None):
             try:
-                self._grant(*early)
+                self._grant(*early, now)
             except WireError as error:
                 self._bad(early[0], str(error))
 
@@ -151,10 +152,7 @@ class Receiver:
             self.cancel(transfer, "the decode worker stops")
         self._channels.unregister(self._socket)
         self._socket.close(linger=200)  # lets the cancellations leave
-        for pool in self._pools.values():
-            if pool is not None:
-                pool.close()
-        self._pools.clear()
+        self._sources.close()
         if self._nixl is not None:
             self._nixl.close()
 
@@ -202,18 +200,18 @@ class Receiver:
                 self._early.popitem(last=False)
             self._reply(peer, Heard(message.request, message.attempt, int(self.step_s * 1000)))
         elif not incoming.peer:
-            self._grant(peer, message)
+            self._grant(peer, message, now)
         elif incoming.peer == peer and not self._settled(incoming):
             incoming.session.renewed(now)
             if not incoming.session.frames:  # the grant may have been lost
-                self._send_grant(incoming)
+                self._answer(incoming)
 
-    def _grant(self, peer: bytes, message: Open) -> None:
+    def _grant(self, peer: bytes, message: Open, now: float) -> None:
         incoming = self._incoming[TransferId(message.request, message.attempt)]
         session = incoming.session
         if not proves(message.proof, incoming.token, session.transfer, "open"):
             raise WireError(f"the sender of {session.transfer} is not the one that the coordinator chose")
-        incoming.peer = peer
+        incoming.peer, incoming.announced = peer, message
         said = (message.tokens, message.dtype, message.layout)
         expected = (session.tokens, session.layout.dtype, session.layout.fingerprint)
         if said != expected:
@@ -221,17 +219,27 @@ class Receiver:
             why = f"{words.format(*said)}, expected {words.format(*expected)}"
             self._fail(incoming, TransferState.FAILED, why)
             return
-        incoming.link = self._choose_link(message, session.layout)
-        if incoming.link is None:
+        self._connect(incoming, message, now)
+        if not self._settled(incoming):
+            self._answer(incoming)
+
+    def _connect(self, incoming: _Incoming, announced: Open, now: float) -> bool:
+        """Whether there is a link now, the best one; not yet while it is knocked at the sender's pool."""
+        link = self._choose_link(announced, incoming.session.layout, now)
+        if link is None:
             why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
             self._fail(incoming, TransferState.FAILED, why)
-            return
-        self._send_grant(incoming)
+        elif not isinstance(link, Knocking):
+            incoming.link = link
+        return incoming.link is not None
 
-    def _send_grant(self, incoming: _Incoming) -> None:
+    def _answer(self, incoming: _Incoming) -> None:
+        """To an Open: the grant, or that it was heard."""
         session, link = incoming.session, incoming.link
-        assert link is not None
         transfer, step_ms = session.transfer, int(self.step_s * 1000)
+        if link is None:
+            self._reply(incoming.peer, Heard(transfer.request, transfer.attempt, step_ms))
+            return
         shown = proof(incoming.token, transfer, "grant")
         credit = self.credit.open(transfer, incoming.peer)
         grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, step_ms, shown)
@@ -281,45 +289,17 @@ class Receiver:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def _choose_link(self, message: Open, travels: KvLayout) -> ReceiveLink | None:
-        if self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id:
-            if pool := self._pool(message, travels):
-                return PullReceiveLink(shm.NAME, self._memory, pool)
-        elif self._transport == nixl.NAME and message.agent and (pool := self._pool(message, travels)):
-            return PullReceiveLink(nixl.NAME, self._memory, pool)
+    def _choose_link(self, message: Open, travels: KvLayout, now: float) -> ReceiveLink | Knocking | None:
+        near = self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id
+        if near or (self._transport == nixl.NAME and message.agent):
+            pool = self._sources.reach(message, travels, now)
+            links = (each.link for each in self._incoming.values())
+            self._sources.forget_one(link.source for link in links if isinstance(link, PullReceiveLink))
+            if isinstance(pool, Knocking):
+                return pool
+            if pool is not None:
+                return PullReceiveLink(shm.NAME if near else nixl.NAME, self._memory, pool)
         return zeromq.ZmqReceiveLink(self._memory, travels.dtype) if self._transport in ("auto", zeromq.NAME) else None
-
-    def _pool(self, message: Open, travels: KvLayout) -> SourcePool | None:
-        """The pool of this sender's incarnation, within reach; None (remembered) if it cannot be reached."""
-        try:
-            layout = replace(travels, block_size=message.pool_block_size, head_shards=message.pool_shards)
-        except ValueError:
-            return None
-        key = (message.sender, message.pool, message.agent, layout, message.pool_blocks)
-        if (known := self._pools.get(key)) is not None and known.lost:
-            known.close()
-            del self._pools[key]
-        if key not in self._pools:
-            try:
-                if self._nixl is not None:
-                    self._pools[key] = self._nixl.reach(message.sender, message.agent, layout, message.pool_blocks)
-                else:
-                    self._pools[key] = shm.knock(message.pool, layout, message.pool_blocks)
-            except (OSError, ValueError):
-                self._pools[key] = None
-        self._pools.move_to_end(key)
-        if len(self._pools) > MAX_POOLS:
-            self._forget_a_pool()
-        return self._pools[key]
-
-    def _forget_a_pool(self) -> None:
-        used = {id(x.link.source) for x in self._incoming.values() if isinstance(x.link, PullReceiveLink)}
-        for sender, pool in list(self._pools.items())[:-1]:
-            if id(pool) not in used:
-                del self._pools[sender]
-                if pool is not None:
-                    pool.close()
-                return
 
     # -- endings and timers -------------------------------------------------------------------------------------------
 
@@ -328,6 +308,7 @@ class Receiver:
         return incoming.session.over or incoming.session.state is TransferState.ACCEPTED
 
     def _tick(self, now: float) -> None:
+        self._sources.tick(now)
         for transfer, incoming in list(self._incoming.items()):
             session = incoming.session
             if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated commit
@@ -337,6 +318,8 @@ class Receiver:
             session.tick(now)
             if session.state is TransferState.EXPIRED:
                 self._forget(incoming, session.why_ended, tell=True)
+            elif incoming.link is None and (said := incoming.announced) and self._connect(incoming, said, now):
+                self._answer(incoming)
 
     def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, tell: bool = True) -> None:
         if self._settled(incoming):

@@ -12,11 +12,9 @@ import struct
 import threading
 
 from common.ids import Incarnation
-from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 
 NAME = "shm"
-_KNOCK_TIMEOUT_S = 1.0
 _UCRED = struct.Struct("3i")
 
 
@@ -54,12 +52,32 @@ class PoolDoor:
             self._thread.join()
 
 
-def knock(address: str, layout: KvLayout, blocks: int) -> KvMemory:
-    """Maps the pool behind a door, read-only; OSError or ValueError if that cannot be had."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-        visitor.settimeout(_KNOCK_TIMEOUT_S)
-        visitor.connect(f"\0{address}")
-        _, descriptors, _, _ = socket.recv_fds(visitor, 16, 1)
-    if len(descriptors) != 1:
-        raise OSError(f"{address} gave no descriptor")
-    return KvMemory.attach(descriptors[0], layout, blocks)
+class Knock:
+    """One visit at a door, which never waits there. OSError or ValueError if there is no such door."""
+
+    def __init__(self, address: str) -> None:
+        self._visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._visitor.setblocking(False)
+        try:
+            self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, where a crowd stands at the door
+        except (OSError, ValueError):
+            self._visitor.close()
+            raise
+
+    def fileno(self) -> int:
+        """Readable when the door is opened."""
+        return self._visitor.fileno()
+
+    def answer(self) -> int | None:
+        """The pool's descriptor, which is the caller's from here on; None while nobody has opened. OSError if it is
+        refused."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._visitor, 16, 1)
+        except BlockingIOError:
+            return None
+        if len(descriptors) != 1:
+            raise OSError("the door was opened, and no descriptor given")
+        return descriptors[0]
+
+    def close(self) -> None:
+        self._visitor.close()

@@ -1,0 +1,134 @@
+"""The pools of senders that a receiver reads, as far as they are within its reach.
+
+Nothing here waits. At a door it is knocked, and whether somebody has opened is looked at between other things: the
+sender may be stopped, and streams must not stand still for it. What could not be reached is tried again after a pause
+that doubles, since the cause may be gone by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from common.channel import Channels
+from common.ids import Incarnation
+from common.kv.layout import KvLayout
+from common.kv.memory import KvMemory
+from common.messages import Open
+from kvtransfer.links.nixl import NixlReader
+from kvtransfer.links.pull import SourcePool
+from kvtransfer.links.shm import Knock
+
+log = logging.getLogger("tandem.kv")
+
+MAX_POOLS = 64
+KNOCK_S = 1.0
+"""A door that is not opened by then belongs to somebody who stands still."""
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+_PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
+"""All that was said about a pool, so that one wrong announcement does not spoil the right ones after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knocking:
+    """The pool may come within reach any moment: ask again."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """One pool: within reach, knocked at until ``until``, or not tried before ``retry_at``."""
+
+    pool: SourcePool | None = None
+    knock: Knock | None = None
+    until: float = 0.0
+    retry_at: float = 0.0
+    pause_s: float = PAUSE_S
+
+
+class Sources:
+    """The pools that were announced to one receiver; ``reader`` reaches them over NIXL, else they are on this host."""
+
+    def __init__(self, channels: Channels, reader: NixlReader | None = None) -> None:
+        self._channels, self._reader = channels, reader
+        self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
+
+    def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Knocking | None:
+        """The announced pool, whose KV ``travels`` in that layout's element type; None if it is out of reach now."""
+        try:
+            layout = replace(travels, block_size=announced.pool_block_size, head_shards=announced.pool_shards)
+        except ValueError:
+            return None
+        key = (announced.sender, announced.pool, announced.agent, layout, announced.pool_blocks)
+        source = self._sources.setdefault(key, _Source())
+        self._sources.move_to_end(key)
+        if source.pool is not None and source.pool.lost:
+            source.pool.close()
+            source.pool = None
+        if source.pool is None and source.knock is None and now >= source.retry_at:
+            self._try(key, source, now)
+        return source.pool or (Knocking() if source.knock is not None else None)
+
+    def tick(self, now: float) -> None:
+        """Looks whether doors were opened."""
+        for key, source in self._sources.items():
+            if source.knock is not None:
+                self._look(key, source, now)
+
+    def forget_one(self, used: Iterable[SourcePool]) -> None:
+        """Lets the pool go that was longest out of use, if there are too many. Not one of ``used``."""
+        if len(self._sources) <= MAX_POOLS:
+            return
+        kept = {id(pool) for pool in used}
+        for key, source in list(self._sources.items())[:-1]:
+            if source.knock is None and id(source.pool) not in kept:
+                del self._sources[key]
+                if source.pool is not None:
+                    source.pool.close()
+                return
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            if source.pool is not None:
+                source.pool.close()
+            self._turn_away(source)
+        self._sources.clear()
+
+    def _try(self, key: _PoolKey, source: _Source, now: float) -> None:
+        owner, address, agent, layout, blocks = key
+        try:
+            if self._reader is not None:
+                source.pool = self._reader.reach(owner, agent, layout, blocks)
+                return
+            source.knock, source.until = Knock(address), now + KNOCK_S
+        except (OSError, ValueError) as error:
+            self._put_off(key, source, str(error), now)
+            return
+        self._channels.register(source.knock.fileno())
+        self._look(key, source, now)
+
+    def _look(self, key: _PoolKey, source: _Source, now: float) -> None:
+        assert source.knock is not None
+        try:
+            descriptor = source.knock.answer()
+            if descriptor is None:
+                if now > source.until:
+                    raise OSError("nobody opens")
+                return
+            *_, layout, blocks = key
+            source.pool, source.pause_s = KvMemory.attach(descriptor, layout, blocks), PAUSE_S
+        except (OSError, ValueError) as error:
+            self._put_off(key, source, str(error), now)
+        self._turn_away(source)
+
+    def _put_off(self, key: _PoolKey, source: _Source, why: str, now: float) -> None:
+        log.info("the KV pool of %s is out of reach: %s; the next try is in %g s", key[0], why, source.pause_s)
+        source.retry_at = now + source.pause_s
+        source.pause_s = min(2 * source.pause_s, LONGEST_PAUSE_S)
+
+    def _turn_away(self, source: _Source) -> None:
+        if source.knock is not None:
+            self._channels.unregister(source.knock.fileno())
+            source.knock.close()
+            source.knock = None

@@ -1,0 +1,164 @@
+"""Pools that are out of reach for a while: nobody waits at the door, and what was broken heals with its cause."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.channel import Channels, receive, send
+from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import KvMemory
+from common.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
+from kvtransfer.links.shm import PoolDoor
+from kvtransfer.proof import proof
+from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.sources import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
+
+LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
+TOKEN = b"known to both ends"
+
+
+class Meeting:
+    """A receiver on a clock of the test's, and a sender of which there is only a socket and, maybe, a door."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport, self.channels, self.now = transport, Channels(), 100.0
+        self.memory, self.pool = KvMemory(LAYOUT, 8), KvMemory(LAYOUT, 8)
+        self.receiver = Receiver(self.channels, self.memory, "here", "tcp://127.0.0.1:*", transport=transport)
+        self.sender = new_incarnation()
+        self.line = self.channels.dealer(self.receiver.address, b"sender", to="decode")
+        self.door: Any = None
+        self.transfers = 0
+        self.ended: list[Landed | Failed] = []
+
+    def stand_still(self) -> None:
+        """There is a door, and its owner is stopped: the kernel lets visitors wait."""
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.door.bind(f"\0{self._address}")
+        self.door.listen(16)
+
+    def go_on(self) -> None:
+        """The stopped owner wakes up and serves its visitors."""
+        visitor, _ = self.door.accept()
+        with visitor:
+            socket.send_fds(visitor, [b"pool"], [self.pool.fd])
+
+    def open_door(self) -> None:
+        self.close_door()
+        self.door = PoolDoor(self.pool, Incarnation(self.sender))
+
+    def close_door(self) -> None:
+        if self.door is not None:
+            self.door.close()
+        self.door = None
+
+    @property
+    def _address(self) -> str:
+        return f"tandem-kv-{self.sender}"
+
+    def announce(self) -> TransferId:
+        """A new hand-off, expected and announced."""
+        self.transfers += 1
+        transfer = TransferId(RequestId(self.transfers.to_bytes(16, "big")), 0)
+        peer = Peer("sender", self.sender, "", "here", "float32", TOKEN)
+        self.receiver.expect(transfer, 16, 0, [BlockId(self.transfers)], peer, self.now)
+        self.repeat(transfer)
+        return transfer
+
+    def repeat(self, transfer: TransferId) -> None:
+        layout = LAYOUT.fingerprint
+        shown = proof(TOKEN, transfer, "open")
+        message = Open(*transfer, self.sender, 16, layout, "float32", "here", self._address, 8, 16, 1, shown)
+        assert send(self.line, message)
+
+    def answer(self, transfer: TransferId) -> Any:
+        """What comes next about ``transfer``, while the clock of the receiver stands still."""
+        give_up = time.monotonic() + 20
+        while time.monotonic() < give_up:
+            self.ended += self.receiver.pump(self._clock, 1.0)
+            while (message := receive(self.line, ToPrefill)) is not None:
+                if (message.request, message.attempt) == transfer:
+                    return message
+            self.channels.poll(0.01)
+        raise AssertionError("no answer")
+
+    def _clock(self) -> float:
+        return self.now
+
+    def close(self) -> None:
+        self.close_door()
+        self.receiver.close()
+        self.line.close(linger=0)
+        self.channels.close()
+        self.memory.close()
+        self.pool.close()
+
+
+@pytest.fixture(params=["shm", "auto"])
+def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
+    meeting = Meeting(request.param)
+    yield meeting
+    meeting.close()
+
+
+def out_of_reach(meeting: Meeting, message: Any) -> bool:
+    """How each transport says it: auto takes ZeroMQ, shm fails."""
+    if meeting.transport == "auto":
+        return isinstance(message, Grant) and message.link == "zmq"
+    return isinstance(message, Cancel) and "out of reach" in message.reason
+
+
+def test_nobody_waits_at_a_door_that_is_opened_late(meeting: Meeting) -> None:
+    meeting.stand_still()
+    first, second = meeting.announce(), meeting.announce()
+    assert isinstance(meeting.answer(first), Heard), "virtual time stands still: it did not wait"
+    assert isinstance(meeting.answer(second), Heard)
+    meeting.now += KNOCK_S / 2
+    meeting.repeat(first)
+    assert isinstance(meeting.answer(first), Heard)
+    meeting.go_on()
+    for transfer in (first, second):
+        granted = meeting.answer(transfer)
+        assert isinstance(granted, Grant) and granted.link == "shm"
+
+
+def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
+    meeting.stand_still()
+    transfer = meeting.announce()
+    assert isinstance(meeting.answer(transfer), Heard)
+    meeting.now += KNOCK_S + 0.1
+    assert out_of_reach(meeting, meeting.answer(transfer))
+    if meeting.transport == "shm":
+        assert [end.transfer for end in meeting.ended if isinstance(end, Failed)] == [transfer]
+    meeting.open_door()
+    meeting.now += PAUSE_S / 2
+    assert out_of_reach(meeting, meeting.answer(meeting.announce())), "not at once"
+    meeting.now += PAUSE_S
+    answers = [meeting.answer(transfer := meeting.announce())]
+    if isinstance(answers[0], Heard):  # the door has a thread of its own, which may not have run yet
+        answers.append(meeting.answer(transfer))
+    assert isinstance(answers[-1], Grant) and answers[-1].link == "shm"
+
+
+def test_pauses_grow_and_end(meeting: Meeting) -> None:
+    """Nobody is there at all: every try fails at once."""
+    tries: list[float] = []
+    source = meeting.receiver._sources
+    attempt = source._try
+
+    def counted(key: Any, entry: Any, now: float) -> None:
+        tries.append(now)
+        attempt(key, entry, now)
+
+    source._try = counted  # type: ignore[method-assign]
+    for _ in range(400):
+        assert out_of_reach(meeting, meeting.answer(meeting.announce()))
+        meeting.now += 0.5
+    pauses = [after - before for before, after in itertools.pairwise(tries)]
+    assert pauses[:6] == [1, 2, 4, 8, 16, 30] and set(pauses[6:]) == {LONGEST_PAUSE_S}
