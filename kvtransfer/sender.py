@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -34,7 +34,9 @@ log = logging.getLogger("tandem.kv")
 IDLE_SOCKET_S = 60.0
 COPY_BELOW_BYTES = 65536
 QUEUE_BYTES = 128 << 20
-"""Sent to one peer and not acknowledged; what one peer that hangs can make us keep."""
+"""Handed to the socket of one peer, once or again, of which it is not known that it has left."""
+ASKING_BYTES = 16 << 20
+"""Beyond that, repetitions of a hand-off's oldest frame, which ask whether the peer is there and what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,40 @@ class Lost:
 
 @dataclass(slots=True)
 class _Line:
-    """The socket to one decode incarnation."""
+    """The socket to one decode incarnation. Payload bytes are counted as they are ``handed`` to it, and as they have
+    ``passed``: a line keeps its order, so when a frame is acknowledged all that was handed before it has left.
+    ``asked`` are those of repetitions for which nothing has passed yet."""
 
     socket: zmq.Socket[Any]
     used_at: float
-    peer: Incarnation
+    heard_at: float
+    peer: Peer
+    handed: int = 0
+    passed: int = 0
+    asked: int = 0
+
+    def pass_on(self, end: int) -> None:
+        """The first ``end`` bytes have left."""
+        if end > self.passed:
+            self.asked = max(0, self.asked - (end - self.passed))
+            self.passed = end
 
 
 @dataclass(slots=True)
 class _Outgoing:
+    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first."""
+
     session: SenderSession
     line: _Line
     table: Sequence[BlockId]
     token: bytes
     first: FirstTokens | None = None
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def passed(self, frame: int) -> None:
+        """Frames up to ``frame`` inclusive have arrived."""
+        while self.ends and (number := next(iter(self.ends))) <= frame:
+            self.line.pass_on(self.ends.pop(number))
 
 
 class Sender:
@@ -202,9 +224,18 @@ class Sender:
             name = f"{self._incarnation}|{peer.incarnation}|kv".encode()
             socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
-            line = self._lines[peer.incarnation] = _Line(socket, now, peer.incarnation)
+            line = self._lines[peer.incarnation] = _Line(socket, now, now, peer)
         line.used_at = now
         return line
+
+    def _hang_up(self, line: _Line, now: float) -> None:
+        """The peer of ``line`` hangs: what libzmq still keeps for it is given back. Hand-offs that have not waited for
+        as long try a new connection, and repeat what was on its way."""
+        log.warning("decode worker %s is silent: what was queued for it is dropped", line.peer.name)
+        self._close(line, linger_ms=0)
+        for outgoing in [each for each in self._outgoing.values() if each.line is line]:
+            outgoing.line = self._line(line.peer, now)
+            outgoing.ends.clear()
 
     def _close_idle(self, now: float) -> None:
         busy = {id(outgoing.line) for outgoing in self._outgoing.values()}
@@ -225,7 +256,7 @@ class Sender:
                 continue
             if message is None:
                 return
-            line.used_at = now
+            line.used_at = line.heard_at = now
             outgoing = self._outgoing.get(TransferId(message.request, message.attempt))
             if outgoing is not None and outgoing.line is line:
                 try:
@@ -238,18 +269,18 @@ class Sender:
     def _bad(self, line: _Line, why: str) -> bool:
         """A message made no sense; True if its sender is cut off for that, and all hand-offs to it are lost."""
         self.bad_messages += 1
-        if not self.strikes.strike(line.peer):
+        if not self.strikes.strike(line.peer.incarnation):
             return False
-        log.warning("decode worker %s is cut off, the last of its bad messages: %s", line.peer, why)
+        log.warning("decode worker %s is cut off, the last of its bad messages: %s", line.peer.name, why)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
             self._lose(outgoing, "the decode worker sends messages that make no sense", told=False)
         self._close(line)
         return True
 
-    def _close(self, line: _Line) -> None:
+    def _close(self, line: _Line, linger_ms: int = 200) -> None:
         self._channels.unregister(line.socket)
-        line.socket.close(linger=200)
-        del self._lines[line.peer]
+        line.socket.close(linger=linger_ms)
+        del self._lines[line.peer.incarnation]
 
     def _handle(self, outgoing: _Outgoing, message: Grant | Heard | Ack | Accept | Cancel, now: float) -> None:
         session = outgoing.session
@@ -270,8 +301,10 @@ class Sender:
                 session.heard(message.step_ms / 1000, now)
             case Ack():
                 session.acked(message.frame, message.bytes + message.credit_bytes, now)
+                outgoing.passed(message.frame)
             case Accept():
                 if session.accepted(message.bytes, now):
+                    outgoing.passed(session.frames)
                     self._shipped(outgoing)
                 return
             case Cancel():
@@ -309,21 +342,24 @@ class Sender:
             if self._channels.clock() >= self._until:
                 self.behind = True
                 break
+            asks, before = session.repeats_oldest, outgoing.line.handed
             if (what := session.next_cells()) is None:
                 break
             self._send_cells(outgoing, what)
+            if asks:
+                outgoing.line.asked += outgoing.line.handed - before
         if outgoing.first is not None and session.may_commit():
             session.committed(now)
             self._send_commit(outgoing)
 
     def _has_room(self, outgoing: _Outgoing) -> bool:
-        """Whether this peer's share of the queue has room. A transfer with nothing on its way is never held up, and
-        neither is the repetition of its oldest frame: when frames were lost, only that can empty a full share again."""
-        if not outgoing.session.unacked_bytes or outgoing.session.repeats_oldest:
+        """Whether the queue of this peer has room. A transfer with nothing on its way is never held up, and neither,
+        for a while, is the repetition of its oldest frame: when frames were lost, only that can empty a full queue."""
+        line, session = outgoing.line, outgoing.session
+        queued = line.handed - line.passed
+        if session.repeats_oldest and line.asked < ASKING_BYTES:
             return True
-        line = outgoing.line
-        queued = sum(each.session.unacked_bytes for each in self._outgoing.values() if each.line is line)
-        return queued < self._queue_bytes
+        return not session.unacked_bytes or queued < self._queue_bytes
 
     def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
         cells = what.cells if isinstance(what, FrameHeader) else what
@@ -331,8 +367,11 @@ class Sender:
         header = what if isinstance(what, FrameHeader) else outgoing.session.sent(what, size, checksum)
         # libzmq copies small parts faster than it tracks them, and large ones must not be copied again; when its queue
         # is full the frame stays unacknowledged and the resend timer brings it back
+        line = outgoing.line
         with contextlib.suppress(zmq.Again):
-            outgoing.line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
+            line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
+            line.handed += memoryview(payload).nbytes
+            outgoing.ends.setdefault(header.number, line.handed)
 
     def _send_commit(self, outgoing: _Outgoing) -> None:
         session, first = outgoing.session, outgoing.first
@@ -360,6 +399,8 @@ class Sender:
         commit_again = session.tick(now)
         if session.state is TransferState.EXPIRED:
             self._lose(outgoing, session.why_ended, told=False)
+            if outgoing.line.heard_at <= session.progress_at:
+                self._hang_up(outgoing.line, now)
             return
         self._announce(session.transfer, now)
         self._push(outgoing, now)

@@ -1,0 +1,176 @@
+"""What a peer that hangs can make a sender keep, and that it is given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from common.channel import Channels
+from common.ids import BlockId, TransferId, new_incarnation, new_request_id
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import KvMemory
+from common.messages import Cancel, Commit, Grant, Open, Peer, Released, ToDecode
+from common.wire import decode, encode
+from kvtransfer import sender as sending
+from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.links import zeromq
+from kvtransfer.links.base import Payload, SendLink
+from kvtransfer.proof import proof
+from kvtransfer.sender import Lost, Sender
+from kvtransfer.session import Limits
+
+LAYOUT = KvLayout(tuple(LayerLayout(2, 16, 16) for _ in range(4)), "float32", 16)
+TOKENS, FRAME_BYTES = 256, 16384
+KV_BYTES = LAYOUT.range_bytes(0, 4, TOKENS)
+QUEUE_BYTES, ASKING_BYTES = 2 * KV_BYTES, 4 * FRAME_BYTES
+TOKEN = b"known to both ends"
+TURN_S = 0.05
+
+
+class Counting:
+    """A link that counts the bytes that leave over it."""
+
+    name = zeromq.NAME
+
+    def __init__(self, inner: SendLink) -> None:
+        self.inner, self.handed_bytes = inner, 0
+
+    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(table, cells)
+        self.handed_bytes += memoryview(payload).nbytes
+        return payload, size, checksum
+
+
+class Meeting:
+    """A sender on a clock of the test's, and a decode worker of which there is only a socket."""
+
+    def __init__(self) -> None:
+        self.now, self.here, self.there = 100.0, Channels(), Channels()
+        self.memory = KvMemory(LAYOUT, 16)
+        self.sender = Sender(
+            self.here,
+            self.memory,
+            new_incarnation(),
+            "elsewhere",
+            transport="zmq",
+            limits=Limits(frame_bytes=FRAME_BYTES),
+            queue_bytes=QUEUE_BYTES,
+        )
+        self.router, address = self.there.router("tcp://127.0.0.1:*")
+        self.peer = Peer("decode", new_incarnation(), address, "here", "float32", TOKEN)  # type: ignore[arg-type]
+        self.table = [BlockId(block) for block in range(16)]
+        self.link = Counting(zeromq.ZmqSendLink(self.memory))
+        self.sender._links[zeromq.NAME] = self.link
+
+    def ship(self) -> TransferId:
+        """A new hand-off of a prompt that is computed."""
+        transfer = TransferId(new_request_id(), 1)
+        self.sender.open(transfer, self.peer, TOKENS, self.table, self.now)
+        self.sender.computed(transfer, self.table, TOKENS, 4, self.now)
+        return transfer
+
+    def turn(self) -> list[Any]:
+        self.now += TURN_S
+        return self.sender.pump(self.now)
+
+    def read(self) -> tuple[bytes, Any]:
+        """The next message or frame header that the peer gets."""
+        give_up = time.monotonic() + 20
+        while time.monotonic() < give_up:
+            self.sender.pump(self.now)
+            if self.router.poll(10):
+                identity, first, *rest = self.router.recv_multipart()
+                return identity, FrameHeader.unpack(first) if rest else decode(first, ToDecode)
+        raise AssertionError("nothing arrives")
+
+    def hear(self, transfer: TransferId) -> bytes:
+        """The peer reads until this announcement; who it comes from."""
+        while True:
+            identity, message = self.read()
+            if isinstance(message, Open) and (message.request, message.attempt) == transfer:
+                return identity
+
+    def grant(self, transfer: TransferId) -> None:
+        """The peer reads until this announcement, and grants it."""
+        identity = self.hear(transfer)
+        shown = proof(TOKEN, transfer, "grant")
+        self.router.send_multipart([identity, encode(Grant(*transfer, 0, "zmq", 1 << 30, 0, shown))])
+        give_up = time.monotonic() + 20
+        while not self.sender.granted(transfer):
+            assert time.monotonic() < give_up, "the grant does not arrive"
+            self.sender.pump(self.now)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.router.close(linger=0)
+        self.here.close()
+        self.there.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    monkeypatch.setattr(sending, "ASKING_BYTES", ASKING_BYTES)
+    meeting = Meeting()
+    yield meeting
+    meeting.close()
+
+
+def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(meeting: Meeting) -> None:
+    transfers = [meeting.ship() for _ in range(4)]  # twice what fits into the queue
+    for transfer in transfers:
+        meeting.grant(transfer)
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    lost: list[Lost] = []
+    while len(lost) < len(transfers):
+        lost += meeting.turn()
+        assert meeting.now < 110
+    most = QUEUE_BYTES + ASKING_BYTES + (len(transfers) + 2) * FRAME_BYTES
+    assert QUEUE_BYTES <= meeting.link.handed_bytes <= most
+    assert line.socket.closed
+    assert {each.transfer for each in lost} == set(transfers) and not any(each.told for each in lost)
+
+
+def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeting) -> None:
+    early = meeting.ship()
+    meeting.grant(early)
+    for _ in range(int(1.7 / TURN_S)):
+        assert meeting.turn() == []
+    late = meeting.ship()
+    meeting.hear(late)  # all that it says over the old connection
+    while not (ended := meeting.turn()):
+        assert meeting.now < 110
+    assert [each.transfer for each in ended] == [early]
+    for _ in range(int(0.6 / TURN_S)):
+        assert meeting.turn() == []
+    meeting.grant(late)
+    frames = set()
+    while len(frames) * FRAME_BYTES < KV_BYTES:
+        _, message = meeting.read()
+        if isinstance(message, FrameHeader) and message.transfer == late:
+            frames.add(message.number)
+        assert not isinstance(message, Commit | Released)
+
+
+def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> None:
+    """One hand-off is stuck; the answers to another show that the peer is there."""
+    stuck = meeting.ship()
+    meeting.grant(stuck)
+    busy = meeting.ship()
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    ended: list[Any] = []
+    while not ended:
+        meeting.grant(busy)  # again and again, each time that it is announced
+        for _ in range(int(0.5 / TURN_S) + 1):
+            ended += meeting.turn()
+        assert meeting.now < 110
+    assert [each.transfer for each in ended] == [stuck]
+    assert meeting.sender._lines[meeting.peer.incarnation] is line and not line.socket.closed
+    meeting.sender.cancel(busy, "the test is over")
+    while True:
+        _, message = meeting.read()
+        if isinstance(message, Cancel) and message.request == busy.request:
+            break
