@@ -288,7 +288,8 @@ class History:
         if not worker.gone:
             self.system.network.count("hung")
             self.system.suspects.add(worker.name)
-            worker.hang(self.rng.uniform(0.1, 6.0))
+            worker.engine.stuck_s = self.rng.uniform(0.1, 6.0)
+            self._plan(1.0, setattr, worker.engine, "stuck_s", 0.0)  # without a step there is nothing to be stuck in
 
     def _stall(self) -> None:
         process = self.system.coordinator.process

@@ -15,6 +15,7 @@ from common.kv.layout import KvDtype
 from common.kv.memory import Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
+from common.membership import Snapshot
 from common.messages import PROTOCOL, Hello, Logprobs, Role, Tokens
 from common.request import FinishReason, SamplingParams
 from common.sequence import Batch, StepResult
@@ -50,6 +51,9 @@ class SimulatedEngine(OracleEngine):
         super().__init__(blocks, block_size)
         self.process = process
         self.slowness = 1.0
+        self.stuck_s = 0.0
+        """What the next step takes longer."""
+        self.began: Callable[[], None] = lambda: None
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
 
@@ -64,6 +68,9 @@ class SimulatedEngine(OracleEngine):
         self._write(table, tokens, layers, data, dtype)
 
     def step(self, batch: Batch) -> StepResult:
+        self.began()
+        self.process.spent += self.stuck_s
+        self.stuck_s = 0.0
         seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)
         on_layer = self.on_layer
 
@@ -88,6 +95,7 @@ class SimulatedWorker:
         self.engine = SimulatedEngine(self.process, blocks, block_size)
         self._next: Event | None = None
         self._busy_until = 0.0
+        self._step: tuple[float, float] | None = None
         self._turning = False
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
@@ -98,6 +106,7 @@ class SimulatedWorker:
         kind = PrefillWorker if role == "prefill" else DecodeWorker
         self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, role, self.engine), channels)
         self.engine.pool = self.worker.cache.pool
+        self.engine.began = self._note_step
         self.wake()
 
     def wake(self) -> None:
@@ -114,6 +123,7 @@ class SimulatedWorker:
         if self.gone:
             return
         self._next, self._turning, clock = None, True, self.system.clock
+        self._step, shot = None, self.worker.membership.snapshot
         try:
             if self.worker.finished():
                 self.leave()
@@ -122,24 +132,24 @@ class SimulatedWorker:
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
-        if self.process.spent:  # the step is running until then: the heart tells of it
-            self.worker.membership.step = (clock.now, self.worker.pace.longest)
-            clock.at(self._busy_until, self._stepped)
+        if self.process.spent:  # until then the heart tells of the step, and what the turn before has published
+            membership = self.worker.membership
+            membership.step, membership.snapshot, shot = self._step, shot, membership.snapshot
+            clock.at(self._busy_until, self.process.run, self._stepped, shot)
         self.process.spent = 0.0
         self.system.look_at(self)
         waiting = self.system.network.waits_for(self.process)
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
 
-    def _stepped(self) -> None:
-        if self.system.clock.now >= self._busy_until:
-            self.worker.membership.step = None
+    def _note_step(self) -> None:
+        self._step = self.worker.membership.step
 
-    def hang(self, seconds: float) -> None:
-        """The engine is stuck in a step; the heart goes on beating."""
-        now = self.system.clock.now
-        self._busy_until = max(now, self._busy_until) + seconds
-        self.worker.membership.step = (now, self.worker.pace.longest)
-        self.system.clock.at(self._busy_until, self._stepped)
+    def _stepped(self, shot: Snapshot) -> None:
+        self.worker.membership.step, self.worker.membership.snapshot = None, shot
+
+    def jam(self, seconds: float) -> None:
+        """The loop is stuck outside of a step; the heart goes on beating."""
+        self._busy_until = max(self.system.clock.now, self._busy_until) + seconds
         self.wake()
 
     @property
