@@ -23,9 +23,9 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.simulation.history import Outcome, run
 from tests.simulation.mutations import MUTATIONS, brought_back
 from tests.simulation.network import Connection
+from tests.simulation.play import Outcome, run
 
 CHUNK = 20
 Failure = tuple[int, str]

@@ -1,118 +1,33 @@
-"""One seed is one history: a system, requests, faults, and what must hold at its end."""
+"""A history: a system, requests, faults, and what must hold at its end."""
 
 from __future__ import annotations
 
 import gc
-import logging
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
-from unittest import mock
 
-from common import ids
 from common.request import SamplingParams
+from tests.simulation.liveness import COORDINATOR, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import Line
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, System
 
 PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
-FLAVOURS = ("any",) * 7 + ("lonely", "deaf", "torn")
-"""lonely: without a coordinator for longer than the lease; deaf: control messages get lost while clients leave; torn: a
-black hole between two workers of a busy system."""
 QUIET_S = 12.0
 """... and from there until nothing is left: the lease (8 s), and detection."""
 
 
-@dataclass
-class Outcome:
-    """What became of the requests, what struck, and the longest pause of a stream."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    longest_gap: float = 0.0
-    widest: int = 0
-    """The seed of that gap."""
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, kept: dict[str, Any]) -> Outcome:
-        """The inverse of ``vars``, after a way through JSON."""
-        return cls(**kept | {"ends": Counter(kept["ends"]), "faults": Counter(kept["faults"])})
-
-    def add(self, other: Outcome) -> None:
-        self.ends += other.ends
-        self.faults += other.faults
-        self.tokens += other.tokens
-        self.longest_gap, self.widest = max((self.longest_gap, self.widest), (other.longest_gap, other.widest))
-        self.seconds += other.seconds
-
-
-def run(seed: int) -> Outcome:
-    """The history of ``seed``; AssertionError or InvariantBroken if something that must hold does not."""
-    rng = Random(seed)
-    with _chance(rng):
-        system = System(rng)
-        alarm = _Alarm(system)
-        logging.getLogger("tandem").addHandler(alarm)
-        try:
-            History(system, rng, FLAVOURS[seed % len(FLAVOURS)]).play()
-        finally:
-            logging.getLogger("tandem").removeHandler(alarm)
-    return _outcome(system, seed)
-
-
-class _Alarm(logging.Handler):
-    """An error in the log is a problem: the real code would go on."""
-
-    def __init__(self, system: System) -> None:
-        super().__init__(logging.WARNING)
-        self._system = system
-
-    def _silent(self, record: logging.LogRecord) -> None:
-        """A worker is taken for dead: there must be a reason."""
-        message = record.getMessage()
-        if "is gone: silent" in message or "is gone: its step" in message:
-            name = message.split()[1]
-            if name not in self._system.suspects | self._system.lossy:
-                self._system.complain(f"{name} is taken for dead though nothing was wrong with it")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is None and record.levelno < logging.ERROR:
-            self._silent(record)
-            return
-        why = f" ({record.exc_info[1]!r})" if record.exc_info else ""
-        self._system.complain(f"{record.name}: {record.getMessage()}{why}")
-
-
-@contextmanager
-def _chance(rng: Random) -> Iterator[None]:
-    """Ids come from the seed too."""
-    source = mock.Mock(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
-    with mock.patch.object(ids, "secrets", source):
-        yield
-
-
-def _outcome(system: System, seed: int) -> Outcome:
-    return Outcome(
-        Counter(client.ends[0] for client in system.clients),
-        Counter(system.network.happened),
-        sum(len(output) for client in system.clients for output in client.output),
-        max((client.longest_gap for client in system.clients), default=0.0),
-        seed,
-        system.clock.now,
-    )
-
-
 class History:
-    """``flavour``: most histories are drawn at random; some are made to be about one thing."""
+    """``flavour``: most histories are drawn at random (any); some are made to be about one thing. lonely: without a
+    coordinator for longer than the lease; deaf: control messages get lost while clients leave; torn: a black hole
+    between two workers of a busy system."""
 
     def __init__(self, system: System, rng: Random, flavour: str = "any") -> None:
         self.system, self.rng, self.flavour = system, rng, flavour
         self.names: list[str] = []
+        self.noisy: list[frozenset[str]] = []
+        """Ends of the lines that lose and damage messages."""
+        self.noticed_s = NOTICED_S
         self.pending = 0
 
     def play(self) -> None:
@@ -130,11 +45,31 @@ class History:
         self._close()
 
     def _judge(self) -> None:
-        """A few faults make no request fail."""
-        system, struck = self.system, sum(self.system.network.happened.values())
-        lost = [client.number for client in system.clients if client.ends[0] == "failed: worker_lost"]
-        if lost and struck <= 2:
-            raise Broken(f"requests {lost} fail after {dict(system.network.happened)}")
+        """Nobody waits for long without a reason, and what fails has one."""
+        system = self.system
+        patience = self._patience()
+        noise = [Strike(ends, 0.0, system.clock.now) for ends in self.noisy]
+        for client in system.clients:
+            for what in patience.overdue(client.record, system.strikes):
+                system.complain(f"request {client.number} {what}")
+            how, _, code = client.ends[0].partition(": ")
+            if how == "failed" and (why := unjustified(client.record, code, [*system.strikes, *noise])):
+                system.complain(f"request {client.number} fails with {code}: {why}")
+            for role in ("prefill", "decode"):
+                holders = [name for name in self.names if name.startswith(role)]
+                if code == f"no_{role}_workers" and not absent(holders, client.ended_at, system.strikes):
+                    system.complain(f"request {client.number} finds no {role} worker")
+        system.check()
+
+    def _patience(self) -> Patience:
+        noise_s = NOISE_S if self.noisy else 0.0
+        return Patience(self.system.slowest_s, self._work_s(), self.noticed_s, noise_s)
+
+    def _work_s(self) -> float:
+        """What one worker would take for all that was asked, a token at a time."""
+        asked = [client for client in self.system.clients if client.ticket is not None]
+        steps = sum(len(client.prompt) // 32 + client.sampling.max_tokens for client in asked)
+        return steps * self.system.slowest_s
 
     def _epilogue(self) -> None:
         """Nothing stays broken after its cause is gone: one more request is served, by both pools if there are any."""
@@ -144,7 +79,8 @@ class History:
         client = SimulatedClient(self.system, 999, [7] * 40, SamplingParams(3, 1), 1)
         self.system.clients.append(client)
         self._send(client, "")
-        self._until(lambda: not self.system.running, 3.0, "the last request is served")
+        seconds = 3.0 + 10 * self.system.slowest_s
+        self._until(lambda: not self.system.running, seconds, "the last request is served")
         if client.ends != ["done"]:
             raise Broken(f"after all faults a request ends with {client.ends}")
         assert client.ticket is not None
@@ -185,12 +121,13 @@ class History:
             if rng.random() < 0.3:
                 prompt = shared[: rng.randint(16, 48)] + prompt
             n = rng.choice((1, 1, 1, 1, 2, 3))
-            most = rng.choice((1, rng.randint(2, 12), rng.randint(5, 40)))
+            most = rng.choice((1, rng.randint(2, 12), rng.randint(5, 40 if system.pace < 100 else 12)))
             if self.flavour in ("lonely", "deaf"):
                 most = 40
             sampling = SamplingParams(most, rng.randrange(1 << 32), logprobs=rng.choice((None, None, 0)))
             stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
-            client = SimulatedClient(system, number, prompt, sampling, n, stops)
+            priority = rng.choice((-1, 0, 0, 1)) if system.ranked else 0
+            client = SimulatedClient(system, number, prompt, sampling, n, stops, priority)
             system.clients.append(client)
             timeout_s = rng.uniform(0.01, 1.0) if rng.random() < impatient else 60.0
             self._plan(at, self._send, client, rng.choice(("", "", "salt")), timeout_s)
@@ -218,11 +155,13 @@ class History:
         self._distances()
         if self.flavour in ("lonely", "deaf") or rng.random() < 0.05:
             for worker in self.system.workers.values():
-                worker.engine.slowness = 60.0
+                worker.engine.slowness = max(60.0, self.system.pace)
         if self.flavour == "lonely":
             self._plan(rng.uniform(0.1, 1.0), self._restart, LONGEST_HOLD_S + 0.5)
         if self.flavour == "torn" and len(self.names) > 1:
-            one, other = rng.sample(self.names, 2)
+            roles = ("prefill", "decode")
+            pairs = [name for name in (self._some(role) for role in roles) if name]
+            one, other = pairs if len(pairs) == 2 else rng.sample(self.names, 2)
             ends = self.system.workers[one].process, self.system.workers[other].process
             self._plan(0.1, self._cut_for, ends, rng.uniform(4.0, 8.0))
         if self.flavour == "deaf" or rng.random() < 0.5:
@@ -243,6 +182,10 @@ class History:
         for _ in range(rng.choice((0, 1, 1, 2, 3, 4))):
             self._plan(rng.uniform(0.0, 2.5), rng.choice(faults))
 
+    def _some(self, role: str) -> str | None:
+        names = [name for name in self.names if name.startswith(role)]
+        return self.rng.choice(names) if names else None
+
     def _distances(self) -> None:
         """Between the parts of one machine, of a room, of a country."""
         processes = [self.system.coordinator.process, *(worker.process for worker in self.system.workers.values())]
@@ -260,10 +203,12 @@ class History:
                 line = self.system.network.line(self.system.workers[name].process, self.system.coordinator.process)
                 line.rates.drop = 0.1 if self.flavour == "deaf" else rng.choice((0, 0.01, 0.04))
                 self.system.lossy.add(name)
+                self.noisy.append(frozenset((name, COORDINATOR)))
         for one in self.names:
             for other in self.names:
                 if one < other and rng.random() < 0.7:
                     rates = self._line(one, other).rates
+                    self.noisy.append(frozenset((one, other)))
                     rates.drop, rates.duplicate = rng.choice((0, 0.02, 0.1)), rng.choice((0, 0.02, 0.1))
                     rates.reorder, rates.corrupt = rng.choice((0, 0.02, 0.2)), rng.choice((0, 0.02, 0.1))
                     rates.truncate = rng.choice((0, 0.02))
@@ -273,20 +218,22 @@ class History:
 
     def _kill(self) -> None:
         name = self.rng.choice(self.names)
-        self.system.kill_worker(name)
-        self._plan(self.rng.uniform(0.1, 3.0), self.system.start_worker, name)
+        seconds = self.rng.uniform(0.1, 3.0)
+        self.system.kill_worker(name, seconds)
+        self._plan(seconds, self.system.start_worker, name)
 
     def _stop(self) -> None:
         process = self.system.workers[self.rng.choice(self.names)].process
         self.system.suspects.add(process.name)
         self.system.network.count("stopped")
         process.stop()
-        self._plan(self.rng.uniform(0.1, 6.0), process.go_on)
+        seconds = self.rng.uniform(0.1, 6.0)
+        self.system.struck(process.name, seconds=seconds)
+        self._plan(seconds, process.go_on)
 
     def _hang(self) -> None:
         worker = self.system.workers[self.rng.choice(self.names)]
         if not worker.gone:
-            self.system.network.count("hung")
             self.system.suspects.add(worker.name)
             worker.engine.stuck_s = self.rng.uniform(0.1, 6.0)
             self._plan(1.0, setattr, worker.engine, "stuck_s", 0.0)  # without a step there is nothing to be stuck in
@@ -296,7 +243,9 @@ class History:
         self.system.network.count("coordinator stalled")
         self.system.stalled = True
         process.stop()
-        self._plan(self.rng.uniform(0.1, 3.0), process.go_on)
+        seconds = self.rng.uniform(0.1, 3.0)
+        self.system.struck(process.name, seconds=seconds)
+        self._plan(seconds, process.go_on)
 
     def _ends(self) -> tuple[Any, Any]:
         rng, workers = self.rng, self.system.workers
@@ -310,27 +259,32 @@ class History:
 
     def _cut_for(self, ends: tuple[Any, Any], seconds: float) -> None:
         self.system.suspects |= {end.name for end in ends}
+        self.system.struck(*(end.name for end in ends), seconds=seconds)
         self.system.network.cut(*ends)
         self._plan(seconds, self.system.network.heal, *ends)
 
     def _reset(self) -> None:
-        self.system.network.reset(*self._ends())
+        ends = self._ends()
+        self.system.struck(*(end.name for end in ends))
+        self.system.network.reset(*ends)
 
     def _slow(self) -> None:
         engine = self.system.workers[self.rng.choice(self.names)].engine
         self.system.network.count("slowed")
         engine.slowness = self.rng.choice((10.0, 100.0))
-        self._plan(self.rng.uniform(0.1, 3.0), setattr, engine, "slowness", 1.0)
+        self._plan(self.rng.uniform(0.1, 3.0), setattr, engine, "slowness", self.system.pace)
 
     def _drain(self) -> None:
         worker = self.system.workers[name := self.rng.choice(self.names)]
         if not worker.gone:
             self.system.network.count("drained")
+            self.system.struck(name, seconds=6.0)
             worker.process.run(worker.worker.drain, self.rng.uniform(0.0, 3.0))
             self._plan(self.rng.uniform(3.5, 6.0), self.system.start_worker, name)
 
     def _restart(self, pause_s: float = 0.5) -> None:
         if self.system.coordinator.process.alive:
+            self.system.struck(COORDINATOR, seconds=pause_s)
             self.system.kill_coordinator()
             self._plan(pause_s, self.system.start_coordinator, pause_s)
 

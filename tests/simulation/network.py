@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import msgspec
 import zmq
 
 from common.channel import Channels
 from common.handshake import Handshakes
-from common.messages import Message
-from common.wire import encode
+from common.messages import Message, Tokens
+from common.wire import DIGEST_BYTES, encode
 from tests.simulation.clock import Clock, Process
 
 RECONNECT_S = 0.05
@@ -48,6 +49,31 @@ class Line:
     rates: Rates = field(default_factory=Rates)
 
 
+@dataclass
+class Losing:
+    """The ``number``-th message with this ``tag`` (a frame of KV: "frame") is lost, and ``struck`` hears of its ends.
+    Tokens are such as have more of theirs after them."""
+
+    tag: str
+    number: int
+    struck: Callable[..., None]
+
+    def takes(self, parts: Parts) -> bool:
+        if self.number and self._is(parts):
+            self.number -= 1
+            return not self.number
+        return False
+
+    def _is(self, parts: Parts) -> bool:
+        if len(parts) == 2:
+            return self.tag == "frame"
+        tag, *fields = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])
+        return bool(tag == self.tag) and not (tag == "tokens" and any(fields[_FINISH]))
+
+
+_FINISH = Tokens.__struct_fields__.index("finish")
+
+
 class Network:
     """Addresses, lines and what travels. ``happened`` counts the faults that struck."""
 
@@ -55,6 +81,7 @@ class Network:
         self.clock, self.rng = clock, rng
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
+        self.losing: Losing | None = None
         self._lines: dict[frozenset[str], Line] = {}
         self._connections: list[Connection] = []
         self._sockets: dict[str, list[Socket]] = {}
@@ -164,17 +191,20 @@ class Connection:
             return
         network, rng, rates = self.network, self.network.rng, self.line.rates
         copies = 1
+        if network.losing is not None and network.losing.takes(parts):
+            network.count(f"lost {network.losing.tag}")
+            network.losing.struck(self.dealer.process.name, self.router.process.name)
+            return
         if rates.drop and rng.random() < rates.drop:
             network.count("dropped")
             return
         if rates.duplicate and rng.random() < rates.duplicate:
             network.count("duplicated")
             copies = 2
-        frame = len(parts) == 2
-        if frame and rates.corrupt and rng.random() < rates.corrupt:
+        if rates.corrupt and rng.random() < rates.corrupt:
             network.count("corrupted")
             parts = _corrupted(parts, rng)
-        if frame and rates.truncate and rng.random() < rates.truncate:
+        if rates.truncate and rng.random() < rates.truncate:
             network.count("truncated")
             parts = _truncated(parts, rng)
         arrival = network.clock.now + self.line.delay_s + rng.random() * self.line.jitter_s
@@ -218,8 +248,8 @@ class Connection:
 
 
 def _corrupted(parts: Parts, rng: Random) -> Parts:
-    """Header or payload with one bit changed."""
-    which = rng.randrange(2)
+    """A message, or the header or payload of a frame, with one bit changed."""
+    which = rng.randrange(len(parts))
     changed = [bytearray(part) for part in parts]
     if part := changed[which]:
         part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
@@ -227,8 +257,8 @@ def _corrupted(parts: Parts, rng: Random) -> Parts:
 
 
 def _truncated(parts: Parts, rng: Random) -> Parts:
-    """Header or payload without its end."""
-    which = rng.randrange(2)
+    """A message, or the header or payload of a frame, without its end."""
+    which = rng.randrange(len(parts))
     return [part[: rng.randrange(len(part) + 1)] if index == which else part for index, part in enumerate(parts)]
 
 

@@ -16,23 +16,24 @@ from common.kv.memory import Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
 from common.membership import Snapshot
-from common.messages import PROTOCOL, Hello, Logprobs, Role, Tokens
+from common.messages import PROTOCOL, Hello, Logprobs, Role
 from common.request import FinishReason, SamplingParams
 from common.sequence import Batch, StepResult
 from common.worker import Worker, WorkerSettings
 from coordinator.breakers import BreakerState
-from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway
 from coordinator.limits import Admission
 from coordinator.metrics import Metrics
 from coordinator.registry import Registry
-from coordinator.router import HORIZON_TOKENS, Router
+from coordinator.router import HORIZON_TOKENS, NoPrefillPolicy, Router
 from coordinator.ticket import Ticket
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
 from tests.simulation.clock import Clock, Event, Loop, Process
+from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, Record, Strike
 from tests.simulation.network import Network, SimulatedChannels
+from tests.simulation.rules import CheckedDispatcher
 
 CONTROL = "tcp://127.0.0.1:1000"
 STEP_S, TOKEN_S = 0.004, 0.0002
@@ -53,7 +54,7 @@ class SimulatedEngine(OracleEngine):
         self.slowness = 1.0
         self.stuck_s = 0.0
         """What the next step takes longer."""
-        self.began: Callable[[], None] = lambda: None
+        self.begins: Callable[[float], None] = lambda seconds: None
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
 
@@ -68,10 +69,8 @@ class SimulatedEngine(OracleEngine):
         self._write(table, tokens, layers, data, dtype)
 
     def step(self, batch: Batch) -> StepResult:
-        self.began()
-        self.process.spent += self.stuck_s
-        self.stuck_s = 0.0
         seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)
+        self.begins(seconds * len(LAYERS))
         on_layer = self.on_layer
 
         def after_a_while(layer: int) -> None:
@@ -93,6 +92,7 @@ class SimulatedWorker:
         self.system, self.name, self.role = system, name, role
         self.process = Process(system.clock, name)
         self.engine = SimulatedEngine(self.process, blocks, block_size)
+        self.engine.slowness = system.pace
         self._next: Event | None = None
         self._busy_until = 0.0
         self._step: tuple[float, float] | None = None
@@ -106,7 +106,7 @@ class SimulatedWorker:
         kind = PrefillWorker if role == "prefill" else DecodeWorker
         self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, role, self.engine), channels)
         self.engine.pool = self.worker.cache.pool
-        self.engine.began = self._note_step
+        self.engine.begins = self._begins
         self.wake()
 
     def wake(self) -> None:
@@ -141,8 +141,14 @@ class SimulatedWorker:
         waiting = self.system.network.waits_for(self.process)
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
 
-    def _note_step(self) -> None:
+    def _begins(self, seconds: float) -> None:
         self._step = self.worker.membership.step
+        self.system.slowest_s = max(self.system.slowest_s, seconds)
+        if stuck_s := self.engine.stuck_s:
+            self.engine.stuck_s = 0.0
+            self.process.spent += stuck_s
+            self.system.network.count("hung")
+            self.system.struck(self.name, seconds=stuck_s)
 
     def _stepped(self, shot: Snapshot) -> None:
         self.worker.membership.step, self.worker.membership.snapshot = None, shot
@@ -150,6 +156,8 @@ class SimulatedWorker:
     def jam(self, seconds: float) -> None:
         """The loop is stuck outside of a step; the heart goes on beating."""
         self._busy_until = max(self.system.clock.now, self._busy_until) + seconds
+        self.system.network.count("jammed")
+        self.system.struck(self.name, seconds=seconds)
         self.wake()
 
     @property
@@ -188,6 +196,7 @@ class SimulatedClient:
     sampling: SamplingParams
     n: int
     stop_after: dict[int, int] = field(default_factory=dict)
+    priority: int = 0
     """Choices that end for a reason of the client's (a stop string) after so many tokens."""
     output: list[list[int]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -196,6 +205,7 @@ class SimulatedClient:
     deadline_at: float = 0.0
     ended_at: float = 0.0
     longest_gap: float = 0.0
+    record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
@@ -219,8 +229,8 @@ class SimulatedClient:
         chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
         ticket = Ticket(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
-            n=self.n, cache_salt=salt, priority=0, chains=chains, client=self, arrived_at=now, tokenized_at=now,
-            deadline_at=now + timeout_s,
+            n=self.n, cache_salt=salt, priority=self.priority, chains=chains, client=self, arrived_at=now,
+            tokenized_at=now, deadline_at=now + timeout_s,
         )  # fmt: skip
         try:
             self.system.coordinator.dispatcher.submit([ticket])
@@ -252,11 +262,16 @@ class SimulatedClient:
             complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
         if self.sampling.logprobs is not None and len(logprobs) != len(ids):
             complain(f"request {self.number}: {len(logprobs)} log-probabilities of {len(ids)} tokens")
-        now = self.system.clock.now
-        if len(output) > len(ids):
-            self.longest_gap = max(self.longest_gap, now - self.last_at)
-        self.last_at = now
+        self._heard(started=sum(map(len, self.output)) > len(ids))
         return len(output) >= self.stop_after.get(choice, 1 << 30)
+
+    def _heard(self, *, started: bool) -> None:
+        pause = Pause(self.last_at, self.system.clock.now, started)
+        if started:
+            self.longest_gap = max(self.longest_gap, pause.seconds)
+        if pause.seconds > SHORT_S:
+            self.record.pauses.append(pause)
+        self.last_at = pause.ended
 
     def done(self, ticket: Ticket) -> None:
         self._end("done")
@@ -271,6 +286,8 @@ class SimulatedClient:
     def _end(self, how: str) -> None:
         self.ends.append(how)
         self.ended_at = self.system.clock.now
+        if self.ticket is not None:
+            self._heard(started=any(self.output))
         late = self.system.clock.now - self.deadline_at
         if self.ticket is not None and late > DEADLINE_GRACE_S and not self.system.stalled:
             self.system.complain(f"request {self.number} ends ({how}) {late:.1f} s after its deadline")
@@ -279,26 +296,14 @@ class SimulatedClient:
         self.system.running -= 1
 
 
-class CheckedDispatcher(Dispatcher):
-    """Tokens are only ever taken from the running attempt."""
-
-    complain: Callable[[str], None]
-
-    def _span(self, worker: Any, ticket: Ticket, message: Tokens, index: int, *rest: Any) -> None:
-        attempt, before = ticket.life.attempt, ticket.output_length
-        super()._span(worker, ticket, message, index, *rest)
-        if ticket.output_length > before and message.attempts[index] != attempt:
-            self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")
-
-
 class SimulatedCoordinator:
     def __init__(self, system: System) -> None:
-        self.process = Process(system.clock, "coordinator")
+        self.process = Process(system.clock, COORDINATOR)
         channels = SimulatedChannels(system.network, self.process)
         self.registry = Registry(None)
         host, _, port = CONTROL.removeprefix("tcp://").rpartition(":")
         self.gateway = Gateway(self.registry, host, int(port), channels=channels)
-        self.router = Router(self.registry, horizon=system.horizon)
+        self.router = Router(self.registry, no_prefill=system.no_prefill, horizon=system.horizon)
         self.admission = Admission(10_000, 1 << 30)
         loop: Any = Loop(self.process)
         metrics = Metrics("oracle", self.registry)
@@ -312,14 +317,25 @@ class SimulatedCoordinator:
 
 
 class System:
-    """A coordinator, workers by name, clients; ``problems`` are what a check has found."""
+    """A coordinator, workers by name, clients; ``problems`` are what a check has found.
 
-    def __init__(self, rng: Random) -> None:
-        self.rng = rng
-        self.horizon = rng.choice((HORIZON_TOKENS, 2))
+    ``one_fault``: there is somebody else to go to, so a fault excuses nothing but its beginning.
+    """
+
+    def __init__(self, rng: Random, *, one_fault: bool = False) -> None:
+        self.rng, self.one_fault = rng, one_fault
+        self.horizon = HORIZON_TOKENS if one_fault else rng.choice((HORIZON_TOKENS, 2))
         """A short one promises too much: sequences are parked."""
+        self.no_prefill: NoPrefillPolicy = "local" if one_fault else rng.choice(("local", "local", "wait", "reject"))
+        self.pace = 2.0 if one_fault else rng.choice((1.0,) * 8 + (20.0, 100.0))
+        """A step takes so many times 4 ms and more: with the largest up to a second."""
+        self.ranked = not one_fault and rng.random() < 0.3
+        """Whether requests differ in priority."""
         self.clock = Clock()
         self.network = Network(self.clock, rng)
+        self.strikes: list[Strike] = []
+        self.slowest_s = 0.0
+        """The longest step that was not a hang."""
         self.numbers = iter(range(1, 1 << 30))
         self.coordinator = SimulatedCoordinator(self)
         self.workers: dict[str, SimulatedWorker] = {}
@@ -342,10 +358,12 @@ class System:
         self.shapes[name] = (role, blocks, block_size, host)
         self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
 
-    def kill_worker(self, name: str) -> None:
+    def kill_worker(self, name: str, seconds: float = 0.0) -> None:
+        """It comes back, if at all, after so long."""
         if not (worker := self.workers[name]).gone:
             worker.kill()
             self.network.count("killed")
+            self.struck(name, seconds=seconds, deadly=True)
 
     def start_worker(self, name: str) -> None:
         """Again, after it has died or left."""
@@ -366,6 +384,11 @@ class System:
             self.complain(f"held for a dead coordinator: {held}")
         self.coordinator = SimulatedCoordinator(self)
 
+    def struck(self, *ends: str, seconds: float = 0.0, deadly: bool = False) -> None:
+        """A fault begins now, at one part or on the line between two."""
+        ended = self.clock.now + (0.0 if self.one_fault else seconds)
+        self.strikes.append(Strike(frozenset(ends), self.clock.now, ended, deadly))
+
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def complain(self, problem: str) -> None:
@@ -375,6 +398,9 @@ class System:
         """The next event; AssertionError if anything has been found wrong."""
         if not self.clock.step():
             raise Broken("nothing will ever happen again")
+        self.check()
+
+    def check(self) -> None:
         if self.problems:
             raise Broken("; ".join(self.problems))
 

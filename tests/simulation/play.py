@@ -1,0 +1,111 @@
+"""One seed is one history: which kind, its chances, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+from unittest import mock
+
+from common import ids
+from tests.simulation.history import History
+from tests.simulation.situations import Careless, Crowded, Hung, Jammed, OneFault
+from tests.simulation.system import System
+
+KINDS: tuple[Callable[..., History], ...] = (
+    *(History,) * 7,
+    partial(History, flavour="lonely"),
+    partial(History, flavour="deaf"),
+    partial(History, flavour="torn"),
+    Hung,
+    Jammed,
+    Careless,
+    Crowded,
+)
+
+
+@dataclass
+class Outcome:
+    """What became of the requests, what struck, and the longest pause of a stream."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    longest_gap: float = 0.0
+    widest: int = 0
+    """The seed of that gap."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, kept: dict[str, Any]) -> Outcome:
+        """The inverse of ``vars``, after a way through JSON."""
+        return cls(**kept | {"ends": Counter(kept["ends"]), "faults": Counter(kept["faults"])})
+
+    def add(self, other: Outcome) -> None:
+        self.ends += other.ends
+        self.faults += other.faults
+        self.tokens += other.tokens
+        self.longest_gap, self.widest = max((self.longest_gap, self.widest), (other.longest_gap, other.widest))
+        self.seconds += other.seconds
+
+
+def run(seed: int) -> Outcome:
+    """The history of ``seed``; AssertionError or InvariantBroken if something that must hold does not."""
+    rng = Random(seed)
+    with _chance(rng):
+        kind = KINDS[seed % len(KINDS)]
+        system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
+        alarm = _Alarm(system)
+        logging.getLogger("tandem").addHandler(alarm)
+        try:
+            kind(system, rng).play()
+        finally:
+            logging.getLogger("tandem").removeHandler(alarm)
+    return _outcome(system, seed)
+
+
+class _Alarm(logging.Handler):
+    """An error in the log is a problem: the real code would go on."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__(logging.WARNING)
+        self._system = system
+
+    def _silent(self, record: logging.LogRecord) -> None:
+        """A worker is taken for dead: there must be a reason."""
+        message = record.getMessage()
+        if "is gone: silent" in message or "is gone: its step" in message:
+            name = message.split()[1]
+            if name not in self._system.suspects | self._system.lossy:
+                self._system.complain(f"{name} is taken for dead though nothing was wrong with it")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None and record.levelno < logging.ERROR:
+            self._silent(record)
+            return
+        why = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+        self._system.complain(f"{record.name}: {record.getMessage()}{why}")
+
+
+@contextmanager
+def _chance(rng: Random) -> Iterator[None]:
+    """Ids come from the seed too."""
+    source = mock.Mock(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
+    with mock.patch.object(ids, "secrets", source):
+        yield
+
+
+def _outcome(system: System, seed: int) -> Outcome:
+    return Outcome(
+        Counter(client.ends[0] for client in system.clients),
+        Counter(system.network.happened),
+        sum(len(output) for client in system.clients for output in client.output),
+        max((client.longest_gap for client in system.clients), default=0.0),
+        seed,
+        system.clock.now,
+    )

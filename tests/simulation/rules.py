@@ -1,0 +1,93 @@
+"""The coordinator's real dispatcher, and what it must never do."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common.messages import Failed, Tokens
+from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair
+from coordinator.dispatch import Dispatcher
+from coordinator.lifecycle import State
+from coordinator.limits import MIN_RETRIES, RETRY_SHARE
+from coordinator.registry import Worker
+from coordinator.router import Placement
+from coordinator.ticket import Ticket
+from tests.simulation.liveness import Attempt, Record
+
+
+class CheckedDispatcher(Dispatcher):
+    """``complain`` hears of each broken rule."""
+
+    complain: Callable[[str], None]
+
+    def start(self) -> None:
+        self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
+        super().start()
+
+    def _place(self, ticket: Ticket, placement: Placement) -> None:
+        names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
+        _record(ticket).attempts.append(Attempt(frozenset(names), self._clock()))
+        self._look_at_breakers(placement)
+        super()._place(ticket, placement)
+        self._look_at_retries()
+
+    def _look_at_breakers(self, placement: Placement) -> None:
+        """Pairs whose hand-offs keep failing are left alone for a while."""
+        if placement.prefill is None:
+            return
+        failures = self._failures.get(Pair(placement.prefill.id, placement.decode.id), ())
+        if _too_many(failures):
+            since = self._clock() - failures[-1]
+            if since < FIRST_COOL_DOWN_S:
+                self.complain(f"a pair is tried {since:.2f} s after its third failure")
+
+    def _look_at_retries(self) -> None:
+        """Retries do not crowd out everybody else."""
+        again = sum(
+            bool(ticket.life.attempt) and ticket.life.state in (State.PLACED, State.PREFILLING)
+            for ticket in self.tickets.values()
+        )
+        if again > max(MIN_RETRIES, RETRY_SHARE * len(self.tickets)):
+            self.complain(f"{again} of {len(self.tickets)} requests are tried again at once")
+
+    def _take_off(self, ticket: Ticket) -> None:
+        super()._take_off(ticket)
+        for attempt in _record(ticket).attempts[-1:]:
+            attempt.ended = min(attempt.ended, self._clock())
+
+    def _note_hand_off(self, ticket: Ticket) -> None:
+        if ticket.pair is not None and ticket.life.state is State.DECODING:
+            self._failures.pop(ticket.pair, None)
+        super()._note_hand_off(ticket)
+
+    def failed(self, worker: Worker, message: Failed) -> None:
+        ticket = self.tickets.get(message.request)
+        pair = ticket and ticket.pair
+        super().failed(worker, message)
+        if ticket is not None and pair and ticket.pair is None and message.code == "transfer_failed":
+            failures = self._failures[pair]
+            if not _too_many(failures):  # those that were on their way then say nothing new
+                failures.append(self._clock())
+
+    def lost(self, worker: Worker, *, crashed: bool) -> None:
+        for pair in [pair for pair in self._failures if worker.id in pair]:
+            del self._failures[pair]
+        super().lost(worker, crashed=crashed)
+
+    def _span(self, worker: Any, ticket: Ticket, message: Tokens, index: int, *rest: Any) -> None:
+        attempt, before = ticket.life.attempt, ticket.output_length
+        super()._span(worker, ticket, message, index, *rest)
+        if ticket.output_length > before and message.attempts[index] != attempt:
+            self.complain(f"tokens of an older attempt ({message.attempts[index]}, not {attempt}) are taken")
+
+
+def _too_many(failures: Sequence[float]) -> bool:
+    return len(failures) == FAILURES and failures[-1] - failures[0] <= WITHIN_S
+
+
+def _record(ticket: Ticket) -> Record:
+    client: Any = ticket.client
+    record: Record = client.record
+    return record

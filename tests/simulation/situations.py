@@ -1,0 +1,141 @@
+"""Histories that are about one fault each, which two pools of two can take: whatever it hits has somewhere else to go.
+
+Their clocks start when the fault does, so that each watchdog, timer and lease has a history that is late without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.request import SamplingParams
+from coordinator.lifecycle import State
+from tests.simulation.history import History
+from tests.simulation.liveness import LEASE_S, LOST_S, RESENT_S
+from tests.simulation.network import Losing
+from tests.simulation.system import SimulatedClient, SimulatedWorker
+
+LONG_S = 20.0
+"""A fault that nobody must wait for."""
+LOOK_S = 0.003
+
+
+class OneFault(History):
+    """Roomy pools, requests that nobody hangs up on, ``tokens`` of output each."""
+
+    roles = ("prefill", "prefill", "decode", "decode")
+    requests, rate, tokens = 8, 20.0, 40
+
+    def _build(self) -> None:
+        self.system.coordinator.router.local_prefill = "never"
+        for number, role in enumerate(self.roles):
+            name = f"{role}-{number}"
+            self.names.append(name)
+            self.system.add_worker(name, role, 200, 16, "a")
+
+    def _work_s(self) -> float:
+        """Chunks of all prompts, and as many steps as an answer has tokens: pools work side by side."""
+        return (4 * self.requests + self.tokens) * self.system.slowest_s
+
+    def _requests(self) -> None:
+        rng, at = self.rng, 0.0
+        for number in range(1, self.requests + 1):
+            at += rng.expovariate(self.rate)
+            prompt = rng.choices(range(1000), k=rng.randint(20, 110))
+            client = SimulatedClient(
+                self.system, number, prompt, SamplingParams(self.tokens, rng.randrange(1 << 32)), 1
+            )
+            self.system.clients.append(client)
+            self._plan(at, self._send, client, "")
+
+    def _when(self, ready: Callable[[], object], action: Callable[[], None]) -> None:
+        """At the first moment at which it is so, if there is one before the requests have ended."""
+        if ready():
+            action()
+        elif self.system.running or any(not client.over for client in self.system.clients):
+            self._plan(LOOK_S, self._when, ready, action)
+
+    def _victim(self) -> SimulatedWorker:
+        worker = self.system.workers[self.rng.choice(self.names)]
+        self.system.suspects.add(worker.name)
+        return worker
+
+    def _busy(self, worker: SimulatedWorker) -> bool:
+        """Whether it has a client's request."""
+        ours = {client.id for client in self.system.clients}
+        return any(transfer.request in ours for transfer in worker.worker.holdings())
+
+    def _lasts(self) -> None:
+        """The history goes on until the fault is over."""
+        self._plan(LONG_S + 1.0, lambda: None)
+
+
+class Hung(OneFault):
+    """A step does not end; the heart beats."""
+
+    def _faults(self) -> None:
+        victim = self._victim()
+
+        def hang() -> None:
+            victim.engine.stuck_s = LONG_S
+            self._lasts()
+
+        self._when(lambda: victim.engine.steps >= 3 and self._busy(victim), hang)
+
+
+class Jammed(OneFault):
+    """A loop does not go on, outside of any step; the heart beats and tells of no step. Streams of a decode worker are
+    missed, hand-offs to it get no answers; what a prefill worker does not send is missed by its receiver's lease."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.role = self.rng.choice(("prefill", "decode"))
+        self.roles = ("prefill", "prefill", "decode") if self.role == "prefill" else ("prefill", "decode", "decode")
+        if self.role == "prefill":
+            self.noticed_s = LEASE_S + RESENT_S
+
+    def _victim(self) -> SimulatedWorker:
+        worker = super()._victim()
+        return worker if worker.role == self.role else self._victim()
+
+    def _faults(self) -> None:
+        victim = self._victim()
+
+        def jam() -> None:
+            victim.jam(LONG_S)
+            self._lasts()
+
+        self._when(lambda: self._streams(victim) if self.role == "decode" else self._busy(victim), jam)
+
+    def _streams(self, worker: SimulatedWorker) -> bool:
+        tickets = self.system.coordinator.dispatcher.tickets.values()
+        lives = [ticket.life for ticket in tickets if ticket.life.decode == worker.worker.incarnation]
+        return any(life.state is State.DECODING for life in lives)
+
+
+class Careless(OneFault):
+    """One message is lost, and the connection stays."""
+
+    def _faults(self) -> None:
+        tags = ("prefill", "reserve", "tokens", "open", "grant", "frame", "ack", "commit", "accept")
+        tag = self.rng.choice(tags)
+        self.noticed_s = LOST_S if tag in ("prefill", "reserve") else RESENT_S
+        self.system.network.losing = Losing(tag, self.rng.randint(1, 6), self.system.struck)
+
+
+class Crowded(OneFault):
+    """The only prefill worker dies while it has more requests than may be tried again at once."""
+
+    roles = ("prefill", "decode", "decode", "decode")
+    requests, rate, tokens = 40, 400.0, 10
+
+    def _faults(self) -> None:
+        def many() -> bool:
+            tickets = self.system.coordinator.dispatcher.tickets.values()
+            return sum(ticket.life.state is State.PREFILLING for ticket in tickets) >= 20
+
+        def kill() -> None:
+            self.system.kill_worker(self.names[0], 3.0)
+            self._plan(3.0, self.system.start_worker, self.names[0])
+
+        self._when(many, kill)
