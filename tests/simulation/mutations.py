@@ -18,10 +18,12 @@ from common.worker import Worker
 from coordinator.breakers import Breakers
 from coordinator.dispatch import Dispatcher
 from coordinator.lifecycle import Accepted, Gap, Life
+from coordinator.limits import RetryBudget
+from coordinator.registry import Registry
 from coordinator.router import Router
 from decode.worker import DecodeWorker
 from kvtransfer.links import zeromq
-from kvtransfer.session import ReceiverSession
+from kvtransfer.session import ReceiverSession, SenderSession
 
 
 class Mutation(NamedTuple):
@@ -35,6 +37,7 @@ class Mutation(NamedTuple):
 
 
 WRONG_TOKENS = "is not the beginning of"
+NO_FIRST_TOKEN, NO_NEXT_TOKEN = "s for the first token", "s for the next token"
 
 
 def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None:
@@ -104,6 +107,10 @@ def _no(*_: Any) -> bool:
     return False
 
 
+def _yes(*_: Any) -> bool:
+    return True
+
+
 MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "free early": (
         Mutation(
@@ -147,6 +154,30 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "sleep through deadlines": (
         Mutation("a deadline passes unseen", Dispatcher, "_expire", _nothing, ("after its deadline",)),
+    ),
+    "no inter-token watchdog": (
+        Mutation("a worker may be silent about a stream", Dispatcher, "_look_for_stalls", _nothing, (NO_NEXT_TOKEN,)),
+    ),
+    "no hang watchdog": (
+        Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
+    ),
+    "no missed beats": (
+        Mutation("what a worker does not have is not missed", Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN,)),
+    ),
+    "no resend": (
+        Mutation("lost tokens are not asked for again", Dispatcher, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
+    ),
+    "no retry budget": (
+        Mutation("all that were hit try again at once", RetryBudget, "allows", _yes, ("are tried again at once",)),
+    ),
+    "breakers never open": (
+        Mutation("pairs that keep failing are kept", Breakers, "failed", _nothing, ("after its third failure",)),
+    ),
+    "no receiver lease": (
+        Mutation("a reservation waits for ever", ReceiverSession, "tick", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),
+    ),
+    "no sender timers": (
+        Mutation("nothing is repeated or given up", SenderSession, "tick", _no, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),
     ),
 }  # fmt: skip
 
