@@ -22,6 +22,9 @@ from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
 KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
 """The bounds of a stream's largest gap (a death noticed within 0.2 s, silence within 2 s, and a new start), and what a
 prompt takes to be computed again in phase P's slow prefill."""
+HUNG_S = 3.25
+"""A step that does not end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a step by the
+heartbeat (0.5 s) that tells of it; and a new start."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -41,6 +44,8 @@ class Kind:
 
     flags: tuple[str, ...] = ("--max-num-seqs", "2")
     door: tuple[str, ...] = ()
+    each: int = 2
+    """Workers of each role."""
 
 
 USUAL = Kind()
@@ -49,6 +54,9 @@ HURRIED = Kind(door=("--request-timeout", "1.5"))
 IMPATIENT = Kind(flags=("--max-num-seqs", "8"), door=("--client-timeout", "1"))
 WAITS = Kind(door=("--no-prefill-policy", "wait"))
 REJECTS = Kind(door=("--no-prefill-policy", "reject"))
+ALONE_WAITS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "wait"), each=1)
+ALONE_REJECTS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "reject"), each=1)
+HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.3"))
 STRICT = Kind(door=("--max-queued-requests", "1"))
 CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 """Room for two promises of 320 + 512 tokens, not for two streams of 320 + 700."""
@@ -107,6 +115,24 @@ CELLS: list[Cell] = [
           arranged="idle"),
     *_row("poison request kills its workers", partial(faults.engine_fails, KILLS, 2), "error request_quarantined",
           {"P": 5.0}, measure="answer", arranged="idle"),
+    *_row("poison request kills whom it streams from", partial(faults.poison, "D"), "error request_quarantined",
+          {"D": 5.0}, measure="answer", arranged="idle"),
+    *_row("poison request kills whom it streams from", partial(faults.poison, "S"), "error request_quarantined",
+          {"S": 5.0}, measure="answer", arranged="idle"),
+    *_row("prefill and decode killed together", faults.kill_pair, "exact", {p: _KILL[p] for p in "PXS"}),
+    *_row("prefill hangs in a step", partial(faults.stick, "prefill", "stuck_s"), "exact",
+          {"P": HUNG_S + RECOMPUTED_S}),
+    *_row("decode hangs in a step", partial(faults.stick, "decode", "stuck_s"), "exact", dict.fromkeys("DS", HUNG_S)),
+    *_row("decode hangs between steps", partial(faults.stick, "decode", "jammed_s"), "exact",
+          dict.fromkeys("DS", HUNG_S)),
+    *_row("prefill leaves before it is done", partial(faults.outstay, "prefill"), "exact", {"P": _KILL["P"]},
+          house=HASTY),
+    *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact",
+          {"D": _NONE["D"], "S": _NONE["S"]}, house=HASTY),
+    *_row("one hand-off fails, policy wait", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
+          house=ALONE_WAITS),
+    *_row("one hand-off fails, policy reject", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
+          house=ALONE_REJECTS),
     *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
     *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact",
@@ -130,7 +156,8 @@ CELLS: list[Cell] = [
           neighbours="cut", output=OUTLIVES_LEASE),
     *_row("coordinator killed, a new one comes", faults.replace_coordinator, "cut", dict.fromkeys("QPXDS", REJOINED_S),
           measure="back", neighbours="cut", output=OUTLIVES_LEASE),
-    *_row("coordinator stalls for 0.5 s", faults.stall_coordinator, "exact", _NONE),
+    *_row("coordinator stalls for 0.5 s", partial(faults.stall_coordinator, 0.5), "exact", _NONE),
+    *_row("coordinator stalls for 2.6 s", partial(faults.stall_coordinator, 2.6), "exact", dict.fromkeys("PXDS", 3.1)),
     *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
     *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact", _STOP),
     *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER),

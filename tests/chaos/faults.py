@@ -15,12 +15,16 @@ import msgspec
 from tests.chaos.house import Worker, clock
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
+from tests.chaos.worker import KILLS_LATE
 
 Proof = Callable[[], bool]
 Fault = Callable[[Scene], Awaitable[Proof]]
-STALL_S = 0.5
 LONG, CHOICES, FAST_S, NARROW_BYTES = 1500, 4, 0.005, 2048
 """Of a client that stops reading: tokens and choices asked for, seconds a token, what its socket takes at a time."""
+STUCK_S = 8.0
+"""Longer than anybody should wait for a worker that hangs."""
+SERVED_S = 3.5
+"""The longest that a request waits which comes to a pair whose last hand-off has failed: a cool-down, and its turn."""
 UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
 REFUSED_S = 0.05
@@ -114,10 +118,11 @@ async def stop(role: str, scene: Scene) -> Proof:
     _let_go(scene)
     assert worker.process is not None
     pid = worker.process.pid
-    return lambda: worker.stopped and _state_of(pid) == "T"
+    return lambda: worker.stopped and state_of(pid) == "T"
 
 
-def _state_of(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """As /proc has it: T is stopped."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
 
@@ -142,6 +147,35 @@ async def terminate(role: str, scene: Scene) -> Proof:
     worker.signal(signal.SIGTERM)
     _let_go(scene)
     return lambda: process.returncode == 0
+
+
+async def kill_pair(scene: Scene) -> Proof:
+    """Both workers of the request, at once."""
+    proofs = [await kill("prefill", scene), await kill("decode", scene)]
+    return lambda: all(proof() for proof in proofs)
+
+
+async def outstay(role: str, scene: Scene) -> Proof:
+    """SIGTERM, and more to do than --drain-timeout leaves time for: the rest moves on without an error."""
+    proof = await terminate(role, scene)
+    return lambda: proof() and "a request moves on from" in _coordinators_log(scene)
+
+
+def _coordinators_log(scene: Scene) -> str:
+    return (scene.house.directory / "coordinator.log").read_text()
+
+
+async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -> Proof:
+    """An engine that does not come back from a step, or a loop that does not come to its next one; the heart beats."""
+    worker: Worker = getattr(scene, role)
+    worker.wanted = False
+    _struck(scene)
+    worker.command(**{knob: STUCK_S})
+    _let_go(scene)
+    await scene.house.until(
+        lambda: any(event["event"] == "stuck" for event in worker.events), ARRIVES_S, "the worker is stuck"
+    )
+    return lambda: (gone := scene.ask.ended_at) > 0 and gone < worker.events[-1]["at"] + STUCK_S
 
 
 async def kill_coordinator(scene: Scene) -> Proof:
@@ -178,15 +212,23 @@ async def terminate_coordinator(scene: Scene) -> Proof:
     return lambda: bool(process.returncode == 0) and (refused.status, refused.error) == (503, "server_shutting_down")
 
 
-async def stall_coordinator(scene: Scene) -> Proof:
-    process = _coordinator(scene)
+async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
+    """It was away itself: nobody is silent, and nothing moves."""
+    process, setbacks = _coordinator(scene), await _setbacks(scene)
     _struck(scene)
     process.send_signal(signal.SIGSTOP)
     _let_go(scene)
-    await asyncio.sleep(STALL_S)  # the length of the fault itself
-    stalled = _state_of(process.pid) == "T"
+    await asyncio.sleep(seconds)  # the length of the fault itself
+    stalled = state_of(process.pid) == "T"
     process.send_signal(signal.SIGCONT)
-    return lambda: stalled
+    await scene.over()
+    unmoved = await _setbacks(scene) == setbacks
+    return lambda: stalled and unmoved
+
+
+async def _setbacks(scene: Scene) -> float:
+    """Attempts that were lost so far."""
+    return sum(map(float, re.findall(r"^tandem_(?:retries|migrations)_total (\S+)", await _metrics(scene), re.M)))
 
 
 async def kill_pool(role: str, scene: Scene) -> Proof:
@@ -321,6 +363,18 @@ async def engine_fails(token: int, times: int, scene: Scene) -> Proof:
     return failed
 
 
+async def poison(phase: Literal["D", "S"], scene: Scene) -> Proof:
+    """Whoever computes the seventh token of its answer dies: a decode worker, and then another."""
+    scene.ask.prompt[0], scene.ask.stream = KILLS_LATE, phase == "S"
+    _struck(scene)
+    scene.send(scene.ask)
+    decodes = scene.house.by_role("decode")
+    processes = [worker.process for worker in decodes]
+    for worker in decodes:
+        worker.wanted = False
+    return lambda: all(process is not None and process.returncode == -signal.SIGKILL for process in processes)
+
+
 async def deadline(scene: Scene) -> Proof:
     """It passes by itself; a hand-off that was held back goes on only after it."""
     scene.struck_at = scene.ask.started_at
@@ -392,6 +446,24 @@ async def black_hole(which: str, scene: Scene) -> Proof:
     proxy.black_hole = True
     _let_go(scene)
     return proof
+
+
+async def fail_hand_off(scene: Scene) -> Proof:
+    """The only link swallows everything until one hand-off has failed for it. Then it is whole, and requests come."""
+    proxy, known = scene.decode.data, len(_coordinators_log(scene))
+    _struck(scene)
+    proxy.black_hole = True
+
+    def failed() -> bool:
+        return "transfer_failed" in _coordinators_log(scene)[known:]
+
+    await scene.house.until(failed, ARRIVES_S, "the hand-off fails")
+    proxy.heal()
+    scene.neighbours = [scene.house.ask(PROMPT, OUTPUT) for _ in range(3)]
+    for ask in scene.neighbours:
+        scene.send(ask)
+    await scene.over()
+    return lambda: all(ask.largest_gap(0) < SERVED_S for ask in scene.neighbours)
 
 
 async def slow(which: str, knob: str, value: float, counter: str, scene: Scene) -> Proof:

@@ -113,7 +113,9 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
                 while share:
                     where = directory / f"house-{number}-{len(share)}"
                     kind = share[0].house
-                    async with House.running(where, flags=FLAGS + kind.flags, door=kind.door, seed=number) as house:
+                    pools = {"prefills": kind.each, "decodes": kind.each}
+                    flags = FLAGS + kind.flags
+                    async with House.running(where, flags=flags, door=kind.door, seed=number, **pools) as house:
                         while share and not house.beyond_repair:
                             results.put_nowait(await _play_and_repair(house, share.popleft()))
         except BaseException as error:

@@ -146,7 +146,7 @@ async def _streaming(scene: Scene) -> None:
 def progress(scene: Scene) -> float:
     """The longest time since the fault without a computed token, for an answer that comes in one piece."""
     steps = sorted(step[0] for worker in scene.house.workers.values() for step in worker.steps() if step[5])
-    marks = [scene.struck_at, *(at for at in steps if at > scene.struck_at), scene.ask.ended_at]
+    marks = [scene.struck_at, *(at for at in steps if scene.struck_at < at < scene.ask.ended_at), scene.ask.ended_at]
     return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 

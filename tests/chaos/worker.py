@@ -8,6 +8,7 @@ standard output, each with the monotonic time ``at``, which all processes of a m
     {"event": "listening", "address": "tcp://..."}             before it says Hello; "" for prefill
     {"event": "step", "segments": [[request, attempt, start, end, wants_token], ...]}   before the step is computed
     {"event": "fault", "token": t, "request": r, "attempt": a} before a request fails as its prompt says
+    {"event": "stuck", "within": "step"}                       before a step ("turn": a turn) lasts so much longer
     {"event": "lie", "request": r, "position": p}              after a token was exchanged for a wrong one
     {"event": "held", "blocks": n, "requests": m}              whenever one of them has changed
 """
@@ -32,14 +33,16 @@ from common.ids import WorkerName, new_incarnation
 from common.keys import load
 from common.kv.memory import host_id
 from common.messages import PROTOCOL, Hello
-from common.sequence import Batch, Sequence, StepResult
+from common.sequence import Batch, Segment, Sequence, StepResult
 from common.worker import Worker, WorkerSettings
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine
 
-FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS = 990, 991, 992, 993
-"""Prompts with such a token fail the first time or always, find no memory the first time, or kill the worker."""
+FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE = 990, 991, 992, 993, 994
+"""Prompts with such a token fail the first time or always, find no memory the first time, kill the worker, or kill it
+when LATE tokens of output are computed."""
+LATE = 6
 FIRST_FAULT = FAILS_ONCE
 ONLY_FIRST = {FAILS_ONCE, OUT_OF_MEMORY}
 
@@ -58,15 +61,19 @@ class ChaosEngine(OracleEngine):
         super().__init__(*args, **knobs)
         self.watched = False
         self.lie_at: int | None = None
+        self.stuck_s = self.jammed_s = 0.0
+        """What the next step, or the worker's next turn before any step, takes longer."""
 
     def step(self, batch: Batch) -> StepResult:
+        if self.stuck_s:
+            self.stuck_s = _stuck("step", self.stuck_s)
         if self.watched:
             tell("step", segments=[
                 [segment.sequence.request.id.hex(), segment.sequence.attempt, segment.start, segment.end,
                  segment.wants_token]
                 for segment in batch.segments
             ])  # fmt: skip
-        errors = {index: why for index, segment in enumerate(batch.segments) if (why := self._fault(segment.sequence))}
+        errors = {index: why for index, segment in enumerate(batch.segments) if (why := self._fault(segment))}
         good = [index for index in range(len(batch.segments)) if index not in errors]
         part = Batch(tuple(batch.segments[index] for index in good), tuple(batch.tables[index] for index in good))
         done = super().step(part)
@@ -84,15 +91,25 @@ class ChaosEngine(OracleEngine):
         return [(ids[0] + 1) % self.vocab_size, *ids[1:]]
 
     @staticmethod
-    def _fault(sequence: Sequence) -> str:
+    def _fault(segment: Segment) -> str:
+        sequence = segment.sequence
         prompt = sequence.tokens[: sequence.request.prompt_length]
         token = next((token for token in prompt if token >= FIRST_FAULT), None)
         if token is None or (token in ONLY_FIRST and sequence.attempt):
             return ""
+        if token == KILLS_LATE and segment.start < len(prompt) + LATE:
+            return ""
         tell("fault", token=token, request=sequence.request.id.hex(), attempt=sequence.attempt)
-        if token == KILLS:
+        if token in (KILLS, KILLS_LATE):
             os.kill(os.getpid(), signal.SIGKILL)
         return "MemoryError" if token == OUT_OF_MEMORY else "RuntimeError: impossible numbers"
+
+
+def _stuck(within: str, seconds: float) -> float:
+    """Tells, does nothing for so long, and leaves nothing to do."""
+    tell("stuck", within=within)
+    time.sleep(seconds)
+    return 0.0
 
 
 class _Told:
@@ -107,6 +124,12 @@ class _Told:
         if not hello.data_address or not self.advertised:
             return hello
         return msgspec.structs.replace(hello, data_address=self.advertised)
+
+    def turn(self) -> float:
+        engine: ChaosEngine = self.engine  # type: ignore[attr-defined]
+        if engine.jammed_s:
+            engine.jammed_s = _stuck("turn", engine.jammed_s)
+        return super().turn()  # type: ignore[misc, no-any-return]
 
     def _publish(self) -> None:
         super()._publish()  # type: ignore[misc]
