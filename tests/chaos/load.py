@@ -23,13 +23,11 @@ Break = Callable[[House], Awaitable[tuple[float, Callable[[], bool]]]]
 
 @dataclass
 class Figures:
-    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault, ``first_token_s`` the longest
-    time to a first token."""
+    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault."""
 
     name: str
     verdicts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    first_token_s: float = 0.0
     gap_s: float = 0.0
     allowed_gap_s: float = 0.0
     free_s: float = 0.0
@@ -105,7 +103,6 @@ async def scenario(
     ended = clock()
     figures.seconds = ended - started
     judge(figures, asks)
-    figures.first_token_s = max((ask.arrivals[0] - ask.started_at for ask in asks if ask.arrivals), default=0.0)
     started_ones = [ask for ask in asks if ask.arrivals and ask.ended_at > struck_at]
     streams = [ask for ask in started_ones if ask.arrivals[0] < struck_at]
     figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in started_ones), default=0.0)

@@ -1,8 +1,9 @@
 """The same with a model: real ``tandem`` processes, torch, float32, and a worker killed under load.
 
 Outputs are judged teacher-forced (:mod:`tests.reference`), since float32 differs in its last bits between the shapes in
-which prefill and decode compute. What a gap may last is measured: noticing a death, and the longest time that a request
-of the undisturbed load took to its first token.
+which prefill and decode compute. What a gap may last is measured: noticing a death, and computing again the prompts of
+all streams that a worker had. For that, one client asks for a single token after prompts as long as the longest of
+those, one at a time, in the middle of the undisturbed load.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common.request import SamplingParams
@@ -88,6 +90,16 @@ async def _gone(process: Process) -> None:
     await process.wait()
 
 
+async def _prompts_alone(house: ModelHouse, load: asyncio.Future[Figures]) -> float:
+    """Median seconds to the first token of a prompt as long as any that is computed again, while ``load`` runs."""
+    times = []
+    async with house.session() as session:
+        while not load.done():
+            ask = await house.ask(PROMPTS[-1] + OUTPUTS[-1], 1).send(session)
+            times += [at - ask.started_at for at in ask.arrivals[:1]]
+    return median(times)
+
+
 async def load(directory: Path, model: Path, *, requests: int, at_once: int) -> list[Figures]:
     """No fault, a decode and a prefill worker killed."""
     figures: list[Figures] = []
@@ -97,18 +109,24 @@ async def load(directory: Path, model: Path, *, requests: int, at_once: int) -> 
         "SIGKILL of one prefill worker": signalled("prefill-0", signal.SIGKILL),
     }
     async with ModelHouse.running(directory / "model", model=model) as house:
-        allowed = 0.0
+        allowed = alone = 0.0
         for name, breaking in faults.items():
-            done = await scenario(
-                house,
-                name,
-                breaking,
-                requests=requests,
-                at_once=at_once,
-                allowed_gap_s=allowed,
-                sizes=(PROMPTS, OUTPUTS),
+            run = asyncio.ensure_future(
+                scenario(
+                    house,
+                    name,
+                    breaking,
+                    requests=requests,
+                    at_once=at_once,
+                    allowed_gap_s=allowed,
+                    sizes=(PROMPTS, OUTPUTS),
+                )
             )
-            allowed = allowed or NOTICED_S + done.first_token_s
+            if breaking is None:
+                alone = await _prompts_alone(house, run)
+            done = await run
+            turns = -(-at_once // (len(house.by_role("decode")) * len(house.by_role("prefill"))))
+            allowed = NOTICED_S + alone * turns  # half of the streams move, and each prefill worker takes half of those
             print(done.row(), flush=True)
             figures.append(done)
             await house.restore()

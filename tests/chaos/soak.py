@@ -1,72 +1,121 @@
 """Long runs: many requests, clients that hang up, and a fault every so often. And how soon an abort frees blocks.
 
-A soak goes in legs. After each one everything must be free, no answer wrong, none failed; its totals go to a file, from
-which a later run goes on.
+A soak goes in legs. After each one everything must be free, no answer wrong, none failed, no stream have paused for
+long, and every fault have happened; its totals go to a file, from which a later run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.faults import state_of
 from tests.chaos.house import Ask, House, clock
 from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
-from tests.chaos.scenes import CHUNK, Phase, arrange
+from tests.chaos.scenes import CHUNK, TOKEN_S, Phase, arrange
+from tests.chaos.scenes import STEP_S as SCENE_STEP_S
 
 LEG = 2500
 ABORTED = 0.1
-EVERY_S, LASTS_S = 20.0, 3.0
-Hit = Callable[[House], Awaitable[None]]
+LEG_S = 1800.0
+FREED_S = 0.1
+HAPPENED_S = 20.0
+"""A worker that drains may take so long to be gone."""
+ANSWERS_PER_FAULT, LASTS_S = 100, 3.0
+STEP_S = 0.08
+"""Slow enough that a fault is over, and what it broke is back, before the next hundred answers are."""
+GAP_S = 5.0
+"""The longest pause of a stream: silence is noticed within 2 s, a hand-off that fails for it within 2 more; then the
+prompt's turn."""
+MOST_FAULTS_MISSED = 0.2
+"""A fault falls only when everything is back from the one before."""
+Proof = Callable[[], bool]
+Hit = Callable[[House], Awaitable[Proof]]
+"""Breaks something; the proof that it did, to be asked for while it lasts."""
 
 
-def _signalled(role: str, number: int) -> Hit:
-    async def hit(house: House) -> None:
-        worker = house.rng.choice(house.by_role(role))
-        worker.signal(number)
+def _killed(role: str) -> Hit:
+    async def hit(house: House) -> Proof:
+        process = house.rng.choice(house.by_role(role)).process
+        assert process is not None
+        process.kill()
+        return lambda: process.returncode == -signal.SIGKILL
 
     return hit
 
 
-async def _reset_links(house: House) -> None:
-    for worker in house.by_role("decode"):
-        worker.data.reset()
+def _stopped(role: str) -> Hit:
+    async def hit(house: House) -> Proof:
+        worker = house.rng.choice(house.by_role(role))
+        assert worker.process is not None
+        pid = worker.process.pid
+        worker.signal(signal.SIGSTOP)
+        return lambda: state_of(pid) == "T"
+
+    return hit
 
 
-async def _reset_control(house: House) -> None:
-    house.rng.choice(list(house.workers.values())).control.reset()
+def _drained(role: str) -> Hit:
+    async def hit(house: House) -> Proof:
+        worker = house.rng.choice(house.by_role(role))
+        process = worker.process
+        assert process is not None
+        worker.signal(signal.SIGTERM)
+        return lambda: process.returncode == 0
+
+    return hit
 
 
-async def _black_hole(house: House) -> None:
+async def _reset_links(house: House) -> Proof:
+    struck = sum(worker.data.reset() for worker in house.by_role("decode"))
+    return lambda: struck > 0
+
+
+async def _reset_control(house: House) -> Proof:
+    struck = house.rng.choice(list(house.workers.values())).control.reset()
+    return lambda: struck > 0
+
+
+async def _black_hole(house: House) -> Proof:
     proxy = house.rng.choice(house.by_role("decode")).data
+    before = proxy.done["black_hole"]
     proxy.only = f"{house.rng.choice(house.by_role('prefill')).incarnation}|"
     proxy.black_hole = True
+    return lambda: proxy.done["black_hole"] > before
 
 
-async def _break_frames(house: House) -> None:
+async def _break_frames(house: House) -> Proof:
+    rules = []
     for worker in house.by_role("decode"):
         for action in ("corrupt", "truncate", "drop", "duplicate", "reorder"):
-            worker.data.rules.append(Rule(action, is_frame, rate=0.01))  # type: ignore[arg-type]
+            rules.append(Rule(action, is_frame, rate=0.05))  # type: ignore[arg-type]
+            worker.data.rules.append(rules[-1])
+    return lambda: any(rule.hits for rule in rules)
 
 
-async def _stall(house: House) -> None:
+async def _stall(house: House) -> Proof:
     assert house.coordinator is not None
     house.coordinator.send_signal(signal.SIGSTOP)
     await asyncio.sleep(0.5)  # the length of the fault itself
+    stalled = state_of(house.coordinator.pid) == "T"
     house.coordinator.send_signal(signal.SIGCONT)
+    return lambda: stalled
 
 
 HITS: dict[str, Hit] = {
-    "decode killed": _signalled("decode", signal.SIGKILL),
-    "prefill killed": _signalled("prefill", signal.SIGKILL),
-    "decode stopped": _signalled("decode", signal.SIGSTOP),
-    "prefill stopped": _signalled("prefill", signal.SIGSTOP),
-    "decode drained": _signalled("decode", signal.SIGTERM),
-    "prefill drained": _signalled("prefill", signal.SIGTERM),
+    "decode killed": _killed("decode"),
+    "prefill killed": _killed("prefill"),
+    "decode stopped": _stopped("decode"),
+    "prefill stopped": _stopped("prefill"),
+    "decode drained": _drained("decode"),
+    "prefill drained": _drained("prefill"),
     "links reset": _reset_links,
     "control reset": _reset_control,
     "pair black-holed": _black_hole,
@@ -75,22 +124,25 @@ HITS: dict[str, Hit] = {
 }
 
 
-async def _break_things(house: House, faults: Counter[str], first: int) -> None:
-    """One fault after another, each healed (or its process started again) after LASTS_S."""
+async def _break_things(house: House, asks: Sequence[Ask], faults: Counter[str], first: int) -> None:
+    """A fault after every ANSWERS_PER_FAULT, in turn; each is proved, and healed (or its process started again) after
+    LASTS_S. Stuck if one did not happen."""
     names = list(HITS)
     while True:
-        await asyncio.sleep(EVERY_S / 2)
+        due = (faults.total() + 1) * ANSWERS_PER_FAULT - ANSWERS_PER_FAULT // 2
+        await house.until(lambda due=due: sum(bool(ask.ended_at) for ask in asks) >= due, LEG_S, "more answers")
         name = names[(first + faults.total()) % len(names)]
-        await HITS[name](house)
-        faults[name] += 1
+        proof = await HITS[name](house)
         await asyncio.sleep(LASTS_S)
+        await house.until(proof, HAPPENED_S, f"{name}: it has happened")
+        faults[name] += 1
         await house.restore()
-        await asyncio.sleep(EVERY_S / 2 - LASTS_S)
+        await house.until_ready()
 
 
 async def soak(directory: Path, *, requests: int, at_once: int, state: Path | None, seed: int) -> Figures:
     """Goes on from ``state`` (if it exists) up to ``requests`` in all."""
-    total = Figures("soak")
+    total = Figures("soak", allowed_gap_s=GAP_S)
     if state is not None and state.exists():
         kept = json.loads(state.read_text())
         total.verdicts, total.faults = Counter(kept["verdicts"]), Counter(kept["faults"])
@@ -99,6 +151,7 @@ async def soak(directory: Path, *, requests: int, at_once: int, state: Path | No
     async with House.running(directory / "soak", flags=LOAD_FLAGS, seed=seed + done) as house:
         while done < requests and total.passed:
             await _leg(house, total, min(LEG, requests - done), at_once)
+            _look(total)
             done = total.verdicts.total()
             print(total.row(), flush=True)
             if state is not None and total.passed:
@@ -110,17 +163,31 @@ async def soak(directory: Path, *, requests: int, at_once: int, state: Path | No
     return total
 
 
+def _look(total: Figures) -> None:
+    """What the sum of all legs must show."""
+    due = total.verdicts.total() // ANSWERS_PER_FAULT
+    if total.faults.total() < (1 - MOST_FAULTS_MISSED) * due:
+        total.wrong.append(f"{total.faults.total()} faults, {due} wanted")
+    if due > 2 * len(HITS) and (missing := HITS.keys() - total.faults.keys()):
+        total.wrong.append(f"never {', '.join(sorted(missing))}")
+    if total.gap_s > total.allowed_gap_s:
+        total.wrong.append(f"a gap of {total.gap_s:.2f} s")
+
+
 async def _leg(house: House, total: Figures, count: int, at_once: int) -> None:
     asks = [house.ask(house.rng.randrange(20, 160), house.rng.randrange(8, 48)) for _ in range(count)]
     leaving = {id(ask): house.rng.randrange(1, 8) for ask in asks if house.rng.random() < ABORTED}
     for worker in house.workers.values():
-        worker.command(step_s=0.01)
+        worker.flags = (*LOAD_FLAGS, "--step-s", str(STEP_S))  # also those that are started again
+        worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
-    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total()))
+    breaking = asyncio.ensure_future(_break_things(house, asks, faults, total.faults.total()))
     await crowd(house, asks, at_once, leave=lambda ask: leaving.get(id(ask), 0))
     breaking.cancel()
-    await asyncio.gather(breaking, return_exceptions=True)
+    (broke,) = await asyncio.gather(breaking, return_exceptions=True)
+    if isinstance(broke, Exception):
+        total.wrong.append(str(broke))
     ended = clock()
     await house.restore()
     await house.until_ready()
@@ -136,17 +203,39 @@ def _gap(ask: Ask) -> float:
     return ask.largest_gap(ask.arrivals[0]) if ask.arrivals and not ask.left else 0.0
 
 
-async def aborts(directory: Path, *, count: int) -> dict[str, list[float]]:
-    """Seconds from a client's hanging up to the last block given back, in rising order: ``count`` times while its
-    prompt is computed (0.13 s a step), and as often while it streams (0.03 s a step)."""
-    phases: dict[str, Phase] = {"its prompt is computed, 0.13 s a step": "P", "it streams, 0.03 s a step": "S"}
-    times: dict[str, list[float]] = {}
+@dataclass
+class HangUps:
+    """``times``: seconds from a client's hanging up while a step takes ``step_s`` to the last block given back, in
+    rising order."""
+
+    phase: str
+    step_s: float
+    times: list[float]
+
+    @property
+    def p99_s(self) -> float:
+        return self.times[math.ceil(0.99 * len(self.times)) - 1]
+
+    @property
+    def allowed_s(self) -> float:
+        """The step that runs, and a tenth of a second."""
+        return FREED_S + self.step_s
+
+
+async def aborts(directory: Path, *, count: int) -> list[HangUps]:
+    """``count`` clients hang up while their prompt is computed, and as many while it streams."""
+    prompt_step_s = CHUNK * TOKEN_S
+    phases: dict[Phase, tuple[str, float]] = {
+        "P": (f"its prompt is computed, {prompt_step_s:.2f} s a step", prompt_step_s),
+        "S": (f"it streams, {SCENE_STEP_S:.2f} s a step", SCENE_STEP_S),
+    }
+    found = []
     async with House.running(
         directory / "aborts", flags=("--watched", "--max-num-batched-tokens", str(CHUNK))
     ) as house:
-        for name, phase in phases.items():
-            times[name] = sorted([await _abort(house, phase) for _ in range(count)])
-    return times
+        for phase, (name, step_s) in phases.items():
+            found.append(HangUps(name, step_s, sorted([await _abort(house, phase) for _ in range(count)])))
+    return found
 
 
 async def _abort(house: House, phase: Phase) -> float:
