@@ -317,7 +317,7 @@ class Dispatcher:
         for incarnation in ticket.sent:
             self._on.get(incarnation, {}).pop(ticket.id, None)
         ticket.sent.clear()
-        ticket.missed_beats = 0
+        ticket.missed_beats.clear()
 
     # -- setbacks -------------------------------------------------------------------------------------------------
 
@@ -436,7 +436,8 @@ class Dispatcher:
         life.spoke(worker.id)
         self._settle_retry(ticket)
         self._note_hand_off(ticket)
-        ticket.missed_beats, ticket.heard_at = 0, now
+        ticket.heard_at = now
+        ticket.missed_beats.pop(worker.id, None)
         self._observe(ticket, choice, len(news.ids), now)
         try:
             ended = ticket.client.tokens(ticket, choice, news.ids, logprobs[news.skip :], finish)
@@ -531,16 +532,18 @@ class Dispatcher:
         for ticket in list(on.values()):
             if ticket.sent.get(worker.id, 0) > beat.acted_on or not self._should_have(ticket, worker):
                 continue
-            ticket.missed_beats = 0 if ticket.id in known else ticket.missed_beats + 1
-            if ticket.missed_beats >= MISSED_BEATS:
+            missed = 0 if ticket.id in known else ticket.missed_beats.get(worker.id, 0) + 1
+            ticket.missed_beats[worker.id] = missed
+            if missed >= MISSED_BEATS:
                 log.warning("%s does not have a request that it was given", worker.hello.name)
                 self._setback(ticket, shun=worker)
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
-        """One worker at a time answers for a request: prefill until the first token, then decode."""
-        if ticket.life.state is State.PREFILLING and ticket.life.prefill is not None:
-            return worker.id == ticket.life.prefill
-        return worker.id == ticket.life.decode and ticket.life.needs(worker.id)
+        """Decode has a request from its reservation to its end, prefill until the first token."""
+        life = ticket.life
+        if worker.id == life.prefill:
+            return life.state is State.PREFILLING
+        return worker.id == life.decode and life.needs(worker.id)
 
     # -- time -----------------------------------------------------------------------------------------------------
 

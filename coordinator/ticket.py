@@ -63,7 +63,8 @@ class Ticket:
     """Not to be placed earlier: after a failure something must change first."""
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
-    missed_beats: int = 0
+    missed_beats: dict[Incarnation, int] = field(default_factory=dict)
+    """How many heartbeats in a row of each worker did not list it."""
     heard_at: float = 0.0
     """When its workers last gave a sign that it goes on."""
     placed_at: float | None = None
