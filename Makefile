@@ -33,7 +33,7 @@ simulation: $(VENV)/.installed-test ## histories of the simulated system, from w
 chaos: $(VENV)/.installed-test ## break real processes in every phase of a request, and under load (six minutes on two cores)
 	@$(BIN)/python -m tests.chaos all --report bench/results/chaos.md
 
-soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 100 answers, a tenth of the clients hangs up (ARGS="--requests N --state FILE")
+soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of the clients hangs up (ARGS="--requests N --state FILE")
 	@$(BIN)/python -m tests.chaos soak $(ARGS)
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)

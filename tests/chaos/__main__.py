@@ -4,7 +4,7 @@
     python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
-    python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 100 answers, a tenth leaves
+    python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
     python -m tests.chaos model [DIRECTORY] [--requests 64] [--at-once 16]    torch workers of a checkpoint, killed
     python -m tests.chaos overload                                            two and three times what can be served
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
@@ -103,12 +103,12 @@ def main() -> int:
     loads.add_argument("--only", default="", help="scenarios whose name has this text")
     frames = commands.add_parser("frames", help="frames of KV broken in every way")
     frames.add_argument("--rate", type=float, default=0.01, help="of each kind")
-    soaks = commands.add_parser("soak", help="many requests, a fault every 100 answers, a tenth of clients leaves")
+    soaks = commands.add_parser("soak", help="many requests, a fault every 20 s, a tenth of the clients hangs up")
     soaks.add_argument("--state", type=Path, help="file with the totals so far: a run goes on from there")
     soaks.add_argument("--seed", type=int, default=0)
     for command, requests, run in ((loads, 800, _load), (frames, 2000, _frames), (soaks, 10_000, _soak)):
         command.add_argument("--requests", type=int, default=requests)
-        command.add_argument("--at-once", type=int, default=32 if run is _soak else 64, help="clients")
+        command.add_argument("--at-once", type=int, default=256 if run is _soak else 64, help="clients")
         command.set_defaults(run=run)
     too_much = commands.add_parser("overload", help="goodput at multiples of the peak")
     too_much.set_defaults(run=_overload)
