@@ -148,8 +148,7 @@ class DecodeWorker(Worker):
     # -- KV that arrives ----------------------------------------------------------------------------------------------
 
     def move_kv(self, now: float) -> None:
-        if self.pace.longest:
-            self.receiver.step_s = max(self.pace.longest, self.pace.expect(self.settings.max_num_batched_tokens))
+        self.receiver.step_s = self.pace.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUDGET_S):
             if self.close_trial(end.transfer):
@@ -209,6 +208,8 @@ class DecodeWorker(Worker):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def before_step(self, batch: Batch, now: float) -> None:
+        if self.pace.longest:
+            self.receiver.away(self.pace.expect(batch.length))
         for segment in batch.segments:
             life = self._lives[segment.sequence.id.transfer]
             if not life.started_at:

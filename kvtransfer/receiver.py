@@ -147,6 +147,16 @@ class Receiver:
         ended, self._ended = self._ended, []
         return ended
 
+    def away(self, step_s: float) -> None:
+        """A step of about ``step_s`` seconds begins, in which nothing is answered here: whoever would lose patience is
+        told."""
+        if step_s <= self.step_s or step_s * self._limits.busy_steps <= self._limits.no_progress_s:
+            return
+        self.step_s = step_s
+        for (request, attempt), incoming in self._incoming.items():
+            if incoming.peer and not self._settled(incoming):
+                self._reply(incoming.peer, Heard(request, attempt, int(step_s * 1000)))
+
     def close(self) -> None:
         for transfer in list(self._incoming):
             self.cancel(transfer, "the decode worker stops")

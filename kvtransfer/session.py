@@ -108,13 +108,14 @@ class SenderSession(Session):
         self.unacked_bytes = 0
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
-        self._repeated = False
+        self._repeated = self._heard = False
         self._renew_at = now
         self._patience_s = limits.no_progress_s
         self._ticked_at = now
 
     def heard(self, step_s: float, now: float) -> None:
         """Decode knows of the transfer; one of its steps, in which it answers nothing, takes about ``step_s``."""
+        self._heard = True
         self.progress_at = max(self.progress_at, now)
         self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
 
@@ -226,7 +227,7 @@ class SenderSession(Session):
         """Whether to announce the transfer again: renews the receiver's lease, and asks again for a lost grant."""
         if self.over or self.state is TransferState.ACCEPTED or now < self._renew_at:
             return False
-        self._renew_at = now + self.limits.renew_s
+        self._renew_at = now + (self.limits.renew_s if self._heard else self.limits.resend_s)
         return True
 
 

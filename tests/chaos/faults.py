@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.wire import DIGEST_BYTES
 from tests.chaos.house import Worker, clock
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
@@ -485,7 +486,7 @@ async def grant_lost(scene: Scene) -> Proof:
     def first(parts: Parts) -> bool:
         if not is_a("grant")(parts):
             return False
-        request = msgspec.msgpack.decode(parts[0])[1].hex()
+        request = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[1].hex()
         fresh = request not in dropped
         dropped.add(request)
         return fresh

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from common.wire import DIGEST_BYTES, seal
 from kvtransfer.credit import CreditBook
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.receiver import Landed, Receiver
-from kvtransfer.sender import FirstTokens, Sender
+from kvtransfer.sender import FirstTokens, Lost, Sender
 from kvtransfer.session import Limits
 from tests.simulation.clock import Clock, Process
 from tests.simulation.network import Network, Rates, SimulatedChannels
@@ -300,3 +301,18 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
             assert not strikes._counts
     finally:
         house.close()
+
+
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0.1, 2.0), (3.0, 12.0)])
+def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, waits_s: float) -> None:
+    house = House("zmq", 1)
+    house.begin(0)
+    house.turn()
+    assert len(house.sender) == 1
+    house.receiver.away(step_s)
+    began, ended = house.clock.now, []
+    while not ended:
+        house.travel(0.05)
+        ended = house.sender.pump(house.clock.now)
+    assert isinstance(ended[0], Lost) and waits_s <= house.clock.now - began < waits_s + 0.5
+    house.close()
