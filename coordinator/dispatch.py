@@ -123,7 +123,7 @@ class Dispatcher:
         if self.draining:
             raise shutting_down()
         if (role := self.router.missing_role()) is not None:
-            raise no_workers(role)
+            raise no_workers(role, starting=self.registry.starting(role))
         for ticket in tickets:
             if (reason := self._too_large(ticket)) is not None:
                 raise reason

@@ -97,7 +97,7 @@ class _Gate:
 
     def check(self, request: web.Request) -> None:
         """RequestError 401 or 403 unless the request may go on."""
-        if self._checks_site and request.method not in ("GET", "HEAD"):
+        if self._checks_site and request.path not in _OPEN_PATHS:
             self._check_site(request)
         if (not self._keys and not self._admin_keys) or request.path in _OPEN_PATHS:
             return
@@ -114,7 +114,8 @@ class _Gate:
             raise _unauthorized(token)
 
     def _check_site(self, request: web.Request) -> None:
-        """Without a key a web page in a browser on this machine could post here: its Host or Origin gives it away."""
+        """Without a key a web page in a browser on this machine could post here, or read what a name that it has made
+        point here shows: its Host or Origin gives it away."""
         host = request.headers.get("Host", "")
         if host and not self._is_here(_host_of(f"//{host}")):
             raise _foreign("Host", host)

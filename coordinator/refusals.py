@@ -13,9 +13,10 @@ def shutting_down() -> RequestError:
     )
 
 
-def no_workers(role: str) -> RequestError:
+def no_workers(role: str, starting: bool = False) -> RequestError:
+    todo = "they are still starting" if starting else f"start one with: tandem {role} MODEL --coordinator HOST:PORT"
     return RequestError(
-        f"No {role} worker is ready. Start one with: tandem {role} MODEL --coordinator HOST:PORT",
+        f"No {role} worker is ready: {todo}.",
         status=503,
         type="server_error",
         code=f"no_{role}_workers",

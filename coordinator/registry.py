@@ -128,6 +128,10 @@ class Registry:
     def ready(self, role: Role) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
 
+    def starting(self, role: Role) -> bool:
+        """Whether fewer workers of ``role`` have been ready so far than the system was started with."""
+        return len(self.seen[role]) < self.expected[role]
+
     def was_replaced(self, incarnation: Incarnation) -> bool:
         """Whether a later incarnation of the same name has taken its place: it must not come back."""
         return incarnation in self._replaced
@@ -226,6 +230,10 @@ class Registry:
                 f"--kv-encryption {hello.kv_encryption}, but {ends[0].kv_encryption} of {ends[0].name}: "
                 "both ends of a hand-off must have the same"
             )
+        for end in ends:
+            if not set(end.links) & set(hello.links):
+                told, theirs = ", ".join(hello.links), ", ".join(end.links)
+                return f"--kv-transport {told}, but {theirs} of {end.name}: a hand-off needs one that both ends have"
         for other in others:
             if other.name == hello.name and other.host != hello.host:
                 return f"{other.host} has a worker {hello.name} too: give every worker a name of its own with --name"

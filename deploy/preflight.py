@@ -13,6 +13,9 @@ from common.errors import NOT_OURS, StartError
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout
 
+PROCESS_BYTES = 256 << 20
+"""What a worker takes without model and KV: the interpreter, torch, transformers."""
+
 
 def check_up(config: UpConfig, workers: int) -> UpConfig:
     """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0."""
@@ -59,6 +62,13 @@ def check_memory(
     )
     wanted, free = plan.blocks * layout.block_bytes, device.free_memory()
     coming = workers if added is None else added
+    process = checkpoint.weight_bytes + PROCESS_BYTES
+    if process * coming > free:
+        raise StartError(
+            f"cannot start {coming} workers",
+            f"each takes {human_bytes(process)} beside its KV, and this machine has {human_bytes(free)} of memory free",
+            f"start {free // process} or fewer",
+        )
     if wanted * coming > free:
         raise StartError(
             f"cannot take {human_bytes(wanted)} of KV for each of {coming} workers",

@@ -61,7 +61,8 @@ class Unit:
             why = str(self._error) if self._error else how_it_ended(code)
             if time.monotonic() - started > HEALTHY_S:
                 backoff_s = BACKOFF_S
-            self._screen.fact(f"{self.label} ended ({why}); starting it again in {backoff_s:g} s")
+            left = "has left as it was told" if code == 0 and not self._error else f"ended ({why})"
+            self._screen.fact(f"{self.label} {left}; starting it again in {backoff_s:g} s")
             if await self._left_within(backoff_s):
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

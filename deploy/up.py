@@ -268,7 +268,13 @@ class Supervisor:
             coming, leaving = self._difference(wanted)
             await asyncio.to_thread(self._check_memory, len(coming))
             self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
-            results = await asyncio.gather(*map(self._grow, coming), return_exceptions=True)
+            at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
+
+            async def grow(unit: Unit) -> None:
+                async with at_once:
+                    await self._grow(unit)
+
+            results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
             await asyncio.gather(*map(self._shrink, leaving))
             for failure in results:
                 if isinstance(failure, BaseException):

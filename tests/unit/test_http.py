@@ -830,11 +830,13 @@ async def test_ignored_fields_are_named(house: House) -> None:
     assert response.headers["x-tandem-ignored"] == "store, foo"
 
 
-async def test_other_web_sites_cannot_post_here(house: House) -> None:
+async def test_other_web_sites_can_neither_post_nor_read_here(house: House) -> None:
     foreign = [("Host", "evil.example"), ("Origin", "https://evil.example"), ("Origin", "null")]
     for name, value in [*foreign, ("Host", "["), ("Origin", "http://["), ("Origin", "")]:
         response, body = await house.post(CHAT, HELLO, headers={name: value})
         assert response.status == 403 and body["error"]["code"] == "forbidden_origin"
+        response, _ = await house.get("/admin/workers", headers={name: value})
+        assert response.status == 403, "nor read"
     response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1}, headers={"Origin": "http://localhost:3000"})
     assert response.status == 200
 

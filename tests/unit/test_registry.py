@@ -100,6 +100,20 @@ def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     join(registry, "d0", "i4", kv_encryption="none")  # nobody is left who thinks otherwise
 
 
+def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
+    registry = Registry("f")
+    join(registry, "p0", "i0", "prefill", links=("shm",))
+    verdict = registry.join(hello("d0", "i1", links=("zmq",)), 0.0)
+    assert isinstance(verdict, Refused) and "--kv-transport zmq, but shm of p0" in verdict.reason
+    join(registry, "d1", "i2", links=("shm", "zmq"))
+    join(registry, "c0", "i3", "colocated", links=("zmq",))  # hands nothing over
+
+
+def test_a_name_that_libzmq_cannot_carry_is_refused() -> None:
+    verdict = Registry("f").join(hello("d" * 129, "i0"), 0.0)
+    assert isinstance(verdict, Refused) and "128" in verdict.reason
+
+
 def test_workers_may_hold_kv_in_types_and_blocks_of_their_own() -> None:
     registry = Registry("f")
     join(registry)
