@@ -24,8 +24,9 @@ LONG, CHOICES, FAST_S, NARROW_BYTES = 1500, 4, 0.005, 2048
 """Of a client that stops reading: tokens and choices asked for, seconds a token, what its socket takes at a time."""
 STUCK_S = 8.0
 """Longer than anybody should wait for a worker that hangs."""
-SERVED_S = 3.5
-"""The longest that a request waits which comes to a pair whose last hand-off has failed: a cool-down, and its turn."""
+SERVED_S = 4.5
+"""The longest that a request waits which comes to a pair whose last hand-off has failed: a cool-down, and the turns of
+four prompts."""
 UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
 REFUSED_S = 0.05
