@@ -172,6 +172,7 @@ class Proxy:
         self._target = ("", 0)
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._swallowed: set[asyncio.StreamWriter] = set()
         self._hold_at: Callable[[Parts], bool] | None = None
         self._held_at = asyncio.Event()
         self._server = await asyncio.start_server(self._dialled, "127.0.0.1", 0)
@@ -240,6 +241,8 @@ class Proxy:
         if swallowed:
             for connection in list(self._connections):
                 connection.reset()
+            for writer in self._swallowed:
+                writer.transport.abort()
 
     # -- forwarding ---------------------------------------------------------------------------------------------------
 
@@ -260,8 +263,12 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._aimed.wait()
         if self.black_hole and not self.only:
-            while data := await reader.read(CHUNK):
-                self.done["black_hole"] += len(data)
+            self._swallowed.add(writer)
+            try:
+                while data := await reader.read(CHUNK):
+                    self.done["black_hole"] += len(data)
+            finally:
+                self._swallowed.discard(writer)
             return
         target_reader, target_writer = await asyncio.open_connection(*self._target)
         connection = _Connection(reader, writer, target_reader, target_writer)

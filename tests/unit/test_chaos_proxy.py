@@ -176,6 +176,19 @@ async def test_a_black_hole_swallows_and_leaves_the_connection() -> None:
         await at.until("reset")
 
 
+async def test_who_dialled_into_a_black_hole_dials_again_when_it_is_whole() -> None:
+    async with line() as at:
+        at.proxy.black_hole = True
+        reader, writer = await asyncio.open_connection("127.0.0.1", at.proxy.port)
+        writer.write(GREETING)
+        async with asyncio.timeout(SOON_S):
+            while at.proxy.done["black_hole"] < len(GREETING):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            at.proxy.heal()
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_a_reset_ends_both_sides() -> None:
     async with line() as at:
         assert at.proxy.reset() == at.proxy.done["reset"] == 1

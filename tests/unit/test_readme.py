@@ -64,6 +64,12 @@ def test_what_a_newcomer_must_be_told_is_told() -> None:
         assert words in README
 
 
+def test_the_table_of_faults_is_the_one_that_was_measured() -> None:
+    matrix = (ROOT / "bench" / "results" / "chaos.md").read_text(encoding="utf-8").split("\n## ")
+    told = README.split("<!-- faults -->\n")[1].split("<!-- /faults -->")[0]
+    assert told.strip() == matrix[1].removeprefix("The matrix").strip() + "\n\n" + matrix[0].split("\n\n")[1].strip()
+
+
 def test_every_file_that_is_named_exists() -> None:
     for path in re.findall(r"`([\w/]+(?:/|\.(?:py|md|txt|toml)))`", README):
         if path != "keys.txt" and "/" in path:
