@@ -38,7 +38,7 @@ def test_a_document_without_markers_is_refused() -> None:
 def test_every_flag_in_the_text_exists() -> None:
     known = {item.flag for config in CONFIGS for item in options(config)} | {"--config", "--version"}
     known |= {f"--no-{flag[2:]}" for flag in known}
-    for flag in re.findall(r"--[a-z][a-z-]+", README):
+    for flag in re.findall(r"--[a-z][a-z-]+", re.sub(r"`python -m .*?`", "", README)):
         assert flag in known | {"--kv-cache-memory-bytes", "--num-gpu-blocks-override"}, flag
 
 
