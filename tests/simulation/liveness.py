@@ -57,8 +57,11 @@ class Attempt:
         met = strike.began <= self.ended and self.began <= strike.ended + LINGERS_S
         return met and strike.ends <= self.workers | {COORDINATOR}
 
-    def killed_by(self, strike: Strike) -> bool:
-        return strike.deadly and strike.ends <= self.workers and self.began <= strike.began <= self.ended + DIES_S
+    def bereft_by(self, strike: Strike) -> bool:
+        """A worker of it died, or the line to one broke, which looks the same until that worker joins again."""
+        lost = strike.ends - {COORDINATOR}
+        looks_dead = strike.deadly or len(strike.ends) > len(lost)
+        return bool(lost) and looks_dead and lost <= self.workers and self.began <= strike.began <= self.ended + DIES_S
 
 
 class Pause(NamedTuple):
@@ -126,8 +129,8 @@ def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
         return "" if touched > MAX_RETRIES else f"{touched} of its {len(record.attempts)} attempts met a fault"
     if code == "request_quarantined":
-        deaths = sum(any(attempt.killed_by(strike) for strike in strikes) for attempt in record.attempts)
-        return "" if deaths >= MAX_CRASHES else f"workers died in {deaths} of its {len(record.attempts)} attempts"
+        losses = sum(any(attempt.bereft_by(strike) for strike in strikes) for attempt in record.attempts)
+        return "" if losses >= MAX_CRASHES else f"workers were lost in {losses} of its {len(record.attempts)} attempts"
     return "" if code in ("request_timeout", "no_prefill_workers", "no_decode_workers") else "nothing may fail so"
 
 
