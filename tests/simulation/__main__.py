@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from common.wire import DIGEST_BYTES
 from tests.simulation.mutations import MUTATIONS, brought_back
 from tests.simulation.network import Connection
 from tests.simulation.play import Outcome, run
@@ -129,9 +130,10 @@ def _mutated(name: str, seeds: range) -> int:
 def _trace() -> None:
     arrive = Connection._arrive
 
+    # without digests: counters of real time stand behind what is shown
     def traced(self: Connection, receiver: object, parts: list[bytes]) -> None:
         ends = f"{self.dealer.process.name} and {self.router.process.name}"
-        print(f"{self.network.clock.now:.6f} {ends}: {parts[-1][:80].hex()}")
+        print(f"{self.network.clock.now:.6f} {ends}: {parts[-1][DIGEST_BYTES:][:80].hex()}")
         arrive(self, receiver, parts)
 
     Connection._arrive = traced  # type: ignore[method-assign, assignment]
