@@ -16,7 +16,6 @@ from aiohttp import HttpVersion11, web
 
 KEEPALIVE_S = 15.0
 MAX_BUFFERED_BYTES = 1 << 20
-_LOW_WATER_BYTES = 64 << 10
 _COMMENT = b": keep-alive\n\n"
 log = logging.getLogger("tandem.http")
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -420,22 +420,17 @@ def _counted(proxy: Proxy, name: str) -> Proof:
     return lambda: proxy.done[name] > before
 
 
-async def reset(which: str, scene: Scene) -> Proof:
+async def _cut(how: Callable[[Proxy], int], which: str, scene: Scene) -> Proof:
     proxy = _line(scene, which)
-    proof = _counted(proxy, "reset")
+    proof = _counted(proxy, how.__name__)
     _struck(scene)
-    proxy.reset()
+    how(proxy)
     _let_go(scene)
     return proof
 
 
-async def half_close(which: str, scene: Scene) -> Proof:
-    proxy = _line(scene, which)
-    proof = _counted(proxy, "half_close")
-    _struck(scene)
-    proxy.half_close()
-    _let_go(scene)
-    return proof
+reset = partial(_cut, Proxy.reset)
+half_close = partial(_cut, Proxy.half_close)
 
 
 async def black_hole(which: str, scene: Scene) -> Proof:

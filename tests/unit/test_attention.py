@@ -149,10 +149,12 @@ def test_an_unknown_backend_is_refused_in_words(make_store: MakeStore) -> None:
         select_backend("cpu", store, "warp")
 
 
-def test_the_stores_of_the_shards_agree_with_the_canonical_bytes() -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_stores_of_the_shards_agree_with_the_canonical_bytes(shards: int) -> None:
     """Each rank of tensor parallelism writes its heads into its shard; whoever reads the pool gets all of them."""
-    layout = KvLayout((LayerLayout(4, 4, 2), LayerLayout(2, 6, 2)), "float32", BLOCK, head_shards=2)
+    layout = KvLayout((LayerLayout(4, 4, 2), LayerLayout(2, 6, 2)), "float32", BLOCK, head_shards=shards)
     memory = KvMemory(layout, 5)
+    stores = [KvStore(memory, rank) for rank in range(shards)]
     table, tokens = [3, 1], 20
     rows = torch.arange(tokens)
     slots = (torch.tensor(table)[rows // BLOCK], rows % BLOCK)
@@ -160,31 +162,14 @@ def test_the_stores_of_the_shards_agree_with_the_canonical_bytes() -> None:
     for index, layer in enumerate(layout.layers):
         key = torch.randn(tokens, layer.kv_heads, layer.k_dim)
         value = torch.randn(tokens, layer.kv_heads, layer.v_dim)
-        for rank, (keys, values) in enumerate(zip(key.chunk(2, 1), value.chunk(2, 1), strict=True)):
-            KvStore(memory, rank).write(index, keys, values, slots)
+        for store, keys, values in zip(stores, key.chunk(shards, 1), value.chunk(shards, 1), strict=True):
+            store.write(index, keys, values, slots)
         written += [key.flatten(), value.flatten()]
     canonical = memory.read(table, range(tokens), range(2))  # type: ignore[arg-type]
     assert torch.equal(torch.from_numpy(canonical).view(torch.float32), torch.cat(written))
+    for store in stores:
+        store.copy_blocks([BlockCopy(3, 0)])  # type: ignore[arg-type]
+        assert torch.equal(store.k(1)[0], store.k(1)[3])
+        store.clear([0])
+        assert not store.k(0)[0].any() and not store.v(1)[0].any()
     memory.close()
-
-
-def test_the_store_agrees_with_the_canonical_bytes() -> None:
-    layout = KvLayout((LayerLayout(2, 4, 4), LayerLayout(1, 6, 2)), "float32", BLOCK)
-    memory = KvMemory(layout, 5)
-    store = KvStore(memory)
-    table, tokens = [3, 1], 20
-    rows = torch.arange(tokens)
-    slots = (torch.tensor(table)[rows // BLOCK], rows % BLOCK)
-    written = []
-    for index, layer in enumerate(layout.layers):
-        key = torch.randn(tokens, layer.kv_heads, layer.k_dim)
-        value = torch.randn(tokens, layer.kv_heads, layer.v_dim)
-        store.write(index, key, value, slots)
-        written += [key.flatten(), value.flatten()]
-    canonical = memory.read(table, range(tokens), range(2))  # type: ignore[arg-type]
-    assert torch.equal(torch.from_numpy(canonical).view(torch.float32), torch.cat(written))
-    store.copy_blocks([BlockCopy(3, 0)])  # type: ignore[arg-type]
-    assert torch.equal(store.k(1)[0], store.k(1)[3])
-    store.clear([0])
-    assert not store.k(0)[0].any() and not store.v(1)[0].any()
-    store.close()
