@@ -41,7 +41,7 @@ class Figures:
     def row(self) -> str:
         verdicts = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
         faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
-        gap = f"{self.gap_s:.2f}" + (f" of {self.allowed_gap_s:g}" if self.allowed_gap_s else "")
+        gap = f"{self.gap_s:.2f}" + (f" of {self.allowed_gap_s:.3g}" if self.allowed_gap_s else "")
         note = "ok" if self.passed else "FAILED: " + "; ".join(self.wrong)
         return f"| {self.name} | {faults} | {verdicts} | {gap} | {self.free_s:.2f} | {self.seconds:.0f} | {note} |"
 
@@ -81,18 +81,22 @@ async def scenario(
     requests: int,
     at_once: int,
     allowed_gap_s: float,
-    sizes: tuple[range, range] = (range(40, 120), range(16, 40)),
 ) -> Figures:
-    """One load with one fault in the middle of it; leaves the house in need of repair. ``sizes``: tokens of prompts and
-    of outputs."""
-    figures = Figures(name, allowed_gap_s=allowed_gap_s)
-    asks = [house.ask(*(house.rng.choice(size) for size in sizes)) for _ in range(requests)]
+    """One load of ``requests`` of the house's own with one fault in the middle of it; leaves it in need of repair."""
+    asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
+    return await answered(house, asks, Figures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
+
+
+async def answered(
+    house: House, asks: Sequence[Ask], figures: Figures, breaking: Break | None, at_once: int
+) -> Figures:
+    """The same for given requests; fills ``figures``."""
     started = clock()
     load = asyncio.ensure_future(crowd(house, asks, at_once))
     struck_at, happened = clock(), lambda: True
     if breaking is not None:
         await house.until(
-            lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= requests // 4, 120, "a quarter is done"
+            lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= len(asks) // 4, 120, "a quarter is done"
         )
         struck_at, happened = await breaking(house)
         if load.done():
@@ -102,6 +106,7 @@ async def scenario(
         figures.wrong.append("the fault did not happen")
     ended = clock()
     figures.seconds = ended - started
+    figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
     judge(figures, asks)
     started_ones = [ask for ask in asks if ask.arrivals and ask.ended_at > struck_at]
     streams = [ask for ask in started_ones if ask.arrivals[0] < struck_at]
@@ -109,9 +114,8 @@ async def scenario(
     figures.faults["streams running then"] = len(streams)
     if breaking is not None and not streams:
         figures.wrong.append("no stream was running when the fault struck")
-    if allowed_gap_s and figures.gap_s > allowed_gap_s:
+    if figures.allowed_gap_s and figures.gap_s > figures.allowed_gap_s:
         figures.wrong.append(f"a gap of {figures.gap_s:.2f} s")
-    figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
     return figures
 
 
