@@ -1,7 +1,8 @@
 """Which tokens to compute in the next step.
 
 Pure. There is no prefill phase and no decode phase: every sequence has ``missing`` tokens, many or one, and a step is a
-list of segments under a budget of tokens, sequences and blocks. Who runs is decided by rank (priority, then arrival):
+list of segments under a budget of tokens, sequences and blocks. Who runs is decided by rank: priority, then streams
+that lost another worker (somebody has read their beginning) before those that begin, then arrival.
 
     add ──► waiting ── blocks for all its tokens ──► running ── finish / abort / detach ──► gone
                ▲                                        │
@@ -26,7 +27,7 @@ from common.kv.prefix import ChainKey
 from common.kv.table import BlockTable
 from common.sequence import Batch, Segment, Sequence, StepResult, TokenLogprobs
 
-Rank = tuple[int, int]
+Rank = tuple[int, bool, int]
 
 
 @dataclass(slots=True)
@@ -288,7 +289,7 @@ class Planner:
 
     def _next_rank(self, sequence: Sequence) -> Rank:
         self._arrivals += 1
-        return (sequence.request.priority, self._arrivals)
+        return (sequence.request.priority, not sequence.request.emitted, self._arrivals)
 
     def _insert(self, queue: list[_Entry], entry: _Entry) -> None:
         if entry.sequence.id in self._entries:

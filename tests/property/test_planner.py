@@ -8,6 +8,7 @@ or missing block, or with a wrong position, ends with another output than the on
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
@@ -254,12 +255,15 @@ def test_budgets_progress_and_tokens(
     event(f"preempted: {planner.preemptions > 0}")
 
 
-def simple(prompt: int, max_tokens: int, index: int = 0, n: int = 1, priority: int = 0) -> Sequence:
+def simple(
+    prompt: int, max_tokens: int, index: int = 0, n: int = 1, priority: int = 0, emitted: Collection[int] = ()
+) -> Sequence:
     request = Request(
         RequestId(index.to_bytes(16, "little")),
         pack_tokens(range(100 * index, 100 * index + prompt)),
         SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
         n=n,
+        emitted=(pack_tokens(emitted),) if emitted else (),
         priority=priority,
     )
     return Sequence(request, attempt=1, max_length=10_000)
@@ -354,6 +358,25 @@ def test_lower_priorities_rest_while_higher_ones_fill_every_step() -> None:
     assert planner.resting() == {low.request.id}, "until it has its next token"
     advance(planner)
     assert (low.output_length, planner.resting()) == (had + 1, set())
+
+
+def test_a_stream_that_lost_its_worker_goes_before_prompts_that_begin() -> None:
+    planner = small(blocks=60, max_tokens=8)
+    first, second = simple(40, 5), simple(8, 5, index=1)
+    moved, urgent = simple(8, 5, index=2, emitted=[7, 8]), simple(8, 5, index=3, priority=-1)
+    planner.add(first)
+    advance(planner)
+    for sequence in (second, moved, urgent):
+        planner.add(sequence)
+    order = []
+    while planner:
+        for segment in advance(planner).segments:
+            if segment.sequence not in order:
+                order.append(segment.sequence)
+        for sequence in list(planner.sequences()):
+            if sequence.output_length > len(sequence.request.emitted_tokens(0)):
+                planner.finish(sequence)
+    assert order == [first, urgent, moved, second]
 
 
 def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None:

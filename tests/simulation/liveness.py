@@ -26,8 +26,6 @@ NOTICED_S = 3.5
 LOST_S, RESENT_S = 2.75, 1.0
 """After one message was lost: three heartbeats, a retry and the prompt again; after one that is asked for again, or
 repeated when nothing acknowledges it."""
-LEASE_S = 8.0
-"""A receiver hears nothing of a sender for so long before it gives up."""
 NOISE_S = 8.0
 """Where lines lose up to every tenth message what says so is lost, too: about three in a row."""
 LINGERS_S = 3.0
@@ -78,8 +76,9 @@ class Pause(NamedTuple):
 
 @dataclass
 class Record:
-    """What became of one request."""
+    """What became of one request. ``yields``: others may come before it, as they rank higher."""
 
+    yields: bool = False
     attempts: list[Attempt] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
 
@@ -96,13 +95,14 @@ class Patience:
 
     def overdue(self, record: Record, strikes: Sequence[Strike]) -> Iterator[str]:
         """Pauses that are too long, in words. Before its first token a request may wait for what others hold, so any
-        fault excuses that; a stream is excused by those that touch it."""
+        fault excuses that; a stream is excused by those that touch it, and then waits for others only if they rank
+        higher."""
         for pause in record.pauses:
             before = [strike for strike in strikes if strike.began <= pause.ended]
             if pause.started:
                 before = _touching(record, pause, before)
                 limit = self.noticed_s if before else CALM_S
-                limit += CALM_STEPS * self.slowest_s
+                limit += self.work_s if before and record.yields else CALM_STEPS * self.slowest_s
             else:
                 limit = self.noticed_s + self.work_s
             limit += self.noise_s
