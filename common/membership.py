@@ -1,7 +1,7 @@
 """A worker's membership in a running system: it says Hello, keeps a heart beating, and exchanges control messages.
 
 The heartbeat has a thread and a socket of its own, so that neither a long engine step nor a queue of messages can delay
-it; it sends the last snapshot that the worker published, and how long the running step has taken.
+it; it sends the last snapshot that the worker published, and how long the running turn of its loop has taken.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class Membership:
         self._channels, self._address, self._clock = channels, address, channels.clock
         self.hello = hello
         self.snapshot = Snapshot()
-        self.step: tuple[float, float] | None = None
-        """When the running step began, and how long it is expected to take."""
+        self.turning_since: float | None = None
+        """When the running turn of the worker's loop began; None while it waits."""
+        self.expected_s = 0.0
+        """How long the running step, if there is one, is expected to take."""
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
@@ -134,7 +136,7 @@ class Membership:
             self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
     def _heartbeat(self) -> Heartbeat:
-        now, step, shot = self._clock(), self.step, self.snapshot
+        now, since, shot = self._clock(), self.turning_since, self.snapshot
         return Heartbeat(
             self.hello.incarnation,
             shot.acted_on,
@@ -145,9 +147,9 @@ class Membership:
             shot.running,
             shot.waiting,
             shot.waiting_tokens,
-            -1 if step is None else int((now - step[0]) * 1000),
+            -1 if since is None else int((now - since) * 1000),
             shot.draining,
             shot.counters,
-            int(1000 * (shot.longest_step_s if step is None else max(step[1], shot.longest_step_s))),
+            int(1000 * max(self.expected_s, shot.longest_step_s)),
             shot.resting,
         )

@@ -66,8 +66,9 @@ class Hello(Message, tag="hello"):
 class Heartbeat(Message, tag="heartbeat"):
     """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
     so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids,
-    joined. ``step_ms`` is how long the running step has taken so far, -1 when idle; ``expected_ms`` how long steps may
-    well take: one that takes much longer hangs, however faithfully the heart beats. ``resting`` are the live requests
+    joined. ``turn_ms`` is how long the running turn of the loop has taken so far (messages, hand-offs, one step), -1
+    while it waits; ``expected_ms`` how long steps may well take: a turn that takes much longer hangs, however
+    faithfully the heart beats. ``resting`` are the live requests
     that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
 
     incarnation: Incarnation
@@ -79,7 +80,7 @@ class Heartbeat(Message, tag="heartbeat"):
     running: int
     waiting: int
     waiting_tokens: int
-    step_ms: int
+    turn_ms: int
     draining: bool
     counters: dict[str, float] = {}
     expected_ms: int = 0

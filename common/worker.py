@@ -170,7 +170,7 @@ class Worker(abc.ABC):
 
     def turn(self) -> float:
         """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
-        now = self.clock()
+        now = self.membership.turning_since = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)
         self.move_kv(self.clock())
@@ -180,6 +180,7 @@ class Worker(abc.ABC):
         if batch is not None:
             self._step(batch)
         self._publish()
+        self.membership.turning_since = None
         if batch is not None or self.more_to_move():
             return 0.0
         return TIMER_S if self.holdings() else IDLE_S
@@ -352,9 +353,9 @@ class Worker(abc.ABC):
     def _step(self, batch: Batch) -> None:
         now = self.clock()
         self.before_step(batch, now)
-        self.membership.step = (now, self.pace.expect(batch.length))
+        self.membership.expected_s = self.pace.expect(batch.length)
         result = self.engine.step(batch)
-        self.membership.step = None
+        self.membership.expected_s = 0.0
         self.pace.took(batch.length, self.clock() - now)
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():

@@ -271,9 +271,8 @@ class Gateway:
             case Heartbeat():
                 self.registry.beat(worker, message)
                 if self.registry.hangs(worker):
-                    log.warning(
-                        "worker %s is gone: its step has taken %d ms so far", worker.hello.name, message.step_ms
-                    )
+                    name, turn_ms = worker.hello.name, message.turn_ms
+                    log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
                     self._remove(worker)
                     events.lost(worker, crashed=False)
                 else:

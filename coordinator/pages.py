@@ -195,7 +195,8 @@ def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[st
 
 def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
     """``links``: what was measured, else the transports that the worker speaks, best first. ``avoids``: whom it gets no
-    hand-offs to, as several failed. ``step_ms``: how long the running step has taken so far, None when idle."""
+    hand-offs to, as several failed. ``turn_ms``: how long the running turn of its loop has taken so far, None while it
+    waits."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -210,7 +211,7 @@ def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
         "running": beat.running if beat else 0,
         "waiting": beat.waiting if beat else 0,
         "waiting_tokens": beat.waiting_tokens if beat else 0,
-        "step_ms": beat.step_ms if beat and beat.step_ms >= 0 else None,
+        "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
         "incarnation": hello.incarnation,
         "links": links.of(worker) or hello.links,
         "avoids": avoids,

@@ -23,7 +23,7 @@ from common.options import parse_address
 SILENCE_S = 1.75
 """A worker not heard of for so long is gone; with the time between two looks that makes two seconds."""
 HANG_S, HANG_STEPS = 2.0, 4.0
-"""A step that takes this long, and so many times what was expected of it, will never end."""
+"""A turn of a worker's loop that takes this long, and so many times what is expected of a step, will never end."""
 SWEEP_S = 0.25
 """How often :meth:`Registry.sweep` is expected to be called; what is later than that is our own lag, not silence."""
 _FORGOTTEN = 1024
@@ -169,9 +169,9 @@ class Registry:
             self.drains(worker)
 
     def hangs(self, worker: Worker) -> bool:
-        """Whether the step that the worker told of last will never end: a heart that beats is no proof of life."""
+        """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
         beat = worker.beat
-        return beat is not None and beat.step_ms > 1000 * HANG_S and beat.step_ms > HANG_STEPS * beat.expected_ms
+        return beat is not None and beat.turn_ms > 1000 * HANG_S and beat.turn_ms > HANG_STEPS * beat.expected_ms
 
     def drains(self, worker: Worker) -> None:
         """The worker has said that it takes nothing new. Idempotent."""

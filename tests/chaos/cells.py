@@ -23,8 +23,8 @@ KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
 """The bounds of a stream's largest gap (a death noticed within 0.2 s, silence within 2 s, and a new start), and what a
 prompt takes to be computed again in phase P's slow prefill."""
 HUNG_S = 3.25
-"""A step that does not end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a step by the
-heartbeat (0.5 s) that tells of it; and a new start."""
+"""A loop that does not come to its end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a
+loop by the heartbeat (0.5 s) that tells of it; and a new start."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -123,8 +123,11 @@ CELLS: list[Cell] = [
     *_row("prefill hangs in a step", partial(faults.stick, "prefill", "stuck_s"), "exact",
           {"P": HUNG_S + RECOMPUTED_S}),
     *_row("decode hangs in a step", partial(faults.stick, "decode", "stuck_s"), "exact", dict.fromkeys("DS", HUNG_S)),
+    *_row("prefill hangs between steps", partial(faults.stick, "prefill", "jammed_s"), "exact",
+          {"P": HUNG_S + RECOMPUTED_S, "X": HUNG_S}),
     *_row("decode hangs between steps", partial(faults.stick, "decode", "jammed_s"), "exact",
           dict.fromkeys("DS", HUNG_S)),
+    *_row("tokens of a decode worker are lost", faults.mute, "exact", dict.fromkeys("DS", HUNG_S)),
     *_row("prefill leaves before it is done", partial(faults.outstay, "prefill"), "exact", {"P": _KILL["P"]},
           house=HASTY),
     *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact",

@@ -180,6 +180,15 @@ async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -
     return lambda: (gone := scene.ask.ended_at) > 0 and gone < worker.events[-1]["at"] + STUCK_S
 
 
+async def mute(scene: Scene) -> Proof:
+    """Tokens of a decode worker never arrive; its heart, on a connection of its own, says that it has the stream."""
+    rule = Rule("drop", is_a("tokens"), "up")
+    scene.decode.control.rules.append(rule)
+    _struck(scene)
+    _let_go(scene)
+    return lambda: rule.hits > 1
+
+
 async def kill_coordinator(scene: Scene) -> Proof:
     process = _coordinator(scene)
     _struck(scene)

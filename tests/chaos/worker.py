@@ -125,11 +125,11 @@ class _Told:
             return hello
         return msgspec.structs.replace(hello, data_address=self.advertised)
 
-    def turn(self) -> float:
+    def move_kv(self, now: float) -> None:
         engine: ChaosEngine = self.engine  # type: ignore[attr-defined]
         if engine.jammed_s:
             engine.jammed_s = _stuck("turn", engine.jammed_s)
-        return super().turn()  # type: ignore[misc, no-any-return]
+        super().move_kv(now)  # type: ignore[misc]
 
     def _publish(self) -> None:
         super()._publish()  # type: ignore[misc]

@@ -203,7 +203,7 @@ _BEAT: dict[str, Any] = {
     "running": 3,
     "waiting": 1,
     "waiting_tokens": 900,
-    "step_ms": -1,
+    "turn_ms": -1,
     "draining": False,
     "counters": {"preemptions": 2.0},
     "expected_ms": 40,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import zmq
@@ -58,10 +58,12 @@ class Losing:
     number: int
     struck: Callable[..., None]
 
-    def takes(self, parts: Parts) -> bool:
+    def takes(self, connection: Connection, parts: Parts) -> bool:
         if self.number and self._is(parts):
             self.number -= 1
-            return not self.number
+            if not self.number:
+                self.struck(connection.dealer.process.name, connection.router.process.name)
+                return True
         return False
 
     def _is(self, parts: Parts) -> bool:
@@ -69,6 +71,20 @@ class Losing:
             return self.tag == "frame"
         tag, *fields = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])
         return bool(tag == self.tag) and not (tag == "tokens" and any(fields[_FINISH]))
+
+
+@dataclass
+class Mute:
+    """Tokens of the worker ``name`` are lost; its heart, on a connection of its own, goes on."""
+
+    name: str
+    tag: ClassVar[str] = "tokens"
+
+    def takes(self, connection: Connection, parts: Parts) -> bool:
+        return (
+            connection.dealer.process.name == self.name
+            and msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag
+        )
 
 
 _FINISH = Tokens.__struct_fields__.index("finish")
@@ -81,7 +97,7 @@ class Network:
         self.clock, self.rng = clock, rng
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
-        self.losing: Losing | None = None
+        self.losing: Losing | Mute | None = None
         self._lines: dict[frozenset[str], Line] = {}
         self._connections: list[Connection] = []
         self._sockets: dict[str, list[Socket]] = {}
@@ -191,9 +207,8 @@ class Connection:
             return
         network, rng, rates = self.network, self.network.rng, self.line.rates
         copies = 1
-        if network.losing is not None and network.losing.takes(parts):
+        if network.losing is not None and network.losing.takes(self, parts):
             network.count(f"lost {network.losing.tag}")
-            network.losing.struck(self.dealer.process.name, self.router.process.name)
             return
         if rates.drop and rng.random() < rates.drop:
             network.count("dropped")

@@ -15,7 +15,7 @@ from unittest import mock
 from common import ids
 from coordinator import dispatch
 from tests.simulation.history import History
-from tests.simulation.situations import Careless, Crowded, Hung, Jammed, OneFault
+from tests.simulation.situations import Careless, Crowded, Hung, Jammed, Muted, OneFault
 from tests.simulation.system import System
 
 KINDS: tuple[Callable[..., History], ...] = (
@@ -25,6 +25,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     partial(History, flavour="torn"),
     Hung,
     Jammed,
+    Muted,
     Careless,
     Crowded,
 )

@@ -6,13 +6,12 @@ Their clocks start when the fault does, so that each watchdog, timer and lease h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from common.request import SamplingParams
 from coordinator.lifecycle import State
 from tests.simulation.history import History
-from tests.simulation.liveness import LEASE_S, LOST_S, RESENT_S
-from tests.simulation.network import Losing
+from tests.simulation.liveness import COORDINATOR, LOST_S, RESENT_S
+from tests.simulation.network import Losing, Mute
 from tests.simulation.system import SimulatedClient, SimulatedWorker
 
 LONG_S = 20.0
@@ -84,19 +83,7 @@ class Hung(OneFault):
 
 
 class Jammed(OneFault):
-    """A loop does not go on, outside of any step; the heart beats and tells of no step. Streams of a decode worker are
-    missed, hand-offs to it get no answers; what a prefill worker does not send is missed by its receiver's lease."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.role = self.rng.choice(("prefill", "decode"))
-        self.roles = ("prefill", "prefill", "decode") if self.role == "prefill" else ("prefill", "decode", "decode")
-        if self.role == "prefill":
-            self.noticed_s = LEASE_S + RESENT_S
-
-    def _victim(self) -> SimulatedWorker:
-        worker = super()._victim()
-        return worker if worker.role == self.role else self._victim()
+    """A turn of a loop does not end, outside of any step; the heart beats."""
 
     def _faults(self) -> None:
         victim = self._victim()
@@ -105,7 +92,27 @@ class Jammed(OneFault):
             victim.jam(LONG_S)
             self._lasts()
 
-        self._when(lambda: self._streams(victim) if self.role == "decode" else self._busy(victim), jam)
+        self._when(lambda: self._busy(victim), jam)
+
+
+class Muted(OneFault):
+    """The tokens of a decode worker do not arrive; what its heart tells does, and that it has the streams."""
+
+    roles = ("prefill", "decode", "decode")
+    requests, tokens = 4, 500  # when a stream is over the heart tells of it no more, and that is noticed, too
+
+    def _faults(self) -> None:
+        victim = self._victim()
+
+        def mute() -> None:
+            self.system.network.losing = Mute(victim.name)
+            self.system.struck(victim.name, COORDINATOR)
+
+        self._when(lambda: self._streams(victim), mute)
+
+    def _victim(self) -> SimulatedWorker:
+        worker = super()._victim()
+        return worker if worker.role == "decode" else self._victim()
 
     def _streams(self, worker: SimulatedWorker) -> bool:
         tickets = self.system.coordinator.dispatcher.tickets.values()

@@ -95,7 +95,7 @@ class SimulatedWorker:
         self.engine.slowness = system.pace
         self._next: Event | None = None
         self._busy_until = 0.0
-        self._step: tuple[float, float] | None = None
+        self._began: tuple[float, float] | None = None
         self._turning = False
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
@@ -123,7 +123,7 @@ class SimulatedWorker:
         if self.gone:
             return
         self._next, self._turning, clock = None, True, self.system.clock
-        self._step, shot = None, self.worker.membership.snapshot
+        self._began, shot = None, self.worker.membership.snapshot
         try:
             if self.worker.finished():
                 self.leave()
@@ -134,7 +134,9 @@ class SimulatedWorker:
         self._busy_until = clock.now + self.process.spent
         if self.process.spent:  # until then the heart tells of the step, and what the turn before has published
             membership = self.worker.membership
-            membership.step, membership.snapshot, shot = self._step, shot, membership.snapshot
+            membership.snapshot, shot = shot, membership.snapshot
+            if self._began is not None:
+                membership.turning_since, membership.expected_s = self._began
             clock.at(self._busy_until, self.process.run, self._stepped, shot)
         self.process.spent = 0.0
         self.system.look_at(self)
@@ -142,7 +144,8 @@ class SimulatedWorker:
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
 
     def _begins(self, seconds: float) -> None:
-        self._step = self.worker.membership.step
+        membership = self.worker.membership
+        self._began = self.system.clock.now, membership.expected_s
         self.system.slowest_s = max(self.system.slowest_s, seconds)
         if stuck_s := self.engine.stuck_s:
             self.engine.stuck_s = 0.0
@@ -151,20 +154,26 @@ class SimulatedWorker:
             self.system.struck(self.name, seconds=stuck_s)
 
     def _stepped(self, shot: Snapshot) -> None:
-        self.worker.membership.step, self.worker.membership.snapshot = None, shot
+        membership = self.worker.membership
+        membership.turning_since, membership.expected_s, membership.snapshot = None, 0.0, shot
 
     def jam(self, seconds: float) -> None:
         """The loop is stuck outside of a step; the heart goes on beating."""
-        self._busy_until = max(self.system.clock.now, self._busy_until) + seconds
+        begins = max(self.system.clock.now, self._busy_until)
+        self.system.clock.at(begins, self.process.run, self._jammed, begins)
+        self._busy_until = begins + seconds
         self.system.network.count("jammed")
         self.system.struck(self.name, seconds=seconds)
         self.wake()
 
+    def _jammed(self, since: float) -> None:
+        self.worker.membership.turning_since = since
+
     @property
     def awake(self) -> bool:
-        """Whether it can act: it is there, runs, and is not in the middle of a long step."""
-        step = self.worker.membership.step
-        busy = step is not None and self.system.clock.now - step[0] > 1.0
+        """Whether it can act: it is there, runs, and is not in the middle of a long turn."""
+        since = self.worker.membership.turning_since
+        busy = since is not None and self.system.clock.now - since > 1.0
         return not (self.gone or self.process.stopped or busy)
 
     def sessions(self) -> int:

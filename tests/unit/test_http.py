@@ -997,7 +997,7 @@ async def test_workers_as_they_see_themselves(house: House) -> None:
         blocks = worker["kv_blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
         assert worker["state"] == "ready" and worker["incarnation"]
-        assert worker["waiting_tokens"] == 7 and worker["step_ms"] is None
+        assert worker["waiting_tokens"] == 7 and worker["turn_ms"] is None
     prefill, decode = body["workers"]
     assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
     assert decode["links"] == ["shm", "zmq"]

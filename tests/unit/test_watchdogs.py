@@ -94,19 +94,19 @@ def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
     assert turn(session, 30.0, 60.0) < 32.2 and session.state is TransferState.EXPIRED
 
 
-def beat(step_ms: int, expected_ms: int) -> Heartbeat:
-    return Heartbeat("d", 0, b"", 1, 0, 0, 1, 0, 0, step_ms, False, {}, expected_ms)  # type: ignore[arg-type]
+def beat(turn_ms: int, expected_ms: int) -> Heartbeat:
+    return Heartbeat("d", 0, b"", 1, 0, 0, 1, 0, 0, turn_ms, False, {}, expected_ms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "expected_ms", "hangs"),
+    ("turn_ms", "expected_ms", "hangs"),
     [(-1, 0, False), (1900, 1, False), (2100, 1, True), (7900, 2000, False), (8100, 2000, True)],
 )
-def test_a_heart_over_a_step_without_end_is_no_life(step_ms: int, expected_ms: int, hangs: bool) -> None:
+def test_a_heart_over_a_turn_without_end_is_no_life(turn_ms: int, expected_ms: int, hangs: bool) -> None:
     assert (HANG_S, HANG_STEPS) == (2.0, 4.0)
     registry = Registry(None)
     worker = join(registry)
-    registry.beat(worker, beat(step_ms, expected_ms))
+    registry.beat(worker, beat(turn_ms, expected_ms))
     assert registry.hangs(worker) is hangs
 
 
