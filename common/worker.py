@@ -165,8 +165,10 @@ class Worker(abc.ABC):
                 self._publish()  # the heart starts in the first turn: its first beat must not tell of a pool of nothing
                 while not self.finished():
                     self._wait(self.turn(), waker)
-            finally:
-                self.close()
+            except BaseException:
+                self.close(crashed=True)
+                raise
+            self.close()
 
     def turn(self) -> float:
         """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
@@ -353,10 +355,10 @@ class Worker(abc.ABC):
     def _step(self, batch: Batch) -> None:
         now = self.clock()
         self.before_step(batch, now)
-        self.membership.expected_s = self.pace.expect(batch.length)
+        self.membership.expected_s = self.pace.expect(batch.length, batch.attended)
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
-        self.pace.took(batch.length, self.clock() - now)
+        self.pace.took(batch.length, batch.attended, self.clock() - now)
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -429,11 +431,11 @@ class Worker(abc.ABC):
             self._stopped = True
         self.drain(self.settings.drain_timeout_s)
 
-    def close(self) -> None:
-        """Drops everything, says Goodbye, and leaves no socket or thread behind."""
+    def close(self, *, crashed: bool = False) -> None:
+        """Drops everything, says Goodbye, and leaves no socket or thread behind. Who ``crashed`` goes without a word:
+        a Goodbye would tell that none of its requests can be the reason."""
         self._drop_all()
-        self.membership.close(
-            Goodbye(self.membership.hello.incarnation, "drained" if self.draining_until else "stopped")
-        )
+        reason = "drained" if self.draining_until else "stopped"
+        self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
         self.close_links()
         self.channels.close()  # also when something has raised while a socket was open

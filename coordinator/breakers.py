@@ -1,11 +1,11 @@
-"""Pairs of workers whose hand-offs keep failing are left alone for a while, then tried again with one request.
+"""Workers that keep failing, and pairs whose hand-offs do, are left alone for a while, then tried with one request.
 
     CLOSED ── 3 failures in 10 s ──► OPEN ── cool-down over ──► HALF_OPEN ── success ──► CLOSED
                                       ▲  (1 s, doubling to 30 s)    │
                                       └───────── failure ───────────┘
 
 Pure: time comes in as an argument. Nothing stays broken after its cause is gone: a cool-down ends by itself, and one
-success forgets everything. A pair that never failed has no entry.
+success forgets everything. A peer that never failed has no entry.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ class Pair(NamedTuple):
     decode: Incarnation
 
 
+class Alone(NamedTuple):
+    """A worker by itself."""
+
+    worker: Incarnation
+
+
+Peer = Pair | Alone
+
+
 class BreakerState(Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -52,26 +61,31 @@ class _Breaker:
 
 
 class Breakers:
-    """One breaker per pair. Every placement on a pair ends in exactly one of :meth:`succeeded`, :meth:`failed` and
-    :meth:`dropped`."""
+    """One breaker per pair and per worker. Every placement ends for each of them in exactly one of :meth:`succeeded`,
+    :meth:`failed` and :meth:`dropped`."""
 
     def __init__(self) -> None:
-        self._breakers: dict[Pair, _Breaker] = {}
+        self._breakers: dict[Peer, _Breaker] = {}
 
-    def allows(self, pair: Pair) -> bool:
-        """Whether a request may be placed on ``pair``, as of the last :meth:`tick`."""
-        breaker = self._breakers.get(pair)
+    @property
+    def calm(self) -> bool:
+        """Whether nothing has failed since its last success."""
+        return not self._breakers
+
+    def allows(self, peer: Peer) -> bool:
+        """Whether a request may be placed on ``peer``, as of the last :meth:`tick`."""
+        breaker = self._breakers.get(peer)
         if breaker is None or breaker.state is BreakerState.CLOSED:
             return True
         return breaker.state is BreakerState.HALF_OPEN and breaker.probe is None
 
-    def state(self, pair: Pair) -> BreakerState:
-        breaker = self._breakers.get(pair)
+    def state(self, peer: Peer) -> BreakerState:
+        breaker = self._breakers.get(peer)
         return breaker.state if breaker else BreakerState.CLOSED
 
     @property
     def open(self) -> int:
-        """Pairs that are not used as usual."""
+        """Pairs and workers that are not used as usual."""
         return sum(breaker.state is not BreakerState.CLOSED for breaker in self._breakers.values())
 
     def tick(self, now: float) -> bool:
@@ -82,19 +96,20 @@ class Breakers:
                 breaker.state, ended = BreakerState.HALF_OPEN, True
         return ended
 
-    def placed(self, pair: Pair, request: RequestId) -> None:
-        """``request`` was placed on ``pair``: of a half-open one it is the only one."""
-        breaker = self._breakers.get(pair)
+    def placed(self, peer: Peer, request: RequestId) -> None:
+        """``request`` was placed on ``peer``: of a half-open one it is the only one."""
+        breaker = self._breakers.get(peer)
         if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
             breaker.probe = request
 
-    def succeeded(self, pair: Pair) -> None:
-        """A hand-off was accepted."""
-        self._breakers.pop(pair, None)
+    def succeeded(self, peer: Peer) -> bool:
+        """A hand-off was accepted, a worker has computed; whether ``peer`` may be used again."""
+        breaker = self._breakers.pop(peer, None)
+        return breaker is not None and breaker.state is not BreakerState.CLOSED
 
-    def failed(self, pair: Pair, request: RequestId, now: float) -> None:
-        """The hand-off of ``request`` failed. Those that were on their way when it opened say nothing new."""
-        breaker = self._breakers.setdefault(pair, _Breaker())
+    def failed(self, peer: Peer, request: RequestId, now: float) -> None:
+        """``request`` failed there. Those that were on their way when it opened say nothing new."""
+        breaker = self._breakers.setdefault(peer, _Breaker())
         match breaker.state:
             case BreakerState.CLOSED:
                 breaker.failures.append(now)
@@ -103,13 +118,13 @@ class Breakers:
             case BreakerState.HALF_OPEN if breaker.probe == request:
                 breaker.open(now, 2 * breaker.cool_down_s)
 
-    def dropped(self, pair: Pair, request: RequestId) -> None:
-        """``request`` left ``pair`` before its hand-off had an end: if it was the one that tries, the next one may."""
-        breaker = self._breakers.get(pair)
+    def dropped(self, peer: Peer, request: RequestId) -> None:
+        """``request`` left ``peer`` before its hand-off had an end: if it was the one that tries, the next one may."""
+        breaker = self._breakers.get(peer)
         if breaker is not None and breaker.probe == request:
             breaker.probe = None
 
     def forget(self, worker: Incarnation) -> None:
         """The worker is gone; a restarted one begins anew."""
-        for pair in [pair for pair in self._breakers if worker in pair]:
-            del self._breakers[pair]
+        for peer in [peer for peer in self._breakers if worker in peer]:
+            del self._breakers[peer]

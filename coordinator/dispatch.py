@@ -13,6 +13,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from common.errors import RequestError, WireError
 from common.ids import (
@@ -41,7 +42,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FinishReason, Request
-from coordinator.breakers import Pair
+from coordinator.breakers import Alone, Pair
 from coordinator.gateway import HEARTBEAT_MS, Gateway
 from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
@@ -49,7 +50,7 @@ from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
 from coordinator.refusals import given_up, internal, no_workers, shutting_down, worker_error
 from coordinator.registry import SWEEP_S, Registry, Worker
-from coordinator.router import NoWorkers, Placement, Router, Wait
+from coordinator.router import Need, NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.dispatch")
@@ -64,6 +65,8 @@ RESEND_EVERY_S = 0.2
 MISSED_BEATS = 3
 """A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
 _FINISHES = tuple(FinishReason)
+_LEFTOVERS = 64
+"""So many requests that were given up may stand in the queue."""
 STALL_S, STALL_INTERVALS, STALL_STEPS = 2.0, 20, 4
 """A stream that gets nothing for so long, so many of its usual intervals and of its worker's steps is given to another
 worker, if its worker does not say why."""
@@ -94,6 +97,7 @@ class Dispatcher:
         self.idle = asyncio.Event()
         self.idle.set()
         self._queue: list[tuple[int, int, Ticket]] = []
+        self._queued = 0
         self._orders = itertools.count()
         self._on: dict[Incarnation, dict[RequestId, Ticket]] = {}
         self._emptied: dict[Incarnation, int] = {}
@@ -200,10 +204,15 @@ class Dispatcher:
 
     def _enqueue(self, ticket: Ticket) -> None:
         ticket.queued = True
+        self._queued += 1
         heapq.heappush(self._queue, (ticket.priority, ticket.order, ticket))
 
     def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
         ticket.queued = False
+        self._queued -= 1
+        if len(self._queue) > 2 * self._queued + _LEFTOVERS:  # behind one that waits nobody would meet those that left
+            self._queue = [entry for entry in self._queue if entry[2].queued]
+            heapq.heapify(self._queue)
         self.admission.leave(ticket.prompt_length, self._clock(), placed=placed, priority=ticket.priority)
 
     def pump_soon(self) -> None:
@@ -227,7 +236,10 @@ class Dispatcher:
             if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
                 aside.append(heapq.heappop(self._queue))
                 continue
-            verdict = self.router.place(ticket.need())
+            verdict = self.router.place(self._need(ticket))
+            if ticket.life.suspect and not isinstance(verdict, Placement):
+                aside.append(heapq.heappop(self._queue))
+                continue
             if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
                 ticket.stranded_at = ticket.stranded_at or self._clock()
                 aside.append(heapq.heappop(self._queue))
@@ -246,6 +258,14 @@ class Dispatcher:
             self._workerless_since = None
         elif self._workerless_since is None:
             self._workerless_since = self._clock()
+
+    def _need(self, ticket: Ticket) -> Need:
+        """What it asks of workers; one that may be the reason of crashes keeps away from others that may be."""
+        need = ticket.need()
+        if not ticket.life.suspect:
+            return need
+        suspects = [other.life for other in self.tickets.values() if other is not ticket and other.life.suspect]
+        return replace(need, apart_from=frozenset(worker for life in suspects for worker in life.workers))
 
     def _pump_at(self, time: float | None) -> None:
         """Looks at the queue again when the first of those that wait for a moment may go."""
@@ -266,6 +286,8 @@ class Dispatcher:
             ticket.placed_at = now
         prefill, decode = placement.prefill, placement.decode
         life.place(placement.path, prefill.id if prefill else None, decode.id)
+        for incarnation in life.workers:
+            self.breakers.placed(Alone(incarnation), ticket.id)
         request = self._request(ticket, now)
         if prefill is None:
             reached = self._send(ticket, decode, Generate(request, life.attempt))
@@ -315,6 +337,7 @@ class Dispatcher:
             self.router.release(ticket.promise)
             ticket.promise = None
         for incarnation in ticket.sent:
+            self.breakers.dropped(Alone(incarnation), ticket.id)
             self._on.get(incarnation, {}).pop(ticket.id, None)
         ticket.sent.clear()
         ticket.missed_beats.clear()
@@ -325,17 +348,19 @@ class Dispatcher:
         self,
         ticket: Ticket,
         *,
-        crashed: Incarnation | None = None,
-        turned_away: bool = False,
+        crashed: bool = False,
+        quarantine: bool = False,
+        free: bool = False,
         shun: Worker | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        """The attempt is lost: try again within the budget, else fail. ``shun``: whose fault it was, if it lives on."""
+        """The attempt is lost: try again within the budget, else fail. ``shun``: whose fault it was, if it lives on;
+        the rest as in :meth:`Life.setback`."""
         if shun is not None:
             ticket.shun |= {shun.id}
         life = ticket.life
         workers, attempt, migrates = life.workers, life.attempt, life.started
-        verdict = life.setback(crashed=crashed, turned_away=turned_away)
+        verdict = life.setback(quarantine=quarantine, free=free)
         if verdict != "retry":
             self.fail(ticket, given_up(verdict))
             return
@@ -344,10 +369,18 @@ class Dispatcher:
         self.metrics.set_back(migration=migrates)
         self.admission.back(ticket.prompt_length, priority=ticket.priority)
         self._enqueue(ticket)
-        if crashed is not None:
+        if crashed:
             delay_s = CRASH_DELAY_S
         ticket.not_before = self._clock() + delay_s
         self.pump_soon()
+
+    def _failed_by(self, worker: Worker, ticket: Ticket, *, delay_s: float = 0.0) -> None:
+        """``worker`` failed the request, and lives on. That it fails whatever it is given says nothing about a request,
+        so it costs the budget nothing, once for each such worker."""
+        peer = Alone(worker.id)
+        self.breakers.failed(peer, ticket.id, self._clock())
+        free = not self.breakers.allows(peer) and worker.id not in ticket.shun
+        self._setback(ticket, free=free, shun=worker, delay_s=delay_s)
 
     def _settle_retry(self, ticket: Ticket) -> None:
         if self.retries.settled(ticket.id):
@@ -375,15 +408,21 @@ class Dispatcher:
             self._try(trial)
 
     def lost(self, worker: Worker, *, crashed: bool) -> None:
-        for ticket in self._bereaved(worker):
-            self._setback(ticket, crashed=worker.id if crashed else None)
+        """It is gone without a word. If one of its requests was there at more crashes than any other, that is held to
+        be the reason; several are tried again apart from each other, so that the next crash tells which it is."""
+        tickets = self._bereaved(worker)
+        suspects = [ticket for ticket in tickets if crashed and ticket.life.bereaved(worker.id)]
+        most = max((len(ticket.life.crashes) for ticket in suspects), default=0)
+        foremost = [ticket for ticket in suspects if len(ticket.life.crashes) == most]
+        for ticket in tickets:
+            self._setback(ticket, crashed=crashed, quarantine=foremost == [ticket])
         self.pump_soon()
 
     def left(self, worker: Worker) -> None:
         """It was told to leave and had no time to finish: what it was doing moves on, at the cost of a pause."""
         for ticket in self._bereaved(worker):
             log.info("a request moves on from %s, which has left", worker.hello.name)
-            self._setback(ticket, turned_away=True)
+            self._setback(ticket, free=True)
         self.pump_soon()
 
     def _bereaved(self, worker: Worker) -> list[Ticket]:
@@ -428,12 +467,16 @@ class Dispatcher:
             return
         if isinstance(news, Contradiction):
             log.warning("%s contradicts what a client was told, at token %d", worker.hello.name, message.starts[index])
-            self._setback(ticket, shun=worker)
+            self._failed_by(worker, ticket)
             return
         if isinstance(news, Gap):
             self._ask_again(worker, ticket, choice, news.start, now)
             return
         life.spoke(worker.id)
+        if not self.breakers.calm and self.breakers.succeeded(Alone(worker.id)):
+            self.pump_soon()
+        if life.crashes and life.survives(len(news.ids)):
+            self.pump_soon()  # others that are suspected may come to its workers
         self._settle_retry(ticket)
         self._note_hand_off(ticket)
         ticket.heard_at = now
@@ -455,7 +498,7 @@ class Dispatcher:
         if ticket.promise is not None and ticket.promise.prefill_tokens:
             self.router.prefilled(ticket.promise)
         if ticket.first_token_at is None:
-            ticket.first_token_at = now
+            ticket.first_token_at, ticket.first_attempt = now, ticket.life.attempt
             self.metrics.first_token(ticket, now)
         elif (before := ticket.last_token_at[choice]) and count:
             self.metrics.inter_token((now - before) / count, count)
@@ -485,7 +528,8 @@ class Dispatcher:
         ticket = self.tickets.get(message.request)
         if ticket is None or message.attempt != ticket.life.attempt:
             return
-        ticket.timings.update(message.values)
+        if ticket.first_attempt in (None, message.attempt):  # how a stream went on elsewhere is told by its gap
+            ticket.timings.update(message.values)
         if worker.id == ticket.life.decode and ticket.life.path == "disagg":
             ticket.life.decoding()
             ticket.heard_at = self._clock()
@@ -494,7 +538,8 @@ class Dispatcher:
     def _note_hand_off(self, ticket: Ticket) -> None:
         """The pair's breaker hears of a hand-off that was accepted, once."""
         if ticket.pair is not None and ticket.life.state is State.DECODING:
-            self.breakers.succeeded(ticket.pair)
+            if self.breakers.succeeded(ticket.pair):
+                self.pump_soon()
             ticket.pair = None
 
     def failed(self, worker: Worker, message: Failed) -> None:
@@ -505,7 +550,7 @@ class Dispatcher:
             return
         if message.code == "draining":  # it says so before its next heartbeat does
             self.registry.drains(worker)
-            self._setback(ticket, turned_away=True)
+            self._setback(ticket, free=True)
             return
         log.warning("%s gives a request up: %s (%s)", worker.hello.name, message.code, message.detail)
         if message.code == "transfer_failed" and ticket.pair is not None:
@@ -514,7 +559,7 @@ class Dispatcher:
             ticket.pair = None
             self._setback(ticket, delay_s=RETRY_DELAY_S)
         elif message.retriable:
-            self._setback(ticket, shun=worker, delay_s=RETRY_DELAY_S)
+            self._failed_by(worker, ticket, delay_s=RETRY_DELAY_S)
         else:
             self.fail(ticket, worker_error(message))
 
@@ -536,7 +581,7 @@ class Dispatcher:
             ticket.missed_beats[worker.id] = missed
             if missed >= MISSED_BEATS:
                 log.warning("%s does not have a request that it was given", worker.hello.name)
-                self._setback(ticket, shun=worker)
+                self._failed_by(worker, ticket)
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
         """Decode has a request from its reservation to its end, prefill until the first token."""
@@ -579,17 +624,17 @@ class Dispatcher:
         for ticket in list(on.values()):
             if ticket.life.state is not State.DECODING or ticket.life.decode != worker.id or ticket.id in resting:
                 continue
-            patience = max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.expected_ms / 1000)
+            patience = max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000)
             if now - ticket.heard_at > patience:
                 log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, now - ticket.heard_at)
-                self._setback(ticket, shun=worker)
+                self._failed_by(worker, ticket)
 
     def _renew_leases(self) -> None:
         """Tells every worker what it may hold: its own timers free whatever else it has, and everything without us."""
         for worker in list(self.registry):
             on = self._on.get(worker.id, {})
             live = pack_transfers(TransferId(ticket.id, ticket.life.attempt) for ticket in on.values())
-            self.gateway.send(worker, Lease(live))
+            self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1))
 
     def _next_tick(self) -> None:
         self._due = self._clock() + SWEEP_S

@@ -26,7 +26,9 @@ MAX_RETRIES = 2
 MAX_MIGRATIONS = 3
 """New attempts after it."""
 MAX_CRASHES = 2
-"""A request that was on this many workers when they crashed is suspected to be the reason."""
+"""A request that computed on this many workers when they crashed is suspected to be the reason."""
+CLEARED_TOKENS = 16
+"""Output that a request gets from workers that live on clears it."""
 
 Path = Literal["disagg", "local", "colocated", "prefill"]
 Verdict = Literal["retry", "quarantined", "spent"]
@@ -95,6 +97,7 @@ class Life:
         "prefill",
         "retries",
         "state",
+        "survived",
     )
 
     def __init__(self, choices: int) -> None:
@@ -108,6 +111,8 @@ class Life:
         self.retries = self.migrations = 0
         self.crashes: set[Incarnation] = set()
         """Workers that were lost without a word while they computed the request. One that comes back had not."""
+        self.survived = 0
+        """Tokens of this attempt; counted while there are such workers."""
 
     def move(self, to: State) -> None:
         """The only door between states; InvariantBroken for a move that is not in the table."""
@@ -138,6 +143,7 @@ class Life:
         """Workers have been chosen for the current attempt."""
         self.move(State.PLACED)
         self.path, self.prefill, self.decode = path, prefill, decode
+        self.survived = 0
 
     def accept(
         self, choice: int, attempt: int, start: int, ids: list[int], finish: FinishReason
@@ -159,6 +165,26 @@ class Life:
         output += fresh
         self.finish[choice] = finish
         return Accepted(skip, fresh, finish)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it computed on so many workers that crashed that it is tried where no other suspect is."""
+        return len(self.crashes) >= MAX_CRASHES
+
+    def bereaved(self, worker: Incarnation) -> bool:
+        """``worker`` crashed; whether the request computed there and on others that did."""
+        if not self._computed_by(worker):
+            return False
+        self.crashes.add(worker)
+        return self.suspect
+
+    def survives(self, tokens: int) -> bool:
+        """So many more tokens came from workers that live; whether that clears it of the crashes that it was in."""
+        self.survived += tokens
+        if self.survived < CLEARED_TOKENS or not self.crashes:
+            return False
+        self.crashes.clear()
+        return True
 
     def spoke(self, worker: Incarnation) -> None:
         """Tokens of the current attempt came from ``worker``: the state follows."""
@@ -182,17 +208,14 @@ class Life:
             return False
         return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
 
-    def setback(self, *, crashed: Incarnation | None = None, turned_away: bool = False) -> Verdict:
+    def setback(self, *, quarantine: bool = False, free: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
-        the old one is void; anything else: it must fail. ``crashed`` is the worker whose loss is the reason, if that
-        came without a word; it counts against the request if the worker was computing it. Being ``turned_away`` by a
-        worker that leaves, at its door or when its time is up, costs nothing of the budget: it does so once, and is not
-        asked again."""
-        if crashed is not None and self._computed_by(crashed):
-            self.crashes.add(crashed)
-            if len(self.crashes) >= MAX_CRASHES:
-                return "quarantined"
-        if turned_away:
+        the old one is void; anything else: it must fail. ``quarantine``: it is held to be why its workers crash.
+        ``free``: it costs nothing of the budget, for a reason that each worker gives once: it leaves, or it fails
+        whatever it is given."""
+        if quarantine:
+            return "quarantined"
+        if free:
             pass
         elif self.started:
             self.migrations += 1

@@ -2,8 +2,8 @@
 
 Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
 waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
-where the most blocks are left to promise; a pair whose hand-offs keep failing is passed over. A request that fits
-nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across pools).
+where the most blocks are left to promise; workers that keep failing and pairs whose hand-offs do are passed over. A
+request that fits nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across pools).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.ids import Incarnation
 from common.kv.layout import KvDtype
 from common.kv.prefix import ChainKey
 from common.messages import Hello, Role
-from coordinator.breakers import Breakers, Pair
+from coordinator.breakers import Alone, Breakers, Pair
 from coordinator.lifecycle import Path
 from coordinator.registry import Registry, Worker
 
@@ -45,7 +45,7 @@ class Need:
     at most ``output`` more per choice, for ``choices`` choices. ``chains`` are its prefix keys. ``diverged``: its
     choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
     ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
-    both are taken only if nothing else is possible."""
+    both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all."""
 
     tokens: int
     output: int
@@ -54,6 +54,7 @@ class Need:
     diverged: bool = False
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
+    apart_from: frozenset[Incarnation] = frozenset()
 
     def cached_on(self, worker: Worker, computed_in: KvDtype | None = None) -> int:
         """Tokens of which ``worker`` has KV that was computed in ``computed_in`` (default: its own element type)."""
@@ -133,15 +134,21 @@ class Router:
 
     def place(self, need: Need) -> Placement | Wait | NoWorkers:
         """Where ``need`` should go now; promises nothing yet."""
-        colocated = self.registry.ready("colocated")
-        decodes = self.registry.ready("decode")
+        colocated, decodes = self._ready("colocated", need), self._ready("decode", need)
         if decodes:
             verdict = self._pair(need, decodes)
             if isinstance(verdict, Placement) or not colocated:
                 return verdict
         if colocated:
             return self._whole(need, colocated)
-        return NoWorkers("decode")
+        return Wait("another suspect is on every worker") if need.apart_from else NoWorkers("decode")
+
+    def _ready(self, role: Role, need: Need) -> list[Worker]:
+        """The workers to choose from. One that keeps failing has room for everything: it is left out, rather than
+        sorted last, as long as there is another that could hold the request."""
+        ready = [worker for worker in self.registry.ready(role) if worker.id not in need.apart_from]
+        sound = [each for each in ready if self.breakers.allows(Alone(each.id)) and _holds(need, each)]
+        return sound or ready
 
     def missing_role(self) -> Literal["prefill", "decode"] | None:
         """The role without which a new request could not be placed at all, if any."""
@@ -182,7 +189,7 @@ class Router:
             return Placement("local", None, decode, "local prefill: always")
         if need.diverged:
             return Placement("local", None, decode, "its choices have diverged")
-        ready = self.registry.ready("prefill")
+        ready = self._ready("prefill", need)
         if not ready and self.no_prefill == "reject":
             return NoWorkers("prefill")
         decode, prefills = self._reachable(need, fitting, ready)
@@ -204,8 +211,8 @@ class Router:
 
     def _fits(self, need: Need, worker: Worker) -> bool:
         account, hello = self.account(worker), worker.hello
-        if need.blocks(hello.block_size, need.output) > hello.kv_blocks:
-            return False  # not even alone; what fits nowhere is refused at the door
+        if not _holds(need, worker):
+            return False
         if account.sequences == 0:
             return True  # more choices than slots take turns
         slots = int(hello.max_num_seqs * SLOT_SLACK)
@@ -290,3 +297,8 @@ class Router:
         """A worker is gone, and with it its account and its breakers."""
         self.accounts.pop(worker.id, None)
         self.breakers.forget(worker.id)
+
+
+def _holds(need: Need, worker: Worker) -> bool:
+    """Whether ``worker`` could hold ``need`` if it had nothing else; what fits nowhere is refused at the door."""
+    return need.blocks(worker.hello.block_size, need.output) <= worker.hello.kv_blocks

@@ -69,6 +69,8 @@ class Ticket:
     """When its workers last gave a sign that it goes on."""
     placed_at: float | None = None
     first_token_at: float | None = None
+    first_attempt: int | None = None
+    """Whose tokens began the answer."""
     finished_at: float | None = None
     last_token_at: list[float] = field(init=False)
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_INTERVALS))

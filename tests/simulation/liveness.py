@@ -26,6 +26,8 @@ NOTICED_S = 3.5
 LOST_S, RESENT_S = 2.75, 1.0
 """After one message was lost: three heartbeats, a retry and the prompt again; after one that is asked for again, or
 repeated when nothing acknowledges it."""
+LEASE_S = 8.0
+"""A receiver hears nothing of a sender for so long before it gives up."""
 NOISE_S = 8.0
 """Where lines lose up to every tenth message what says so is lost, too: about three in a row."""
 LINGERS_S = 3.0

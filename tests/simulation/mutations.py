@@ -98,6 +98,17 @@ def _forks_without_a_copy(self: KvCache, table: Any, holder: Any, computed: int)
 
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
+_CLOSE = Worker.close
+
+
+def _leaves(self: Worker, *, crashed: bool = False) -> None:
+    _CLOSE(self)
+
+
+def _blames_all(self: Dispatcher, worker: Any, *, crashed: bool) -> None:
+    for ticket in self._bereaved(worker):
+        self._setback(ticket, crashed=crashed, quarantine=crashed and ticket.life.bereaved(worker.id))
+    self.pump_soon()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -169,6 +180,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "no retry budget": (
         Mutation("all that were hit try again at once", RetryBudget, "allows", _yes, ("are tried again at once",)),
+    ),
+    "a crash is a goodbye": (
+        Mutation("a worker that dies of an error leaves politely", Worker, "close", _leaves, ("have died of one",)),
+    ),
+    "blame everybody": (
+        Mutation("all that met two crashes are refused", Dispatcher, "lost", _blames_all, ("beside a poisonous one",)),
     ),
     "breakers never open": (
         Mutation("pairs that keep failing are kept", Breakers, "failed", _nothing, ("after its third failure",)),

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -75,16 +75,15 @@ class Losing:
 
 @dataclass
 class Mute:
-    """Tokens of the worker ``name`` are lost; its heart, on a connection of its own, goes on."""
+    """Messages with this ``tag`` of the worker ``name`` are lost; its heart, on a connection of its own, goes on."""
 
     name: str
-    tag: ClassVar[str] = "tokens"
+    tag: str
 
     def takes(self, connection: Connection, parts: Parts) -> bool:
-        return (
-            connection.dealer.process.name == self.name
-            and msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag
-        )
+        if connection.dealer.process.name != self.name or len(parts) != 1:
+            return False
+        return bool(msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag)
 
 
 _FINISH = Tokens.__struct_fields__.index("finish")

@@ -15,7 +15,7 @@ from unittest import mock
 from common import ids
 from coordinator import dispatch
 from tests.simulation.history import History
-from tests.simulation.situations import Careless, Crowded, Hung, Jammed, Muted, OneFault
+from tests.simulation.situations import Careless, Crowded, Forlorn, Hung, Jammed, Muted, OneFault, Poisonous, Sick
 from tests.simulation.system import System
 
 KINDS: tuple[Callable[..., History], ...] = (
@@ -28,6 +28,9 @@ KINDS: tuple[Callable[..., History], ...] = (
     Muted,
     Careless,
     Crowded,
+    Forlorn,
+    Poisonous,
+    Sick,
 )
 
 

@@ -6,13 +6,15 @@ Their clocks start when the fault does, so that each watchdog, timer and lease h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from common.request import SamplingParams
-from coordinator.lifecycle import State
+from common.sequence import Batch
+from coordinator.lifecycle import MAX_CRASHES, State
 from tests.simulation.history import History
-from tests.simulation.liveness import COORDINATOR, LOST_S, RESENT_S
+from tests.simulation.liveness import COORDINATOR, LEASE_S, LOST_S, RESENT_S
 from tests.simulation.network import Losing, Mute
-from tests.simulation.system import SimulatedClient, SimulatedWorker
+from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
 LONG_S = 20.0
 """A fault that nobody must wait for."""
@@ -105,7 +107,7 @@ class Muted(OneFault):
         victim = self._victim()
 
         def mute() -> None:
-            self.system.network.losing = Mute(victim.name)
+            self.system.network.losing = Mute(victim.name, "tokens")
             self.system.struck(victim.name, COORDINATOR)
 
         self._when(lambda: self._streams(victim), mute)
@@ -118,6 +120,97 @@ class Muted(OneFault):
         tickets = self.system.coordinator.dispatcher.tickets.values()
         lives = [ticket.life for ticket in tickets if ticket.life.decode == worker.worker.incarnation]
         return any(life.state is State.DECODING for life in lives)
+
+
+class Forlorn(OneFault):
+    """A sender finds its link dead, and what it says about it is lost: only the receiver's lease ends the hand-off."""
+
+    roles = ("prefill", "decode", "decode")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noticed_s = LEASE_S + RESENT_S
+
+    def _faults(self) -> None:
+        sender = self.system.workers["prefill-0"]
+        receiver = self.system.workers[self.rng.choice(("decode-1", "decode-2"))]
+        self.system.suspects |= {sender.name, receiver.name}
+
+        def cut() -> None:
+            self.system.network.losing = Mute(sender.name, "failed")
+            self.system.struck(sender.name, COORDINATOR)
+            self._cut_for((sender.process, receiver.process), LONG_S)
+
+        self._when(lambda: sender.sessions() and self._busy(receiver), cut)
+
+
+class Poisonous(OneFault):
+    """One request ends whoever computes it beyond some position; workers come back. It alone must fail, before many
+    have died of it."""
+
+    roles = ("prefill", "prefill", "decode", "decode", "decode")
+    requests, tokens = 24, 60
+
+    def _faults(self) -> None:
+        raised, poison = self.rng.random() < 0.5, self.rng.choice(self.system.clients)
+        self.poison, deadly = poison.id, len(poison.prompt) + self.rng.choice((0, 1, 2, 30))
+
+        def look(batch: Batch) -> None:
+            if any(each.sequence.request.id == self.poison and each.end >= deadly for each in batch.segments):
+                raise Poisoned(raised=raised)
+
+        self.system.poison = look
+        for name in self.names:
+            self._comes_back(name)
+
+    def _comes_back(self, name: str) -> None:
+        worker = self.system.workers[name]
+        self._when(lambda: worker.gone, lambda: self._plan(0.5, self._start_again, name))
+
+    def _start_again(self, name: str) -> None:
+        self.system.start_worker(name)
+        self._comes_back(name)
+
+    def _judge(self) -> None:
+        super()._judge()
+        deaths = sum(strike.deadly for strike in self.system.strikes)
+        if deaths > MAX_CRASHES + 1:
+            self.system.complain(f"{deaths} workers have died of one request")
+        for client in self.system.clients:
+            ends = "failed: request_quarantined" if client.id == self.poison else "done"
+            if client.ends != [ends]:
+                self.system.complain(f"request {client.number} ends with {client.ends}, beside a poisonous one")
+        self.system.check()
+
+
+class Sick(OneFault):
+    """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
+
+    roles = ("prefill", "prefill", "prefill", "decode", "decode", "decode")
+    requests = 40
+
+    def _faults(self) -> None:
+        role = self.rng.choice(("prefill", "decode"))
+        for name in [name for name in self.names if name.startswith(role)][:2]:
+            self.system.workers[name].engine.sick = True
+            self.system.network.count("sick")
+
+    def _heal(self) -> None:
+        for worker in self.system.workers.values():
+            worker.engine.sick = False
+        super()._heal()
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(
+                    f"request {client.number} ends with {client.ends}, though there is a healthy worker"
+                )
+        attempts = sum(len(client.record.attempts) for client in self.system.clients)
+        if attempts > 2 * self.requests:
+            self.system.complain(f"{attempts} attempts of {self.requests} requests: sick workers get all that comes")
+        self.system.check()
 
 
 class Careless(OneFault):

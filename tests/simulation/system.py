@@ -45,6 +45,13 @@ LONGEST_HOLD_S = 10.0
 Broken = AssertionError
 
 
+class Poisoned(BaseException):
+    """A request that ends the process of whoever computes it; ``raised``: by an error that the worker dies of."""
+
+    def __init__(self, *, raised: bool) -> None:
+        self.raised = raised
+
+
 class SimulatedEngine(OracleEngine):
     """Steps take virtual time, a part of it before each layer is there."""
 
@@ -54,7 +61,9 @@ class SimulatedEngine(OracleEngine):
         self.slowness = 1.0
         self.stuck_s = 0.0
         """What the next step takes longer."""
-        self.begins: Callable[[float], None] = lambda seconds: None
+        self.sick = False
+        """Whether it fails whatever it is given."""
+        self.begins: Callable[[float, Batch], None] = lambda seconds, batch: None
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
 
@@ -70,7 +79,10 @@ class SimulatedEngine(OracleEngine):
 
     def step(self, batch: Batch) -> StepResult:
         seconds = self.slowness * (STEP_S + TOKEN_S * batch.length) / len(LAYERS)
-        self.begins(seconds * len(LAYERS))
+        self.begins(seconds * len(LAYERS), batch)
+        if self.sick:
+            nothing: list[list[Any]] = [[] for _ in batch.segments]
+            return StepResult(nothing, nothing, 0.0, dict.fromkeys(range(len(batch.segments)), "it always fails"))
         on_layer = self.on_layer
 
         def after_a_while(layer: int) -> None:
@@ -129,6 +141,9 @@ class SimulatedWorker:
                 self.leave()
                 return
             sleep = self.worker.turn()
+        except Poisoned as poison:
+            self._dies_of(poison)
+            return
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
@@ -143,7 +158,8 @@ class SimulatedWorker:
         waiting = self.system.network.waits_for(self.process)
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
 
-    def _begins(self, seconds: float) -> None:
+    def _begins(self, seconds: float, batch: Batch) -> None:
+        self.system.poison(batch)
         membership = self.worker.membership
         self._began = self.system.clock.now, membership.expected_s
         self.system.slowest_s = max(self.system.slowest_s, seconds)
@@ -184,6 +200,17 @@ class SimulatedWorker:
         """The end of a drain."""
         self.gone = True
         self.worker.close()
+        self.engine.close()
+        self.system.clock.after(0.05, self.process.die)
+
+    def _dies_of(self, poison: Poisoned) -> None:
+        if not poison.raised:
+            self.system.kill_worker(self.name)
+            return
+        self.system.network.count("raised")
+        self.system.struck(self.name, deadly=True)
+        self.gone = True
+        self.worker.close(crashed=True)  # as in Worker.run
         self.engine.close()
         self.system.clock.after(0.05, self.process.die)
 
@@ -351,6 +378,8 @@ class System:
         self.shapes: dict[str, tuple[Role, int, int, str]] = {}
         self.clients: list[SimulatedClient] = []
         self.running = 0
+        self.poison: Callable[[Batch], None] = lambda batch: None
+        """Looks at what a worker is about to compute, and may raise."""
         self.stalled = False
         """Whether the coordinator was stopped once: it cannot be on time."""
         self.lossy: set[str] = set()

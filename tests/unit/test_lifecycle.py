@@ -10,6 +10,7 @@ from common.errors import InvariantBroken
 from common.ids import Incarnation, unpack_tokens
 from common.request import FinishReason
 from coordinator.lifecycle import (
+    CLEARED_TOKENS,
     MAX_MIGRATIONS,
     MAX_RETRIES,
     MOVES,
@@ -118,7 +119,7 @@ def test_retries_before_the_first_token_are_few() -> None:
 def test_being_turned_away_at_the_door_costs_nothing() -> None:
     life = placed()
     for attempt in range(1, 2 * (MAX_RETRIES + MAX_MIGRATIONS)):
-        assert life.setback(turned_away=True) == "retry"
+        assert life.setback(free=True) == "retry"
         assert life.attempt == attempt
         life.place("disagg", P, D)
     assert life.retries == life.migrations == 0
@@ -135,24 +136,39 @@ def test_migrations_have_a_budget_of_their_own() -> None:
     assert life.setback() == "spent"
 
 
-def test_two_crashes_are_a_quarantine() -> None:
+def test_two_crashes_make_a_suspect() -> None:
     life = placed()
-    assert life.setback(crashed=P) == "retry"
+    assert not life.bereaved(P)
+    assert life.setback() == "retry" and not life.suspect
     life.place("disagg", Q, D)
     life.move(State.PREFILLING)
-    assert life.setback(crashed=Q) == "quarantined"
+    assert life.bereaved(Q) and life.suspect
+    assert life.setback(quarantine=True) == "quarantined"
+
+
+def test_output_from_workers_that_live_clears_a_suspect() -> None:
+    life = placed()
+    life.crashes |= {P, Q}
+    assert life.suspect
+    assert not life.survives(CLEARED_TOKENS - 1)
+    life.setback()
+    life.place("disagg", P, D)
+    assert not life.survives(CLEARED_TOKENS - 1), "each attempt by itself"
+    assert life.survives(1) and not life.suspect
+    assert not life.survives(1), "it is cleared once"
 
 
 def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
     """Two workers that die one after the other say nothing about the request that both knew."""
     life = placed()
-    assert life.setback(crashed=P) == "retry"
+    assert not life.bereaved(P) and life.setback() == "retry"
     life.place("disagg", Q, D)
     life.move(State.PREFILLING)
-    assert life.setback(crashed=D) == "retry" and life.crashes == {P}
+    assert not life.bereaved(D) and life.crashes == {P}
+    assert life.setback() == "retry"
     life.place("local", None, D)
     life.move(State.PREFILLING)
-    assert life.setback(crashed=D) == "quarantined", "this one computed it"
+    assert life.bereaved(D), "this one computed it"
 
 
 def test_a_span_that_tells_known_tokens_otherwise_is_a_contradiction() -> None:
