@@ -184,7 +184,7 @@ class House:
 
     def _lease(self) -> None:
         for worker in self.workers.values():
-            self.gateway.send(worker, Lease(b""))
+            self.gateway.send(worker, Lease(b"", self.gateway.sent[worker.id] + 1))
         self._timers["lease"] = self._loop.call_later(HEARTBEAT_MS / 1000, self._lease)
 
 

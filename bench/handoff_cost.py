@@ -61,7 +61,7 @@ def lease() -> float:
     held = set(transfers)
 
     def once() -> None:
-        message = decode(encode(Lease(pack_transfers(transfers))), ToWorker)
+        message = decode(encode(Lease(pack_transfers(transfers), 1000)), ToWorker)
         assert not held - set(unpack_transfers(message.live))
 
     return microseconds(once) / LIVE

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.channel import Channels, Heart, identity, receive, send
 from common.errors import WireError
-from common.messages import Heartbeat, Hello, Message, Rejoin, ToWorker, Welcome
+from common.messages import Heartbeat, Hello, Lease, Message, Rejoin, ToWorker, Welcome
 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
@@ -116,7 +116,9 @@ class Membership:
                 return
             if not isinstance(message, Rejoin):  # those are for a stranger, and nobody has counted them
                 self.acted_on += 1
-            if isinstance(message, Welcome):
+            if isinstance(message, Lease):
+                self.acted_on = message.sent
+            elif isinstance(message, Welcome):
                 self._welcome = message
                 self._start_heart(message.heartbeat_ms / 1000)
             elif isinstance(message, Rejoin):
@@ -150,6 +152,7 @@ class Membership:
             -1 if since is None else int((now - since) * 1000),
             shot.draining,
             shot.counters,
-            int(1000 * max(self.expected_s, shot.longest_step_s)),
+            int(1000 * (self.expected_s or shot.longest_step_s)),
             shot.resting,
+            int(1000 * max(self.expected_s, shot.longest_step_s)),
         )

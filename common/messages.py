@@ -19,7 +19,7 @@ from common.ids import Incarnation, WorkerName
 from common.kv.layout import KvDtype
 from common.request import Id, Request
 
-PROTOCOL = 5
+PROTOCOL = 6
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -67,8 +67,9 @@ class Heartbeat(Message, tag="heartbeat"):
     """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
     so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids,
     joined. ``turn_ms`` is how long the running turn of the loop has taken so far (messages, hand-offs, one step), -1
-    while it waits; ``expected_ms`` how long steps may well take: a turn that takes much longer hangs, however
-    faithfully the heart beats. ``resting`` are the live requests
+    while it waits; ``expected_ms`` how long the running step may well take, or, outside of one, what the longest of the
+    last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is the longest of
+    the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live requests
     that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
 
     incarnation: Incarnation
@@ -85,6 +86,7 @@ class Heartbeat(Message, tag="heartbeat"):
     counters: dict[str, float] = {}
     expected_ms: int = 0
     resting: bytes = b""
+    longest_ms: int = 0
 
 
 class Logprobs(Message):
@@ -227,9 +229,11 @@ class Abort(Message, tag="abort"):
 class Lease(Message, tag="lease"):
     """Every 500 ms: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32), joined. It
     renews the lease on those; whatever came before this message and is not listed was given up (its Abort was lost).
-    A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off."""
+    A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off. ``sent`` is
+    how many messages this one makes since Welcome: those of them that have not arrived were lost."""
 
     live: bytes
+    sent: int
 
 
 class Resend(Message, tag="resend"):

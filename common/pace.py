@@ -1,8 +1,10 @@
 """How long a worker's steps take, so that a long one can be told from one that hangs.
 
-Pure. Durations are remembered by the size of the step, in powers of two of its tokens; what is expected of a step is
-the longest of its size or below among the last ones. A size that was not seen yet is extrapolated; before anything was
-seen nothing is known, and the first step may warm up for long (a worker with a model has warmed up before it serves).
+Pure. A step has two sizes, both in powers of two: its tokens, for which linear layers take time, and the positions
+that these attend to. Durations of the last steps are remembered by size. What is expected is the longest of the same
+size or below; of a size not seen yet, what a larger one took; beyond all that was seen, as much more as it is larger.
+Before anything was seen nothing is known, and the first step may warm up for long (a worker with a model has warmed up
+before it serves).
 """
 
 from __future__ import annotations
@@ -17,21 +19,29 @@ class Pace:
     """Durations of the last steps, by size."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, deque[float]] = {}
+        self._sizes: dict[tuple[int, int], deque[float]] = {}
+        self._last: deque[float] = deque(maxlen=REMEMBERED)
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens took ``seconds``."""
-        self._sizes.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED)).append(seconds)
+    def took(self, tokens: int, attended: int, seconds: float) -> None:
+        """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
+        size = tokens.bit_length(), attended.bit_length()
+        self._sizes.setdefault(size, deque(maxlen=REMEMBERED)).append(seconds)
+        self._last.append(seconds)
 
-    def expect(self, tokens: int) -> float:
-        """Seconds that a step of ``tokens`` tokens may well take."""
+    def expect(self, tokens: int, attended: int) -> float:
+        """Seconds that such a step may well take."""
         if not self._sizes:
             return FIRST_STEP_S
-        size, largest = tokens.bit_length(), max(self._sizes)
-        known = [max(seconds) for each, seconds in self._sizes.items() if each <= max(size, min(self._sizes))]
-        return max(known) * 2.0 ** max(0, size - largest)
+        size = tokens.bit_length(), attended.bit_length()
+        took = {each: max(seconds) for each, seconds in self._sizes.items()}
+        if size in took:
+            return max(seconds for each, seconds in took.items() if each[0] <= size[0] and each[1] <= size[1])
+        if larger := [seconds for each, seconds in took.items() if each[0] >= size[0] and each[1] >= size[1]]:
+            return min(larger)
+        beyond = max(size[0] - max(each[0] for each in took), size[1] - max(each[1] for each in took), 0)
+        return float(max(took.values()) * 2.0**beyond)
 
     @property
     def longest(self) -> float:
         """The longest of the last steps, in seconds; 0 before the first."""
-        return max((max(seconds) for seconds in self._sizes.values()), default=0.0)
+        return max(self._last, default=0.0)

@@ -118,6 +118,11 @@ class Batch:
         """Tokens computed in this step."""
         return sum(segment.length for segment in self.segments)
 
+    @property
+    def attended(self) -> int:
+        """Positions that these tokens attend to, summed over all of them; rounded up within a segment."""
+        return sum(segment.length * segment.end for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -209,7 +209,7 @@ class DecodeWorker(Worker):
 
     def before_step(self, batch: Batch, now: float) -> None:
         if self.pace.longest:
-            self.receiver.away(self.pace.expect(batch.length))
+            self.receiver.away(self.pace.expect(batch.length, batch.attended))
         for segment in batch.segments:
             life = self._lives[segment.sequence.id.transfer]
             if not life.started_at:

@@ -102,8 +102,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     )
     channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv)
     worker = _role(config.role)(engine, settings, hello, channels)
-    for tokens, seconds in paces:
-        worker.pace.took(tokens, seconds)
+    for pace in paces:
+        worker.pace.took(*pace)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,

@@ -176,9 +176,9 @@ class Engine:
 
     # -- before serving -----------------------------------------------------------------------------------------------
 
-    def warm_up(self) -> list[tuple[int, float]]:
-        """Touches the slow first-time paths; returns (tokens, seconds) of each step. It scribbles over the pool's first
-        blocks, so only before serving."""
+    def warm_up(self) -> list[tuple[int, int, float]]:
+        """Touches the slow first-time paths; returns (tokens, positions attended to, seconds) of each step. It
+        scribbles over the pool's first blocks, so only before serving."""
         rows = min(self.warm_up_rows, self.max_model_len, self.memory.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
         prompt = sequence_of([1] * rows)
@@ -191,7 +191,7 @@ class Engine:
         for step in steps:
             started = perf_counter()
             self._run(step)
-            paces.append((step.length, perf_counter() - started))
+            paces.append((step.length, step.attended, perf_counter() - started))
         self.store.clear(blocks)
         return paces
 

@@ -208,6 +208,7 @@ _BEAT: dict[str, Any] = {
     "counters": {"preemptions": 2.0},
     "expected_ms": 40,
     "resting": _ID,
+    "longest_ms": 60,
 }
 EXAMPLES: list[Message] = [
     Hello(**_HELLO),
@@ -228,7 +229,7 @@ EXAMPLES: list[Message] = [
     Resend(_ID, 1, 0, 5),  # type: ignore[arg-type]
     Measure(_ID, 0, _PEER, 256),  # type: ignore[arg-type]
     Drain(30_000),
-    Lease(bytes(20)),
+    Lease(bytes(20), 7),
     Open(_ID, 1, "0123456789abcdef", 500, "1" * 16, "bfloat16", "boot/ipc:net/0", "tandem-1", 1024, 16, 2),  # type: ignore[arg-type]
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
     Heard(_ID, 1, 40),  # type: ignore[arg-type]

@@ -562,14 +562,14 @@ def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
     pair.place(kept, "prefill-0", "decode-1", attempt=2)
     pair.until(lambda: len(pair.streams[lost.id, 1, 0]) > 3 and len(pair.streams[kept.id, 2, 0]) > 3)
     for name in pair.workers:
-        pair.tell(name, Lease(b"torn"))
-        pair.tell(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)])))
+        pair.tell(name, Lease(b"torn", 0))
+        pair.tell(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)]), 0))
     decode = pair.workers["decode-1"]
     pair.until(lambda: decode.holdings() == {TransferId(kept.id, 2)})
     assert decode.counters["reaped_requests"] == 2
     assert decode.membership.bad_messages == 1
     for name in pair.workers:
-        pair.tell(name, Lease(b""))
+        pair.tell(name, Lease(b"", 0))
     pair.until(pair.quiet)
 
 
@@ -584,7 +584,7 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
     bench.until(lambda: len(decode.holdings()) == 2)
     renewed_until = time.monotonic() + 0.6  # twice as long as without
     while time.monotonic() < renewed_until:
-        bench.tell("decode-1", Lease(pack_transfers(both)))
+        bench.tell("decode-1", Lease(pack_transfers(both), 0))
         bench.turn()
         assert len(decode.holdings()) == 2
     bench.until(lambda: not decode.holdings(), deadline_s=2)

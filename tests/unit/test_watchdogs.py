@@ -7,7 +7,7 @@ import pytest
 from common.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from common.messages import Heartbeat
-from common.pace import FIRST_STEP_S, Pace
+from common.pace import FIRST_STEP_S, REMEMBERED, Pace
 from coordinator.limits import MIN_RETRIES, RETRY_SHARE, RetryBudget
 from coordinator.registry import HANG_S, HANG_STEPS, Registry
 from kvtransfer.session import Limits, SenderSession, TransferState
@@ -19,22 +19,40 @@ LIMITS = Limits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
 
 def test_a_step_is_expected_to_take_what_its_like_took() -> None:
     pace = Pace()
-    assert pace.expect(1) == FIRST_STEP_S and pace.longest == 0
-    pace.took(1, 0.01)
-    pace.took(1, 0.03)
-    assert pace.expect(1) == 0.03
-    assert pace.expect(64) == 0.03 * 2**6, "a size that nobody has seen"
-    pace.took(64, 0.2)
-    assert pace.expect(64) == pace.expect(100) == pace.longest == 0.2 and pace.expect(2) == 0.03
+    assert pace.expect(1, 1) == FIRST_STEP_S and pace.longest == 0
+    pace.took(1, 64, 0.01)
+    pace.took(1, 64, 0.03)
+    assert pace.expect(1, 64) == 0.03
+    assert pace.expect(64, 64 * 64) == 0.03 * 2**6, "a size that nobody has seen"
+    pace.took(64, 64 * 64, 0.2)
+    assert pace.expect(64, 64 * 64) == pace.expect(100, 64 * 64) == pace.longest == 0.2
+    assert pace.expect(8, 64 * 8) == 0.2, "no more than a larger one took"
+    assert pace.expect(1, 64) == 0.03
     for _ in range(40):
-        pace.took(64, 0.1)
-    assert pace.expect(64) == 0.1, "what was long ago is forgotten"
+        pace.took(64, 64 * 64, 0.1)
+    assert pace.expect(64, 64 * 64) == pace.longest == 0.1, "what was long ago is forgotten"
+
+
+def test_few_tokens_over_a_long_context_are_expected_to_take_long() -> None:
+    pace = Pace()
+    pace.took(32, 32 * 32, 0.16)
+    assert pace.expect(32, 32 * 3000) >= 0.16 * 64
+    pace.took(32, 32 * 3000, 3.0)
+    assert pace.expect(32, 32 * 3000) == 3.0 and pace.expect(32, 32 * 32) == 0.16
+
+
+def test_one_long_step_does_not_excuse_short_ones() -> None:
+    pace = Pace()
+    pace.took(512, 512 * 512, 15.0)
+    for _ in range(REMEMBERED):
+        pace.took(1, 600, 0.004)
+    assert pace.expect(1, 601) == pace.longest == 0.004
 
 
 def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> None:
     pace = Pace()
-    pace.took(512, 1.0)
-    assert pace.expect(1) == 1.0
+    pace.took(512, 512 * 512, 1.0)
+    assert pace.expect(1, 600) == 1.0
 
 
 def waiting(grant_at: float | None = None) -> SenderSession:
