@@ -1,7 +1,7 @@
 """The coordinator as a process: sockets, signals, start and end.
 
 Owns composition: registry, gateway, router, admission, dispatcher, HTTP application. SIGTERM or SIGINT drains: new
-requests get 503, running ones finish within ``drain_timeout``; a second signal stops at once.
+requests get 503, running ones finish and are read within ``drain_timeout``; a second signal stops at once.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ async def create_app(config: CoordinatorConfig, scale: Scale | None = None) -> A
 
 
 async def drain(services: Services, second: asyncio.Event) -> None:
-    """Refuses new requests and waits for running ones; those that do not end in time get an error."""
-    dispatcher = services.dispatcher
+    """Refuses new requests and waits until those that run are answered to the last byte; what does not end in time
+    gets an error, and who has not read all of his answer then loses the rest."""
+    dispatcher, answers = services.dispatcher, services.answers
     dispatcher.draining = True
-    count = len(dispatcher.tickets)
-    log.info("draining: %d requests are running", count)
-    waits = [asyncio.ensure_future(event.wait()) for event in (dispatcher.idle, second)]
+    log.info("draining: %d requests are running, %d answers are open", len(dispatcher.tickets), answers.count)
+    waits = [asyncio.ensure_future(event.wait()) for event in (answers.none, second)]
     await asyncio.wait(waits, timeout=services.config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

@@ -94,8 +94,6 @@ class Dispatcher:
         self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
         self._queue: list[tuple[int, int, Ticket]] = []
         self._queued = 0
         self._orders = itertools.count()
@@ -142,7 +140,6 @@ class Dispatcher:
             self.tickets[ticket.id] = ticket
             ticket.timer = self._loop.call_later(ticket.deadline_at - self._clock(), self._expire, ticket)
             self._enqueue(ticket)
-        self.idle.clear()
         self.pump()
 
     def abort(self, ticket: Ticket) -> None:
@@ -196,8 +193,6 @@ class Dispatcher:
         if ticket.timer is not None:
             ticket.timer.cancel()
         self.tickets.pop(ticket.id, None)
-        if not self.tickets:
-            self.idle.set()
         self.pump_soon()
 
     # -- the queue ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -46,6 +46,26 @@ Scale = Callable[[int | None, int | None], Awaitable[tuple[int, int]]]
 """Makes the prefill and the decode pool that large (None: as it is); returns their sizes, or raises RequestError."""
 
 
+class OpenAnswers:
+    """Counts answers from their admission until the kernel has their last byte; ``none`` is set while there are none.
+
+    Each is entered as a context."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self.none.set()
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What handlers need, made once per coordinator."""
@@ -56,6 +76,7 @@ class Services:
     registry: Registry
     metrics: Metrics
     scale: Scale | None = None
+    answers: OpenAnswers = field(default_factory=OpenAnswers)
 
 
 SERVICES = web.AppKey("services", Services)
@@ -206,18 +227,19 @@ async def _answer(
         tickets.append(_ticket(services, arrived_at, prompt, sampling, chains, options, reply))
     reply.expect(tickets)
     services.dispatcher.submit(tickets)
-    try:
-        if isinstance(reply, StreamReply):
-            return await _stream(request, reply)
-        await reply.finished
-    finally:  # the client has left, or one ticket of several has failed
-        for ticket in tickets:
-            services.dispatcher.abort(ticket)
-    if reply.error is not None:
-        raise reply.error
-    assert isinstance(reply, WholeReply)
-    response = json_response(reply.body(), headers=_headers(request, reply))
-    return await deliver(request, response, *_patience(services))
+    with services.answers:
+        try:
+            if isinstance(reply, StreamReply):
+                return await _stream(request, reply)
+            await reply.finished
+        finally:  # the client has left, or one ticket of several has failed
+            for ticket in tickets:
+                services.dispatcher.abort(ticket)
+        if reply.error is not None:
+            raise reply.error
+        assert isinstance(reply, WholeReply)
+        response = json_response(reply.body(), headers=_headers(request, reply))
+        return await deliver(request, response, *_patience(services))
 
 
 def _ticket(

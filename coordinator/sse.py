@@ -86,9 +86,11 @@ class EventStream:
 async def deliver(
     request: web.Request, response: web.StreamResponse, stall_s: float, on_cut: Callable[[], None]
 ) -> web.StreamResponse:
-    """Sends what is left of ``response``; a reader that takes nothing of it for ``stall_s`` is cut."""
+    """Sends what is left of ``response``, until the kernel has all of it; a reader that takes nothing of it for
+    ``stall_s`` is cut."""
     transport = request.transport
     await response.prepare(request)
+    _wait_for_the_last_byte(transport, True)
     sending = asyncio.ensure_future(response.write_eof())
     try:
         await asyncio.wait((sending,), timeout=0)
@@ -103,4 +105,12 @@ async def deliver(
         await sending
     finally:
         sending.cancel()
+        _wait_for_the_last_byte(transport, False)
     return response
+
+
+def _wait_for_the_last_byte(transport: asyncio.Transport | None, wanted: bool) -> None:
+    """Whether a writer that waits for ``transport`` waits until nothing is left, or (as usual) until little is: the
+    last bytes would be lost if the process ended then."""
+    if transport is not None and not transport.is_closing():
+        transport.set_write_buffer_limits(0 if wanted else None)

@@ -857,15 +857,23 @@ async def test_with_a_key_everything_is_closed(model: Path) -> None:
         assert (await house.get("/ready"))[0].status == 200
 
 
-async def _ask_and_read_no_more(house: House, asked: dict[str, Any]) -> asyncio.StreamWriter:
-    """A client that reads nothing, with buffers so small that the server notices soon."""
-    body = json.dumps(asked)
+def _narrow(port: int) -> socket.socket:
+    """A connection on which little is under way."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", int(house.url.rsplit(":", 1)[1])))
-    _, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    connection.connect(("127.0.0.1", port))
+    return connection
+
+
+async def _ask_and_read_no_more(
+    house: House, asked: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that reads nothing so far, with buffers so small that the server notices soon."""
+    body = json.dumps(asked)
+    connection = _narrow(int(house.url.rsplit(":", 1)[1]))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-    return writer
+    return reader, writer
 
 
 async def _cut_off(house: House) -> dict[str, float]:
@@ -878,7 +886,7 @@ async def test_a_reader_that_stopped_reading_is_cut_and_others_feel_nothing(mode
     asked = {"prompt": "x", "stream": True, "n": 16, "logprobs": 20, "max_tokens": 2000, "ignore_eos": True}
     async with open_house(model, client_timeout=0.5) as house:
         worker = await house.add("colocated", changes={"kv_blocks": 4096})
-        writer = await _ask_and_read_no_more(house, asked)
+        _, writer = await _ask_and_read_no_more(house, asked)
         other = asyncio.create_task(house.stream(TEXT, {"prompt": "y", "max_tokens": 200, "ignore_eos": True}))
         await until(lambda: worker.got(Abort), "it is cut and its work stopped", 20)
         assert len([event for event in (await other)[1] if event["choices"][0]["text"]]) > 100
@@ -907,6 +915,35 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
         async with asyncio.timeout(20):
             await cut.wait()
             await over.wait()
+        writer.close()
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> None:
+    """Also a small one, which an event loop would keep for a reader that is in no hurry."""
+    left: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        response = await deliver(request, web.Response(body=bytes(48 << 10)), 20, lambda: None)
+        left.append(request.transport.get_write_buffer_size())
+        return response
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection(sock=_narrow(runner.addresses[0][1]), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(48 << 10)
+        assert left == [0, 0]
         writer.close()
     finally:
         await runner.cleanup()
@@ -1077,3 +1114,37 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model: Pat
         await drain(house.services, asyncio.Event())
         _, events = await asked
         assert events[-1]["error"]["code"] == "server_shutting_down"
+
+
+async def _leave_unread(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """An answer that is computed, larger than what the kernel takes, and not read yet."""
+    asked = {"prompt": ["x"] * 8, "n": 16, "logprobs": 5, "max_tokens": 900, "ignore_eos": True, "seed": 1}
+    connection = await _ask_and_read_no_more(house, asked)
+    await until(lambda: house.workers[0].busy, "it runs")
+    await until(lambda: not house.dispatcher.tickets, "it is computed", 20)
+    return connection
+
+
+async def test_a_drain_waits_for_an_answer_that_is_still_read(model: Path) -> None:
+    async with open_house(model, drain_timeout=20.0) as house:
+        await house.add("colocated", step_s=0.0, changes={"kv_blocks": 8192})
+        reader, writer = await _leave_unread(house)
+        draining = asyncio.create_task(drain(house.services, asyncio.Event()))
+        done, _ = await asyncio.wait([draining], timeout=0.3)
+        assert not done
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.findall(rb"Content-Length: (\d+)", head)[0]))
+        await draining
+        writer.close()
+
+
+async def test_a_drain_ends_in_time_whoever_does_not_read(model: Path) -> None:
+    async with open_house(model, drain_timeout=0.1) as house:
+        await house.add("colocated", step_s=0.0, changes={"kv_blocks": 8192})
+        reader, writer = await _leave_unread(house)
+        async with asyncio.timeout(5):
+            await drain(house.services, asyncio.Event())
+        assert house.services.answers.count == 1
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # the connections are closed, too
+        await reader.readexactly(64 << 20)
+    writer.close()
