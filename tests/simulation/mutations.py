@@ -23,7 +23,7 @@ from coordinator.registry import Registry
 from coordinator.router import Router
 from decode.worker import DecodeWorker
 from kvtransfer.links import zeromq
-from kvtransfer.session import ReceiverSession, SenderSession
+from kvtransfer.session import ReceiverSession, SenderSession, TransferState
 
 
 class Mutation(NamedTuple):
@@ -49,6 +49,10 @@ def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None
 def _places_unchecked(header: Any, data: Any, dtype: Any, memory: Any, table: Any) -> None:
     if data.nbytes == header.size_bytes:
         memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)
+
+
+def _accepts_anything(self: ReceiverSession, now: float) -> None:
+    self.state, self.progress_at = TransferState.ACCEPTED, now
 
 
 def _without_fence(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
@@ -132,10 +136,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "fail open": (Mutation("checksums are not looked at", zeromq, "placed", _places_unchecked, (WRONG_TOKENS,)),),
     "trust the commit": (
         Mutation("what landed is not compared with the commit", ReceiverSession, "objection", lambda *_: "", ()),
-        Mutation(
-            "missing frames are not waited for",
-            ReceiverSession, "behind", _no, (WRONG_TOKENS, "without a frame", "bytes sent"),
-        ),
+        Mutation("missing frames are not waited for", ReceiverSession, "behind", _no, ()),
+        Mutation("not even the first", ReceiverSession, "accept", _accepts_anything, (WRONG_TOKENS,)),
     ),
     "no lease sweep": (
         Mutation("requests whose Abort was lost are kept", Worker, "_reap", _nothing, ("still held", "left behind")),
@@ -173,7 +175,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
     ),
     "no missed beats": (
-        Mutation("what a worker does not have is not missed", Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN,)),
+        Mutation(
+            "what a worker does not have is not missed",
+            Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
+        ),
     ),
     "no resend": (
         Mutation("lost tokens are not asked for again", Dispatcher, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
