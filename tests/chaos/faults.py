@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.wire import DIGEST_BYTES
-from tests.chaos.house import Worker, clock
+from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
 from tests.chaos.worker import KILLS_LATE
@@ -123,12 +123,6 @@ async def stop(role: str, scene: Scene) -> Proof:
     return lambda: worker.stopped and state_of(pid) == "T"
 
 
-def state_of(pid: int) -> str:
-    """As /proc has it: T is stopped."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
 async def pause(role: str, scene: Scene) -> Proof:
     """Stopped for three seconds, then on again: what it still says must not count."""
     proof = await stop(role, scene)
@@ -225,7 +219,7 @@ async def terminate_coordinator(scene: Scene) -> Proof:
 
 async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
     """It was away itself: nobody is silent, and nothing moves."""
-    process, setbacks = _coordinator(scene), await _setbacks(scene)
+    process, setbacks = _coordinator(scene), await scene.house.setbacks()
     _struck(scene)
     process.send_signal(signal.SIGSTOP)
     _let_go(scene)
@@ -233,13 +227,8 @@ async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
     stalled = state_of(process.pid) == "T"
     process.send_signal(signal.SIGCONT)
     await scene.over()
-    unmoved = await _setbacks(scene) == setbacks
+    unmoved = await scene.house.setbacks() == setbacks
     return lambda: stalled and unmoved
-
-
-async def _setbacks(scene: Scene) -> float:
-    """Attempts that were lost so far."""
-    return sum(map(float, re.findall(r"^tandem_(?:retries|migrations)_total (\S+)", await _metrics(scene), re.M)))
 
 
 async def kill_pool(role: str, scene: Scene) -> Proof:

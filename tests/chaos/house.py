@@ -37,6 +37,7 @@ START_S = 20.0
 FREE_WITHIN_S = 10.0
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
+_SETBACKS = re.compile(r"^tandem_(?:retries|migrations)_total (\S+)", re.M)
 JSON = {"Content-Type": "application/json"}
 clock = time.monotonic
 
@@ -142,6 +143,12 @@ class Ask:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
+def state_of(pid: int) -> str:
+    """As /proc has it: T is stopped, R runs or would if it had a core."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
 @dataclass
 class Worker:
     """One worker process, the proxies in front of its sockets, and what it has told."""
@@ -186,7 +193,8 @@ class Worker:
 
 
 class House:
-    """``prefills`` x ``decodes`` workers behind one coordinator. ``flags`` go to every worker, ``door`` to it."""
+    """``prefills`` x ``decodes`` workers behind one coordinator. ``flags`` go to every worker, ``door`` to it.
+    ``planted`` is a bug of the coordinator (:mod:`tests.chaos.planted`) that the harness must notice."""
 
     def __init__(
         self,
@@ -196,9 +204,11 @@ class House:
         decodes: int = 2,
         flags: tuple[str, ...] = (),
         door: tuple[str, ...] = (),
+        planted: str = "",
         seed: int = 0,
     ) -> None:
         self.directory, self.flags, self.door = directory, flags, door
+        self._command = ("tests.chaos.planted", planted) if planted else ("deploy.cli",)
         self.rng = random.Random(seed)
         self.workers: dict[str, Worker] = {}
         self.coordinator: Process | None = None
@@ -247,8 +257,8 @@ class House:
         log.write_text("")
         with log.open("ab") as out:
             self.coordinator = await self._spawn(
-                "-m", "deploy.cli", "coordinator", str(self.model), "--served-model-name", "oracle", "--port", ports[0],
-                "--control-port", ports[1], *self.door, stdin=DEVNULL, stdout=out, stderr=STDOUT,
+                "-m", *self._command, "coordinator", str(self.model), "--served-model-name", "oracle",
+                "--port", ports[0], "--control-port", ports[1], *self.door, stdin=DEVNULL, stdout=out, stderr=STDOUT,
             )  # fmt: skip
         deadline = clock() + START_S
         while not (found := _SERVING.search(log.read_text())):
@@ -388,6 +398,14 @@ class House:
         """How many requests run and wait at the coordinator."""
         found = _GAUGE.findall((await self.get("/metrics"))[1])
         return {name: int(float(value)) for name, value in found}
+
+    async def setbacks(self) -> float:
+        """Attempts that requests have lost so far."""
+        return sum(map(float, _SETBACKS.findall((await self.get("/metrics"))[1])))
+
+    async def until_busy(self, worker: Worker, within_s: float = START_S) -> None:
+        """Until ``worker`` has a request; it has just told so."""
+        await self.until(lambda: worker.holds[1], within_s, f"{worker.name} has something to do")
 
     async def until_ready(self, within_s: float = START_S) -> None:
         """Until every wanted worker has joined with the incarnation that runs now."""

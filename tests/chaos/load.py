@@ -1,7 +1,7 @@
 """Faults under load: many requests at once, things that break meanwhile, and figures of what clients noticed.
 
-Every answer is compared with the oracle's. Gaps are measured where a client sees them; what was freed, and when, is
-what workers told.
+Every answer is compared with the oracle's. Gaps are measured where a client sees them, those before a first token too:
+a prefill worker that breaks is noticed by nobody else. What was freed, and when, is what workers told.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock
+from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock, state_of
 from tests.chaos.proxy import Action, Rule, is_frame
 
 KILLED_S, STOPPED_S, DRAINED_S = 2.0, 3.5, 1.0
-Break = Callable[[House], Awaitable[tuple[float, Callable[[], bool]]]]
+Proof = Callable[[], Awaitable[bool]]
+Break = Callable[[House], Awaitable[tuple[float, Proof]]]
 """Breaks something under load: when it did, and the proof, to be asked for at the end."""
 
 
 @dataclass
 class Figures:
-    """What came of one run. Times in seconds; ``gap_s`` is the largest one after a fault."""
+    """What came of one run. Times in seconds. After a fault: ``gap_s`` is the largest between two tokens, ``first_s``
+    the longest wait for a first one, from the fault or from the request's sending. A first token may take ``queued_s``
+    longer, which is what it takes without a fault."""
 
     name: str
     verdicts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     gap_s: float = 0.0
+    first_s: float = 0.0
     allowed_gap_s: float = 0.0
+    queued_s: float = 0.0
     free_s: float = 0.0
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def allowed_first_s(self) -> float:
+        return self.allowed_gap_s and self.allowed_gap_s + self.queued_s
 
     @property
     def passed(self) -> bool:
@@ -41,13 +50,20 @@ class Figures:
     def row(self) -> str:
         verdicts = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
         faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
-        gap = f"{self.gap_s:.2f}" + (f" of {self.allowed_gap_s:.3g}" if self.allowed_gap_s else "")
+        gap = _of(self.gap_s, self.allowed_gap_s)
+        first = _of(self.first_s, self.allowed_first_s) if self.first_s else ""
         note = "ok" if self.passed else "FAILED: " + "; ".join(self.wrong)
-        return f"| {self.name} | {faults} | {verdicts} | {gap} | {self.free_s:.2f} | {self.seconds:.0f} | {note} |"
+        times = f"{gap} | {first} | {self.free_s:.2f} | {self.seconds:.0f}"
+        return f"| {self.name} | {faults} | {verdicts} | {times} | {note} |"
 
 
-HEADER = """| scenario | faults that happened | answers | largest gap (s) | all free after (s) | took (s) | |
-|---|---|---|---|---|---|---|"""
+def _of(measured_s: float, allowed_s: float) -> str:
+    return f"{measured_s:.2f}" + (f" of {allowed_s:.3g}" if allowed_s else "")
+
+
+HEADER = """\
+| scenario | faults that happened | answers | largest gap (s) | to a first token (s) | all free after (s) | took (s) | |
+|---|---|---|---|---|---|---|---|"""
 
 
 async def crowd(house: House, asks: Sequence[Ask], at_once: int, *, leave: Callable[[Ask], int] | None = None) -> None:
@@ -93,7 +109,7 @@ async def answered(
     """The same for given requests; fills ``figures``."""
     started = clock()
     load = asyncio.ensure_future(crowd(house, asks, at_once))
-    struck_at, happened = clock(), lambda: True
+    struck_at, happened, setbacks = started, None, await house.setbacks()
     if breaking is not None:
         await house.until(
             lambda: load.done() or sum(bool(ask.ended_at) for ask in asks) >= len(asks) // 4, 120, "a quarter is done"
@@ -102,21 +118,36 @@ async def answered(
         if load.done():
             figures.wrong.append("the load was over before the fault was")
     await load
-    if not happened():
-        figures.wrong.append("the fault did not happen")
+    if happened is not None and not await happened():
+        figures.wrong.append("the fault did not happen, or nobody lost anything by it")
     ended = clock()
     figures.seconds = ended - started
     figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
     judge(figures, asks)
-    started_ones = [ask for ask in asks if ask.arrivals and ask.ended_at > struck_at]
-    streams = [ask for ask in started_ones if ask.arrivals[0] < struck_at]
-    figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in started_ones), default=0.0)
-    figures.faults["streams running then"] = len(streams)
-    if breaking is not None and not streams:
-        figures.wrong.append("no stream was running when the fault struck")
+    figures.faults["attempts lost"] = round(await house.setbacks() - setbacks)
+    _measure(figures, asks, struck_at, struck=breaking is not None)
+    return figures
+
+
+def _measure(figures: Figures, asks: Sequence[Ask], struck_at: float, *, struck: bool) -> None:
+    """Every request that was there at ``struck_at`` or came later, from then on."""
+    there = [ask for ask in asks if ask.ended_at > struck_at]
+    begun = [ask for ask in there if ask.arrivals]
+    figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in begun), default=0.0)
+    firsts = [(ask, (ask.arrivals or [ask.ended_at])[0]) for ask in there]
+    waited = [first - max(struck_at, ask.started_at) for ask, first in firsts if first > struck_at]
+    figures.first_s = max(waited, default=0.0)
+    if struck:
+        figures.faults["streams running then"] = sum(ask.arrivals[0] < struck_at for ask in begun)
+        figures.faults["waiting for a first token then"] = sum(
+            ask.started_at < struck_at < first for ask, first in firsts
+        )
+        if not figures.faults["streams running then"]:
+            figures.wrong.append("no stream was running when the fault struck")
     if figures.allowed_gap_s and figures.gap_s > figures.allowed_gap_s:
         figures.wrong.append(f"a gap of {figures.gap_s:.2f} s")
-    return figures
+    if figures.allowed_gap_s and figures.first_s > figures.allowed_first_s:
+        figures.wrong.append(f"{figures.first_s:.2f} s to a first token")
 
 
 def judge(figures: Figures, asks: Sequence[Ask]) -> None:
@@ -133,33 +164,50 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
 
 
 def signalled(name: str, number: int) -> Break:
-    async def strike(house: House) -> tuple[float, Callable[[], bool]]:
+    """While the worker has something to do; somebody must lose an attempt by it."""
+
+    async def strike(house: House) -> tuple[float, Proof]:
         worker: Worker = house.workers[name]
         worker.wanted = False
-        process, at = worker.process, clock()
+        process, setbacks = worker.process, await house.setbacks()
         assert process is not None
+        await house.until_busy(worker)
+        at = clock()
         worker.signal(number)
-        return at, lambda: process.returncode == -number if number == signal.SIGKILL else worker.stopped
+
+        async def happened() -> bool:
+            struck = process.returncode == -number if number == signal.SIGKILL else state_of(process.pid) == "T"
+            return struck and await house.setbacks() > setbacks
+
+        return at, happened
 
     return strike
 
 
-async def reset_links(house: House) -> tuple[float, Callable[[], bool]]:
+async def reset_links(house: House) -> tuple[float, Proof]:
     at = clock()
     struck = sum(worker.data.reset() for worker in house.by_role("decode"))
-    return at, lambda: struck > 0
+
+    async def happened() -> bool:
+        return struck > 0
+
+    return at, happened
 
 
-async def swallow_link(house: House) -> tuple[float, Callable[[], bool]]:
+async def swallow_link(house: House) -> tuple[float, Proof]:
     """One pair from now on: prefill-0 and decode-0."""
     at = clock()
     proxy = house.workers["decode-0"].data
     proxy.only = f"{house.workers['prefill-0'].incarnation}|"
     proxy.black_hole = True
-    return at, lambda: proxy.done["black_hole"] > 0
+
+    async def happened() -> bool:
+        return proxy.done["black_hole"] > 0
+
+    return at, happened
 
 
-async def rolling_restart(house: House) -> tuple[float, Callable[[], bool]]:
+async def rolling_restart(house: House) -> tuple[float, Proof]:
     """Every worker leaves by SIGTERM and comes back, one after another."""
     at, codes = clock(), []
     for worker in house.workers.values():
@@ -172,7 +220,11 @@ async def rolling_restart(house: House) -> tuple[float, Callable[[], bool]]:
         await house.start_worker(worker)
         worker.wanted = True
         await house.until_ready()
-    return at, lambda: codes == [0] * len(house.workers)
+
+    async def happened() -> bool:
+        return codes == [0] * len(house.workers)
+
+    return at, happened
 
 
 SCENARIOS: dict[str, tuple[Break | None, float]] = {

@@ -3,7 +3,8 @@
 Outputs are judged teacher-forced (:mod:`tests.reference`), since float32 differs in its last bits between the shapes in
 which prefill and decode compute, and bfloat16 in more. What a gap may last is measured: noticing a death, and computing
 again the prompts of all streams that a worker had. For that, one client asks for a single token after prompts as long
-as the longest of those, one at a time, in the middle of the undisturbed load.
+as the longest of those, one at a time, in the middle of the undisturbed load. A first token may take on top what it
+takes there at most.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from common.request import SamplingParams
-from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock
+from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock, state_of
 from tests.chaos.load import Break, Figures, answered, signalled
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
@@ -85,6 +86,13 @@ class ModelHouse(House):
         await self.poll(idle, within_s, "nothing is held")
         return clock()
 
+    async def until_busy(self, worker: Worker, within_s: float = LOAD_S) -> None:
+        """Its one thread runs: when it has nothing to do it only looks about for a moment now and then."""
+        deadline = clock() + within_s
+        while state_of(worker.process.pid) != "R":  # type: ignore[union-attr]
+            assert clock() < deadline, f"{worker.name} has nothing to do"
+            await asyncio.sleep(0.001)
+
     def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:
         prompt = [self.rng.randrange(self.reference.vocab_size) for _ in range(tokens)]
         judged = {"reference": self.reference, "tolerance": self.tolerance}
@@ -124,7 +132,8 @@ async def load(directory: Path, model: Path, *, requests: int, at_once: int, dty
         first, allowed, alone = asks, 0.0, 0.0
         for name, breaking in faults.items():
             asks = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
-            done = Figures(name, allowed_gap_s=allowed if breaking else 0.0)
+            queued = figures[0].first_s if figures else 0.0
+            done = Figures(name, allowed_gap_s=allowed if breaking else 0.0, queued_s=queued)
             run = asyncio.ensure_future(answered(house, asks, done, breaking, at_once))
             if not figures:
                 alone, first = await _prompts_alone(house, asks), asks

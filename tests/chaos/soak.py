@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.faults import state_of
-from tests.chaos.house import Ask, House, clock
+from tests.chaos.house import Ask, House, clock, state_of
 from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
 from tests.chaos.scenes import CHUNK, TOKEN_S, Phase, arrange

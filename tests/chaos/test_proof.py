@@ -1,4 +1,5 @@
-"""A harness that cannot fail proves nothing: a wrong token fails a cell and a load, a fault that never came a cell."""
+"""A harness that cannot fail proves nothing: a wrong token fails a cell and a load, a fault that never came a cell, a
+coordinator that does not do its part whatever is about that part."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import faults, load, matrix
+from tests.chaos import faults, load, matrix, planted
 from tests.chaos.cells import CELLS
 from tests.chaos.house import House
 
 pytestmark = pytest.mark.e2e
 STALLS, FAILS = (
     next(cell for cell in CELLS if cell.id == name)
-    for name in ("coordinator stalls for 0.5 s / S", "exception in one request, once / P")
+    for name in (
+        "coordinator stalls for 0.5 s / S",
+        "exception in one request, once / P",
+    )
 )
 
 
@@ -39,6 +43,18 @@ async def test_a_cell_whose_fault_did_not_happen_fails(tmp_path: Path, monkeypat
     async with House.running(tmp_path / "house", flags=matrix.FLAGS + FAILS.house.flags) as house:
         result = await matrix.run_cell(house, harmless)
     assert "the fault has happened" in result.wrong
+
+
+async def test_a_load_fails_if_a_silent_prefill_worker_is_noticed_late(tmp_path: Path) -> None:
+    name = "SIGSTOP of one prefill worker"
+    breaking, allowed_s = load.SCENARIOS[name]
+    async with House.running(tmp_path / "house", flags=load.LOAD_FLAGS, planted=planted.SILENCE) as house:
+        for worker in house.workers.values():
+            worker.command(step_s=0.01)
+        figures = await load.scenario(house, name, breaking, requests=200, at_once=16, allowed_gap_s=allowed_s)
+    assert figures.verdicts == {"exact": 200}
+    assert figures.first_s > planted.SILENCE_S - 1
+    assert f"{figures.first_s:.2f} s to a first token" in figures.wrong
 
 
 def _lie(house: House) -> None:
