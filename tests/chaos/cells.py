@@ -6,6 +6,7 @@ One line per cell. The bound is about what ``measure`` says:
     freed    from the fault to the last block that a living worker gives back
     answer   from the fault to the end of the answer
     back     from when a new process listens (coordinator) or is ready (worker) to its being of use again
+    unqueued from the fault to the coordinator's knowing of nobody who waits
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
 """After a client has left: 0.1 s and the running step."""
+UNQUEUED_S = 0.25
+"""One that only waited is forgotten at once; the coordinator is asked every 0.03 s, beside what else runs."""
 REFUSED_S, WORKERLESS_S = 1.0, 10.0
 """An answer that there is no worker: to a new request, and after which wait to one that was admitted."""
 REJOINED_S, USED_S = 3.0, 1.0
 """Workers of a coordinator that restarted are back; a worker that restarted is used."""
 OUTLIVES_LEASE = 500
 """Tokens of an answer that takes 15 s: longer than a lease of 8 s."""
-Measure = Literal["gap", "freed", "answer", "back"]
+Measure = Literal["gap", "freed", "answer", "back", "unqueued"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone",
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
-    *_row("client disconnects", faults.client_leaves, "gone", {"Q": 6.0}, measure="freed"),
+    *_row("client disconnects", faults.queued_client_leaves, "gone", {"Q": UNQUEUED_S}, measure="unqueued"),
     *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", house=IMPATIENT),
     *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL),
     *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP),

@@ -58,6 +58,25 @@ async def client_leaves(scene: Scene) -> Proof:
     return scene.task.cancelled
 
 
+async def queued_client_leaves(scene: Scene) -> Proof:
+    """Nobody ever computes a token of the request: only its neighbours', which decode already, are seen in steps."""
+    known = _stepped(scene)
+    assert len(known) == len(scene.neighbours)
+    proof = await client_leaves(scene)
+
+    async def forgotten() -> bool:
+        return (await scene.house.requests())["waiting"] == 0
+
+    await scene.house.poll(forgotten, ARRIVES_S, "the request waits no more")
+    scene.unqueued_s = clock() - scene.struck_at
+    return lambda: proof() and _stepped(scene) == known
+
+
+def _stepped(scene: Scene) -> set[str]:
+    """Requests of which any worker has computed something."""
+    return {step[1] for worker in scene.house.workers.values() for step in worker.steps()}
+
+
 async def client_stops_reading(scene: Scene) -> Proof:
     """A further client takes five tokens of a long answer and then nothing; its connection stays."""
     ask = scene.house.ask(64, LONG, extra={"n": CHOICES})

@@ -71,6 +71,8 @@ def _measured(scene: Scene, cell: Cell, result: Result) -> float:
         return scene.ask.ended_at - scene.struck_at
     if cell.measure == "back":
         return scene.back_s
+    if cell.measure == "unqueued":
+        return scene.unqueued_s
     if (cell.arranged or cell.phase) == "Q":  # it waits for the slots of its neighbours: what they notice counts
         return max(ask.largest_gap(scene.struck_at) for ask in scene.neighbours)
     return scene.ask.largest_gap(scene.struck_at) if scene.ask.stream else progress(scene)

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable
 
 from coordinator import registry
+from coordinator.dispatch import Dispatcher
+from coordinator.ticket import Ticket
 from deploy.cli import main
 
-SILENCE = "silence is noticed late"
+SILENCE, QUEUED = "silence is noticed late", "queued requests are kept"
 SILENCE_S = 6.0
 
 
@@ -16,7 +18,17 @@ def _notice_silence_late() -> None:
     registry.SILENCE_S = SILENCE_S
 
 
-BUGS: dict[str, Callable[[], None]] = {SILENCE: _notice_silence_late}
+def _keep_queued() -> None:
+    abort = Dispatcher.abort
+
+    def abort_if_placed(self: Dispatcher, ticket: Ticket) -> None:
+        if not ticket.queued:
+            abort(self, ticket)
+
+    Dispatcher.abort = abort_if_placed  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], None]] = {SILENCE: _notice_silence_late, QUEUED: _keep_queued}
 
 if __name__ == "__main__":
     BUGS[sys.argv[1]]()

@@ -36,7 +36,7 @@ ARRIVES_S = 20.0
 class Scene:
     """``ask`` is the request in its phase, ``prefill`` and ``decode`` its workers (those it would get, if queued),
     ``neighbours`` others that must not notice. ``struck_at`` is when the fault began, ``back_s`` how long a process
-    that came again took to be of use."""
+    that came again took to be of use, ``unqueued_s`` how long a queued request was still counted."""
 
     house: House
     session: aiohttp.ClientSession
@@ -46,6 +46,7 @@ class Scene:
     neighbours: list[Ask] = field(default_factory=list)
     struck_at: float = 0.0
     back_s: float = 0.0
+    unqueued_s: float = 0.0
     tasks: dict[int, asyncio.Task[Ask]] = field(default_factory=dict)
 
     def send(self, ask: Ask) -> asyncio.Task[Ask]:

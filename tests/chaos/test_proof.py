@@ -14,11 +14,12 @@ from tests.chaos.cells import CELLS
 from tests.chaos.house import House
 
 pytestmark = pytest.mark.e2e
-STALLS, FAILS = (
+STALLS, FAILS, LEAVES = (
     next(cell for cell in CELLS if cell.id == name)
     for name in (
         "coordinator stalls for 0.5 s / S",
         "exception in one request, once / P",
+        "client disconnects / Q",
     )
 )
 
@@ -55,6 +56,17 @@ async def test_a_load_fails_if_a_silent_prefill_worker_is_noticed_late(tmp_path:
     assert figures.verdicts == {"exact": 200}
     assert figures.first_s > planted.SILENCE_S - 1
     assert f"{figures.first_s:.2f} s to a first token" in figures.wrong
+
+
+async def test_a_cell_fails_if_a_queued_request_outlives_its_client(tmp_path: Path) -> None:
+    async with House.running(
+        tmp_path / "house", flags=matrix.FLAGS + LEAVES.house.flags, planted=planted.QUEUED
+    ) as house:
+        slow = replace(LEAVES, bound_s=60.0)
+        assert "the fault has happened" in (await matrix.run_cell(house, slow)).wrong, "its tokens were computed"
+        await house.repair()
+        result = await matrix.run_cell(house, LEAVES)
+        assert result.value > LEAVES.bound_s
 
 
 def _lie(house: House) -> None:
