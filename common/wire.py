@@ -40,14 +40,20 @@ def seal(data: bytes) -> bytes:
     return xxhash.xxh3_64_digest(data) + data
 
 
+def unseal(data: bytes | memoryview) -> memoryview:
+    """What stands behind its digest; Damaged if that is another's."""
+    packed = memoryview(data)[DIGEST_BYTES:]
+    if data[:DIGEST_BYTES] != xxhash.xxh3_64_digest(packed):
+        raise Damaged("a message fails its checksum")
+    return packed
+
+
 def decode(data: bytes | memoryview, kind: Any) -> Any:
     """One message of type ``kind`` (a Struct or a union of tagged Structs); WireError if it is anything else, Damaged
     if it is not what anybody has sent."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes, {MAX_MESSAGE_BYTES} allowed")
-    packed = memoryview(data)[DIGEST_BYTES:]
-    if data[:DIGEST_BYTES] != xxhash.xxh3_64_digest(packed):
-        raise Damaged("a message fails its checksum")
+    packed = unseal(data)
     try:
         plain = msgpack.unpackb(
             packed,
