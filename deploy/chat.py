@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
+from common.client import Refused, Server
 from common.config import ChatConfig
 from common.errors import StartError
-from deploy.client import Refused, Server
 
 Messages = list[dict[str, str]]
 

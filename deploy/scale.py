@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.client import Refused, Server
 from common.config import ScaleConfig
 from common.errors import StartError
-from deploy.client import Refused, Server
 
 PATIENCE_S = 1800.0
 """Loading a model, and draining a worker, may take long."""

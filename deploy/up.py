@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from common.checkpoint import open_checkpoint
+from common.client import Server
 from common.config import CoordinatorConfig, UpConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
 from common.log import setup_logging
 from common.messages import Role
 from deploy import builtin, cores
-from deploy.client import Server
 from deploy.line import Pools
 from deploy.preflight import check_memory, check_up
 from deploy.screen import Lines, Screen, Serving, Terminal, WorkerFacts

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from common import builtin
-from deploy.client import Refused, Server
+from common.client import Refused, Server
 
 pytestmark = pytest.mark.e2e
 START_S = 90.0

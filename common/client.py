@@ -1,4 +1,4 @@
-"""A small client of a running server, for ``tandem chat`` and the launcher; on the standard library: it starts fast.
+"""A small client of a running server, for commands, launcher and bench; on the standard library: it starts fast.
 
 Owns connection errors in words. Knows the server only through its public interface.
 """
@@ -63,7 +63,11 @@ class Server:
         return answer
 
     def model(self) -> str:
-        """The first model that is served; StartError when nobody answers there."""
+        """The name of the first model that is served; StartError when nobody answers there."""
+        return str(self.served()["id"])
+
+    def served(self, name: str | None = None) -> dict[str, Any]:
+        """What the server says of its model ``name``, by default of its first; StartError when nobody answers there."""
         try:
             status, body = self.get("/v1/models")
         except OSError as error:
@@ -72,7 +76,11 @@ class Server:
         if status != 200 or not isinstance(body, dict) or not body.get("data"):
             todo = "give --api-key" if status in (401, 403) else "check --url"
             raise StartError(f"{self.url} names no model", _message(body) or f"HTTP status {status}", todo)
-        return str(body["data"][0]["id"])
+        models: dict[str, dict[str, Any]] = {str(each["id"]): each for each in body["data"]}
+        if name is not None and name not in models:
+            why = f"it serves {', '.join(models)}"
+            raise StartError(f"{self.url} does not serve {name}", why, "correct --served-model-name")
+        return models[name] if name is not None else next(iter(models.values()))
 
     def chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed chat completion. Closing the iterator hangs up, which stops the work."""
