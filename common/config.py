@@ -7,6 +7,7 @@ Light: imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +23,10 @@ from common.options import (
     ADDRESS,
     CPUS,
     DEADLINE,
+    JSON_OBJECT,
+    NUMBERS,
     PORT,
+    RATE,
     SECONDS,
     SIZE,
     SWITCH,
@@ -42,6 +46,9 @@ KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 KvEncryption = Literal["curve", "none"]
+Backend = Literal["openai", "openai-chat"]
+RampStrategy = Literal["linear", "exponential"]
+Dataset = Literal["random", "prefix_repetition", "sharegpt", "azure", "mooncake"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -397,6 +404,97 @@ class EvalConfig(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is asked of a server, and when; named as in ``vllm bench serve`` wherever it has the same."""
+
+    backend: Backend = option(
+        "openai",
+        "which endpoint is asked: completions (openai) or chat completions (openai-chat)",
+        one_of("openai", "openai-chat"),
+        "load",
+    )
+    num_prompts: int = option(100, "requests of a run", count(1), "load")
+    request_rate: float = option(
+        math.inf, "requests per second, in the mean; inf sends all at once, a trace then at its own times", RATE, "load"
+    )
+    burstiness: float = option(1.0, "1 is a Poisson process, less is burstier, inf a metronome", RATE, "load")
+    max_concurrency: int | None = option(None, "requests in flight; more wait in the client", count(1), "load")
+    num_warmups: int = option(1, "requests sent before, one by one, that do not count", count(0), "load")
+    ignore_eos: bool = option(True, "answers are as long as asked for, whatever the model says", SWITCH, "load")
+    extra_body: dict[str, Any] | None = option(None, "fields added to every request", JSON_OBJECT, "load")
+    answer_timeout: float = option(600.0, "how long one answer may take", DEADLINE, "load")
+    seed: int = option(0, "of prompts and arrivals", count(0, 2**32 - 1), "load")
+    dataset_name: Dataset = option(
+        "random",
+        "what is asked: made-up prompts, or those of a file",
+        one_of("random", "prefix_repetition", "sharegpt", "azure", "mooncake"),
+        "workload",
+    )
+    dataset_path: str | None = option(None, "file of sharegpt, azure or mooncake", TEXT, "workload")
+    tokenizer: str | None = option(
+        None, "tokenizer.json that prompts are made with", TEXT, "workload", shown_default="the server's /tokenize"
+    )
+    time_scale: float = option(1.0, "factor on the times of a trace: 2 is half its pace", RATE, "workload")
+    random_input_len: int = option(1024, "prompt tokens", count(1), "workload")
+    random_output_len: int = option(128, "tokens of an answer", count(1), "workload")
+    random_range_ratio: float = option(
+        0.0, "both lengths vary by this share of them, up and down", decimal(0, 0.999), "workload"
+    )
+    random_prefix_len: int = option(0, "tokens that all prompts share, before their own", count(0), "workload")
+    prefix_repetition_prefix_len: int = option(256, "tokens of a shared prefix", count(1), "workload")
+    prefix_repetition_suffix_len: int = option(256, "tokens after it", count(1), "workload")
+    prefix_repetition_num_prefixes: int = option(10, "different prefixes", count(1), "workload")
+    prefix_repetition_output_len: int = option(128, "tokens of an answer to them", count(1), "workload")
+    sharegpt_output_len: int | None = option(
+        None, "tokens of an answer to sharegpt", count(1), "workload", shown_default="as long as the recorded one"
+    )
+    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+    plot: str | None = option(None, "PNG or SVG file to draw the figures in ([bench])", TEXT, "results")
+
+    def __post_init__(self) -> None:
+        needs_file = self.dataset_name in ("sharegpt", "azure", "mooncake")
+        if needs_file and not self.dataset_path:
+            raise StartError(f"--dataset-name {self.dataset_name} needs a file", "none is named", "give --dataset-path")
+        if self.dataset_path and not needs_file:
+            why = f"{self.dataset_name} prompts are made up"
+            raise StartError("--dataset-path would not be read", why, "give --dataset-name sharegpt, azure or mooncake")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(ClientOptions, LoadOptions):
+    """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
+
+    served_model_name: str | None = option(
+        None, "which of its models is asked", TEXT, "client", aliases=("--model",), shown_default="the first"
+    )
+    ramp_up_strategy: RampStrategy | None = option(
+        None, "how the rate grows during the run", one_of("linear", "exponential"), "load"
+    )
+    ramp_up_start_rps: float | None = option(None, "requests per second at its start", RATE, "load")
+    ramp_up_end_rps: float | None = option(None, "requests per second at its end", RATE, "load")
+    goodput: str | None = option(
+        None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", TEXT, "results"
+    )
+    percentile_metrics: str = option("ttft,tpot,itl,e2el", "metrics that are shown", TEXT, "results")
+    metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
+    save_detailed: bool = option(False, "save every request, not only the figures of all", SWITCH, "results")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if any(ramp) and not all(ramp):
+            why = "a rate that grows has a way, a start and an end"
+            todo = "give --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            raise StartError("the ramp is not complete", why, todo)
+        if any(ramp) and (math.isinf(ramp[1] or 0) or math.isinf(ramp[2] or 0)):
+            raise StartError("a ramp has no infinite rate", "its requests need times", "give numbers")
+        if self.save_detailed and not self.save:
+            raise StartError("--save-detailed saves nowhere", "no file is named", "give --save FILE")
+        if any(not 0 <= percent <= 100 for percent in self.metric_percentiles):
+            raise StartError("--metric-percentiles is off the scale", "it takes 0 to 100", "correct it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeygenConfig:
     """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
 
@@ -422,11 +520,10 @@ class KeygenConfig:
         return Path(self.out or f"{self.role or 'cluster'}.key")
 
 
-Config = WorkerConfig | CoordinatorConfig | UpConfig | ChatConfig | ScaleConfig | EvalConfig | KeygenConfig
 CONFIGS: tuple[type[Any], ...] = (
-    UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, KeygenConfig,
+    UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig, KeygenConfig,
 )  # fmt: skip
-C = TypeVar("C", WorkerConfig, CoordinatorConfig, UpConfig, ChatConfig, ScaleConfig, EvalConfig, KeygenConfig)
+C = TypeVar("C")
 
 
 def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ ENV_PREFIX = "TANDEM_"
 _CONFIG_ENV = "TANDEM_CONFIG"
 GROUPS = (
     "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "client", "chat",
-    "evaluation", "logs",
+    "evaluation", "load", "workload", "systems", "results", "logs",
 )  # fmt: skip
 """In the order in which they are shown."""
 
@@ -138,10 +139,34 @@ def _parse_address(text: str) -> str:
     return text
 
 
+def _parse_numbers(text: str) -> tuple[float, ...]:
+    numbers = tuple(float(part) for part in text.replace(",", " ").split())
+    if not numbers or not all(number >= 0 for number in numbers):
+        raise ValueError(text)
+    return numbers
+
+
+def _parse_rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
 TEXT = Kind("TEXT", "some text", _parse_text)
 SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
 DEADLINE = decimal(0.001, 1e6, "SECONDS")
+RATE = Kind("X", "a number more than 0, or inf", _parse_rate)
+NUMBERS = Kind("X,X", "numbers with commas between, such as 50,95,99", _parse_numbers)
+JSON_OBJECT = Kind("JSON", "a JSON object", _parse_object)
 SWITCH = Kind("", "true or false", _parse_switch)
 PORT = count(0, 65535)
 CPUS = Kind("CORES", "core numbers such as 0-3,5", _parse_cpus)
@@ -230,6 +255,8 @@ def show(value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return ",".join(map(show, value))
     return str(value)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from common.config import (
+    BenchServeConfig,
     C,
     ChatConfig,
     CoordinatorConfig,
@@ -70,13 +71,30 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     made: dict[str, Parser] = {}
+    families: dict[str, Any] = {}
     for name, (help, config, command) in COMMANDS.items():
-        made[name] = commands.add_parser(name, help=help, description=help, usage=_usage(name, config))
+        family, _, last = name.rpartition(" ")
+        if family and family not in families:
+            families[family] = _family(commands, family)
+        parsers = families.get(family, commands)
+        made[name] = parsers.add_parser(last, help=help, description=help, usage=_usage(name, config))
         made[name].set_defaults(command=command)
         if name == "chat":
             made[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this, print the answer and leave")
         add_options(made[name], config)
     return parser, made
+
+
+def _family(commands: Any, name: str) -> Any:
+    """The sub-commands of ``tandem NAME``, which shows them when it is given none."""
+    parser = commands.add_parser(name, help=FAMILIES[name], description=FAMILIES[name])
+
+    def show(_: dict[str, Any]) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(command=show)
+    return parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
 
 def _usage(name: str, config: type[Any]) -> str:
@@ -92,14 +110,26 @@ def _dispatch(words: list[str]) -> int:
     explain = words[0] == "config"
     if explain:  # `tandem config COMMAND FLAGS` takes what that command takes
         words = _explained(words[1:], commands)
-    elif not words[0].startswith("-") and words[0] not in commands:
-        raise unknown("command", words[0], [*commands, "config"], "tandem", "tandem --help")
+    name = _named(words, commands)
     given, strange = parser.parse_known_args(words)
     if strange:
-        raise _strange_word(strange, commands.get(words[0], parser))
+        raise _strange_word(strange, commands.get(name, parser))
     arguments = vars(given)
     command: Command = arguments.pop("command")
-    return _config(words[0], arguments) if explain else command(arguments)
+    return _config(name, arguments) if explain else command(arguments)
+
+
+def _named(words: Sequence[str], commands: Collection[str]) -> str:
+    """The command that ``words`` begin with, of one word or two; StartError if there is none of that name."""
+    first, second = words[0], next(iter(words[1:]), "-")
+    if first.startswith("-") or first in commands:
+        return first
+    if first not in FAMILIES:
+        raise unknown("command", first, [*commands, *FAMILIES, "config"], "tandem", "tandem --help")
+    if second.startswith("-") or f"{first} {second}" in commands:
+        return f"{first} {second}"
+    members = [name.partition(" ")[2] for name in commands if name.startswith(f"{first} ")]
+    raise unknown("command", second, members, f"tandem {first}", f"tandem {first} --help")
 
 
 def _explained(words: list[str], commands: Collection[str]) -> list[str]:
@@ -108,8 +138,11 @@ def _explained(words: list[str], commands: Collection[str]) -> list[str]:
     A word that is nearly a command is one mistyped, unless there is a model of that name here.
     """
     first = next(iter(words), "-")
-    if first in commands:
+    if first in commands or " ".join(words[:2]) in commands:
         return words
+    if first in FAMILIES:
+        _named(words, commands)
+        raise StartError(f"tandem {first} alone takes no flags", "its commands do", f"tandem {first} --help lists them")
     if not first.startswith("-") and nearest(first, commands) and not Path(first).is_dir():
         raise unknown("command", first, commands, "tandem", f"for a hub model: tandem config up {first}; tandem --help")
     return ["up", *words]
@@ -215,6 +248,13 @@ def _eval(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_serve(given: dict[str, Any]) -> int:
+    config = _load(BenchServeConfig, given)
+    from bench.serve import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -256,9 +296,12 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
     "scale": ("grow or shrink the pools of a running tandem up", ScaleConfig, _scale),
     "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
+    "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""
+FAMILIES = {"bench": "measure servers, and what disaggregation brings"}
+"""First word of the commands of two words, and what they are for."""
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import ChatConfig, CoordinatorConfig, EvalConfig, KeygenConfig, ScaleConfig, UpConfig, WorkerConfig
+from common.config import (
+    BenchServeConfig,
+    ChatConfig,
+    CoordinatorConfig,
+    EvalConfig,
+    KeygenConfig,
+    ScaleConfig,
+    UpConfig,
+    WorkerConfig,
+)
 from common.options import GROUPS, Option, options
 
 BEGIN, END = "<!-- flags: written by `python -m deploy.flags README.md` -->", "<!-- /flags -->"
@@ -20,6 +29,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("chat", ChatConfig),
     ("scale", ScaleConfig),
     ("eval", EvalConfig),
+    ("bench serve", BenchServeConfig),
     ("keygen", KeygenConfig),
 )
 

@@ -20,7 +20,7 @@ from common.config import (
 from common.errors import StartError
 from common.hosts import is_loopback
 from common.ids import WorkerName
-from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number
+from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number, show
 
 
 def up(*words: str, **environ: str) -> Loaded[UpConfig]:
@@ -228,7 +228,7 @@ def test_every_option_can_be_set_everywhere(config: type[Any], tmp_path: Path) -
     for item in options(config):
         if item.default is None:
             continue
-        text = str(item.default).lower() if isinstance(item.default, bool) else str(item.default)
+        text = show(item.default)
         assert getattr(load_config(config, {}, {item.env: text}, **fixed).config, item.name) == item.default
         file = tmp_path / "one.yaml"
         file.write_text(f"{item.name}: {text}\n")

@@ -1,0 +1,106 @@
+"""From the options of a load to its target, its asks and their times: what every command here does first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench import workloads
+from bench.arrivals import Ramp, arrivals
+from bench.client import Target
+from bench.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
+from bench.workloads import Ask
+from common.client import Server
+from common.config import LoadOptions
+from common.errors import StartError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A server, what it will be asked, and what there is to say about that."""
+
+    target: Target
+    asks: list[Ask]
+    notes: list[str]
+
+
+def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: str | None = None) -> Prepared:
+    """Looks at the server and makes its asks; StartError if either cannot be."""
+    server = Server(url, api_key)
+    served = server.served(model)
+    name = str(served["id"])
+    tokenizer: Tokenizer = (
+        FileTokenizer(Path(options.tokenizer)) if options.tokenizer else ServerTokenizer(server, name)
+    )
+    length = served.get("max_model_len")
+    longest = length if isinstance(length, int) else None
+    asks, left_out = workloads.within(_asked(options, tokenizer), options.num_prompts, longest)
+    notes = []
+    if left_out:
+        notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
+    if not asks:
+        why = "; ".join(notes) or "the dataset has no request that can be used"
+        raise StartError("there is nothing to ask", why, "give shorter lengths, or another dataset")
+    if len(asks) < options.num_prompts:
+        notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {options.num_prompts}")
+    if options.backend == "openai-chat":
+        asks = [_as_text(ask, tokenizer) for ask in asks]
+    extra = dict(options.extra_body or {})
+    if options.ignore_eos:
+        extra.setdefault("ignore_eos", True)
+    if served.get("owned_by") == "tandem":
+        extra.setdefault("return_metrics", True)
+    target = Target(server.url, name, options.backend, api_key, options.answer_timeout, extra)
+    return Prepared(target, asks, notes)
+
+
+def times(
+    options: LoadOptions, asks: Sequence[Ask], rate: float | None = None, ramp: Ramp | None = None
+) -> list[float]:
+    """When each ask is sent, in seconds after the start; ``rate`` stands in for ``--request-rate``."""
+    rate = options.request_rate if rate is None else rate
+    recorded = [ask.at for ask in asks if ask.at is not None]
+    if ramp is None and math.isinf(rate) and len(recorded) == len(asks):
+        return [at * options.time_scale for at in recorded]
+    return arrivals(len(asks), rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
+
+
+def _asked(options: LoadOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
+    """The workload; a trace may have more than are wanted."""
+    count, seed = options.num_prompts, options.seed
+    path = Path(options.dataset_path or "")
+    if options.dataset_name == "sharegpt":
+        return workloads.sharegpt_asks(
+            path, count, lambda text: len(tokenizer.encode(text)), output_len=options.sharegpt_output_len, seed=seed
+        )
+    ids = ordinary_ids(tokenizer)
+    if options.dataset_name == "azure":
+        return workloads.azure_asks(path, ids, seed=seed)
+    if options.dataset_name == "mooncake":
+        return workloads.mooncake_asks(path, ids, seed=seed)
+    if options.dataset_name == "prefix_repetition":
+        return workloads.prefix_repetition_asks(
+            ids,
+            count,
+            prefix_len=options.prefix_repetition_prefix_len,
+            suffix_len=options.prefix_repetition_suffix_len,
+            num_prefixes=options.prefix_repetition_num_prefixes,
+            output_len=options.prefix_repetition_output_len,
+            seed=seed,
+        )
+    return workloads.random_asks(
+        ids,
+        count,
+        options.random_input_len,
+        options.random_output_len,
+        range_ratio=options.random_range_ratio,
+        prefix_len=options.random_prefix_len,
+        seed=seed,
+    )
+
+
+def _as_text(ask: Ask, tokenizer: Tokenizer) -> Ask:
+    """A chat takes text. What its template adds, and where text makes other tokens, ``usage`` tells."""
+    return ask if isinstance(ask.prompt, str) else replace(ask, prompt=tokenizer.decode(ask.prompt))

@@ -1,0 +1,118 @@
+"""Figures as pictures. Needs matplotlib, which only the extra ``[bench]`` installs: nothing else here imports it.
+
+Drawn without pyplot, so that there is no global state and no window. The file's name says which format it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bench.client import Record
+from bench.load import Run
+from bench.metrics import Objective
+from common.errors import StartError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WAIT, PREFILL, DECODE = "#c7c7c7", "#d1603d", "#3d6fb1"
+
+
+def draw_run(run: Run, path: Path, objectives: Iterable[Objective] = ()) -> None:
+    """TTFT and ITL distributions of one run, and its timeline."""
+    draw_runs({"": run}, path, objectives)
+
+
+def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objective] = ()) -> None:
+    """The distributions of several runs in one pair of axes, and below them a timeline of each."""
+    figure = _figure(11, 4 + 3 * len(runs))
+    grid = figure.add_gridspec(1 + len(runs), 2)
+    bounds = {each.metric: each.bound for each in objectives if not each.relative}
+    first, between = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    for name, run in runs.items():
+        good = [record for record in run.records if record.ok]
+        _distribution(first, name, [record.ttft * 1000 for record in good])
+        _distribution(between, name, [gap * 1000 for record in good for gap in record.itls])
+    _label(first, "time to first token", "ms", "share of requests", bounds.get("ttft"))
+    _label(between, "time between tokens", "ms", "share of gaps", bounds.get("tpot"))
+    if any(runs):
+        first.legend(loc="lower right", frameon=False)
+    shared: Axes | None = None
+    for row, (name, run) in enumerate(runs.items(), 1):
+        axes = figure.add_subplot(grid[row, :], sharex=shared)
+        shared = shared or axes
+        _timeline(axes, run.records, run.began_at, f"{name}: " if name else "")
+    _write(figure, path)
+
+
+def draw_attainment(
+    curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, wanted: float, objectives: str
+) -> None:
+    """Share of requests inside the objectives by rate, one curve of (rate, share) per system."""
+    figure = _figure(7, 4)
+    axes = figure.add_subplot()
+    for name, curve in curves.items():
+        rates, shares = zip(*curve, strict=True)
+        axes.plot(rates, [100 * share for share in shares], marker="o", markersize=4, label=name)
+    axes.axhline(100 * wanted, color="black", linewidth=0.8, linestyle="--")
+    axes.set_ylim(0, 103)
+    _label(axes, f"requests inside {objectives}", "requests per second", "%")
+    axes.legend(frameon=False)
+    _write(figure, path)
+
+
+def _distribution(axes: Axes, name: str, values: Sequence[float]) -> None:
+    if not values:
+        return
+    ordered = np.sort(np.asarray(values))
+    axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=name or None, linewidth=1.4)
+    axes.set_xscale("log" if ordered[0] > 0 and ordered[-1] > 20 * ordered[0] else "linear")
+
+
+def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:
+    """A row per request: waiting, prefill (as far as the server tells it apart from waiting), decode."""
+    for row, record in enumerate(records):
+        if not record.moments:
+            axes.plot(record.sent_at - began_at, row, "x", color="black", markersize=4)
+            continue
+        sent, first, last = (at - began_at for at in (record.sent_at, record.moments[0], record.moments[-1]))
+        prefill = min(first - sent, (record.stages or {}).get("prefill_ms", 1e12) / 1000)
+        axes.barh(row, first - sent - prefill, left=sent, height=0.8, color=WAIT)
+        axes.barh(row, prefill, left=first - prefill, height=0.8, color=PREFILL)
+        axes.barh(row, last - first, left=first, height=0.8, color=DECODE)
+    for colour, name in ((WAIT, "waiting"), (PREFILL, "prefill"), (DECODE, "decode")):
+        axes.barh(0, 0, color=colour, label=name)
+    axes.invert_yaxis()
+    _label(axes, f"{title}every request from being sent to its last token", "s", "request")
+    axes.legend(loc="lower left", ncols=3, frameon=False)
+
+
+def _label(axes: Axes, title: str, horizontal: str, vertical: str, bound: float | None = None) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(horizontal)
+    axes.set_ylabel(vertical)
+    axes.grid(color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if bound is not None:
+        axes.axvline(bound, color="black", linewidth=0.8, linestyle="--")
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise StartError("cannot draw", "matplotlib is not installed", "pip install 'tandem[bench]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _write(figure: Figure, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot draw {path}", str(error), "name a PNG or SVG file with --plot") from error

@@ -1,0 +1,73 @@
+"""Where figures come from, kept beside them: machine, commit, command, date. And the files that they are saved in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from common.errors import StartError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def provenance() -> dict[str, Any]:
+    """Of figures made now. The commit ends in ``+`` if files differ from it, and is None outside a repository."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+    }
+
+
+def _commit() -> str | None:
+    try:
+        words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def save(path: Path, figures: dict[str, Any]) -> None:
+    """Writes ``figures`` behind their provenance. StartError if that cannot be; a file that is there is replaced."""
+    text = json.dumps(_plain(provenance() | figures), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without what JSON does not have: an infinite rate is ``"inf"``, as in vLLM's files."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,203 @@
+"""``tandem bench serve`` against a server that answers on a scripted clock: what it reports is what was done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestServer
+
+from bench.client import Record, Target
+from bench.load import run_load
+from bench.mock import MockServer, Script
+from bench.workloads import Ask
+from common.errors import StartError
+from deploy import cli
+from tests.unit.test_cli import assert_refused, tandem
+
+
+class ScriptedClock:
+    """Time that goes on only when the server waits and the client has looked at everything that was sent before: at its
+    own start, at ``preamble`` chunks without text, and at one chunk for each time that the server has waited."""
+
+    def __init__(self, preamble: int) -> None:
+        self.now = 0.0
+        self._looks, self._wanted = 0, preamble
+        self._looked = asyncio.Event()
+
+    def client(self) -> float:
+        self._looks += 1
+        self._looked.set()
+        return self.now
+
+    def server(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self._wanted += 1
+        while self._looks < self._wanted:
+            self._looked.clear()
+            await self._looked.wait()
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("backend", "role_first"), [("openai", False), ("openai-chat", False), ("openai-chat", True)])
+async def test_the_client_measures_the_script_exactly(backend: Any, role_first: bool) -> None:
+    """Also where a chunk with a role comes long before the first token."""
+    clock = ScriptedClock(preamble=int(role_first))
+    script = Script(ttft_s=0.321, gap_s=0.0125)
+    mock = MockServer([script], clock=clock.server, sleep=clock.sleep, role_first=role_first)
+    async with TestServer(mock.app()) as server:
+        target = Target(str(server.make_url("")).rstrip("/"), "scripted", backend)
+        async with target.session() as session:
+            record = Record(0.0, 0)
+            ask = Ask([65, 66] if backend == "openai" else "AB", 2, 9)
+            await target.send(session, target.body(ask), record, clock.client)
+    assert record.ok, record.error
+    assert record.ttft == pytest.approx(0.321)
+    assert record.tpot == pytest.approx(0.0125)
+    assert record.itls == pytest.approx([0.0125] * 8)
+    assert record.latency == pytest.approx(0.321 + 8 * 0.0125)
+    assert record.output_tokens == 9
+    assert mock.bodies[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_requests_leave_on_time_whatever_became_of_the_others() -> None:
+    """An open loop: all are sent although none has been answered. With one place each waits for the one before."""
+    mock = MockServer([Script(0.15, 0.0)])
+    async with TestServer(mock.app()) as server:
+        target = Target(str(server.make_url("")).rstrip("/"), "scripted")
+        asks = [Ask([65], 1, 1)] * 5
+        times = [0.0, 0.01, 0.02, 0.03, 0.04]
+        open_loop = await run_load(target, asks, times)
+        half_open = await run_load(target, asks, times, max_concurrency=1)
+    firsts = [record.moments[0] for record in open_loop.records]
+    assert max(record.sent_at for record in open_loop.records) < min(firsts)
+    ends = [record.moments[-1] for record in half_open.records]
+    assert all(record.sent_at >= end for record, end in zip(half_open.records[1:], ends, strict=False))
+    assert half_open.records[-1].waited >= 0.15 * 4 - 0.04
+
+
+async def test_failures_are_recorded_and_end_nothing() -> None:
+    mock = MockServer([Script(0.0, 0.0)], refuse_every=3)
+    async with TestServer(mock.app()) as server:
+        target = Target(str(server.make_url("")).rstrip("/"), "scripted")
+        run = await run_load(target, [Ask([65], 1, 2)] * 7, [0.0] * 7)
+    assert [record.error for record in run.records].count("HTTP 503: too much") == 2
+    assert sum(record.ok for record in run.records) == 5
+    gone = await run_load(target, [Ask([65], 1, 2)] * 2, [0.0] * 2)
+    assert all("Cannot connect" in record.error for record in gone.records)
+    with pytest.raises(StartError, match="Cannot connect"):
+        await run_load(target, [Ask([65], 1, 2)], [0.0], warmups=1)
+
+
+async def test_an_answer_that_takes_too_long_is_a_failure() -> None:
+    mock = MockServer([Script(30.0, 0.0)])
+    async with TestServer(mock.app()) as server:
+        target = Target(str(server.make_url("")).rstrip("/"), "scripted", timeout_s=0.1)
+        run = await run_load(target, [Ask([65], 1, 2)], [0.0])
+    assert run.records[0].error == "no answer within 0.1 s"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mock_url() -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, "-m", "bench.mock"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def truth(url: str) -> list[list[float]]:
+    with urllib.request.urlopen(f"{url}/truth") as response:
+        found: list[list[float]] = json.load(response)
+        return found
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_the_command_reports_what_was_done(
+    backend: str,
+    mock_url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the whole command; its figures are compared with when the server wrote, not with when it should have."""
+    words = (
+        f"bench serve --url {mock_url}/v1 --backend {backend} --num-prompts 10 --request-rate 10 --num-warmups 0"
+        f" --random-input-len 20 --random-output-len 8 --goodput ttft:100000 --metric-percentiles 50,90 --save-detailed"
+    )
+    saved, drawn = tmp_path / "run.json", tmp_path / "run.png"
+    monkeypatch.setattr("sys.argv", ["tandem", *words.split()])
+    assert cli.main([*words.split(), "--save", str(saved), "--plot", str(drawn)]) == 0
+    shown = capsys.readouterr().out
+    figures = json.loads(saved.read_text())
+    done = truth(mock_url)
+    assert len(done) == 10
+    for name, seconds in (
+        ("ttft", [each[0] for each in done]),
+        ("tpot", [(each[-1] - each[0]) / 7 for each in done]),
+        ("e2el", [each[-1] for each in done]),
+    ):
+        assert figures[f"mean_{name}_ms"] == pytest.approx(1000 * statistics.mean(seconds), rel=0.2)
+    assert "Successful requests:                     10" in shown and "P90 E2EL (ms):" in shown
+    assert figures["completed"] == 10 and figures["slo_attainment"] == 1 and figures["request_rate"] == 10
+    assert figures["total_output_tokens"] == 80 and figures["output_lens"] == [8] * 10
+    assert figures["commit"] is None or len(figures["commit"]) >= 7
+    assert figures["machine"]["cores"] >= 1 and figures["command"] == f"tandem {words}"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench serve --url {mock_url} --num-prompts 2 --num-warmups 0 --answer-timeout 0.001"
+    assert cli.main(words.split()) == 1
+    assert "failed: 2 x no answer within 0.001 s" in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = tmp_path / "trace.csv"
+    odd.write_text("a,b\n1,2\n")
+    at_mock = ("--url", mock_url)
+    for words, said in (
+        (("--url", "http://127.0.0.1:9"), "tandem up"),
+        ((*at_mock, "--model", "other"), "scripted"),
+        (("--dataset-name", "azure"), "--dataset-path"),
+        (("--goodput", "ttfb:3"), "ttft:1000"),
+        (("--goodput", "ttft:3x"), "in ms"),
+        (("--ramp-up-strategy", "linear"), "ramp"),
+        (("--request-rate", "0"), "more than 0"),
+        (("--request-rate", "nan"), "more than 0"),
+        (("--metric-percentiles", "50,101"), "0 to 100"),
+        (("--percentile-metrics", "ttft,tttt"), "tttt"),
+        (("--save-detailed",), "--save"),
+        (("--extra-body", "[1]"), "JSON object"),
+        ((*at_mock, "--dataset-name", "azure", "--dataset-path", str(odd)), "has no column"),
+        ((*at_mock, "--random-input-len", "2M", "--num-prompts", "1"), "1048576"),
+        ((*at_mock, "--tokenizer", str(odd)), "cannot read the tokenizer"),
+    ):
+        assert cli.main(["bench", "serve", *words]) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert [line.partition(":")[0].strip() for line in lines] == ["error", "why", "do"]
+        assert said in " ".join(lines)
+
+
+def test_a_family_of_commands_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert_refused(tandem("bench", "sevre"), "did you mean serve?")
+    assert_refused(tandem("bench", "serve", "--nun-prompts", "3"), "did you mean --num-prompts?")
+    assert_refused(tandem("config", "bench"), "its commands do")
+    assert "seed" in tandem("config", "bench", "serve", "--seed", "7").stdout
