@@ -10,10 +10,10 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check simulation chaos soak builtin-model install clean
+.PHONY: help up test check simulation chaos soak builtin-model bench-crosscheck install clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (ARGS="--decode 2" passes flags on)
 	@exec $(BIN)/tandem up $(ARGS)
@@ -38,6 +38,9 @@ soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
+
+bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program) measure what tandem bench serve does?
+	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) --save bench/results/crosscheck.json
 
 install: $(VENV)/.installed ## only set up the environment
 
@@ -67,6 +70,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing the plotting tools"
 	@$(PIP) -e '.[bench]' -c constraints.txt
 	@touch $@
+
+.cache/guidellm/bin/guidellm: $(BIN)/python
+	@echo "installing GuideLLM, in an environment of its own"
+	@$(BIN)/python -m venv .cache/guidellm
+	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"

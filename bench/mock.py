@@ -41,7 +41,7 @@ class Said:
     moments: list[float] = field(default_factory=list)
 
 
-SCRIPTS = tuple(Script(0.2 + 0.05 * index, 0.02 + 0.005 * index) for index in range(5))
+SCRIPTS = tuple(Script(0.4 + 0.1 * index, 0.02 + 0.005 * index) for index in range(5))
 
 Sleep = Callable[[float], Awaitable[None]]
 

@@ -22,16 +22,24 @@ def provenance() -> dict[str, Any]:
     """Of figures made now. The commit ends in ``+`` if files differ from it, and is None outside a repository."""
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "machine": {
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}",
+            "system": platform.system(),
         },
     }
+
+
+def _command() -> str:
+    """As it was typed; of an absolute path only the last name, as the others are of this machine alone."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name}" if spec and spec.name.startswith("bench.") else Path(sys.argv[0]).name
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return f"{program} {shlex.join(words)}"
 
 
 def _commit() -> str | None:
