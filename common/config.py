@@ -53,6 +53,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_CONTROL_PORT = 8001
+DEFAULT_OBJECTIVES = "ttft:1000,tpot:40"
 
 
 # -- shared parts -----------------------------------------------------------------------------------------------------
@@ -461,12 +462,18 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeConfig(ClientOptions, LoadOptions):
-    """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
+class TargetOptions(ClientOptions):
+    """Which model of which server is measured."""
 
     served_model_name: str | None = option(
-        None, "which of its models is asked", TEXT, "client", aliases=("--model",), shown_default="the first"
+        None, "which of its models is measured", TEXT, "client", aliases=("--model",), shown_default="the first"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(TargetOptions, LoadOptions):
+    """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
+
     ramp_up_strategy: RampStrategy | None = option(
         None, "how the rate grows during the run", one_of("linear", "exponential"), "load"
     )
@@ -492,6 +499,24 @@ class BenchServeConfig(ClientOptions, LoadOptions):
             raise StartError("--save-detailed saves nowhere", "no file is named", "give --save FILE")
         if any(not 0 <= percent <= 100 for percent in self.metric_percentiles):
             raise StartError("--metric-percentiles is off the scale", "it takes 0 to 100", "correct it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchGoodputConfig(TargetOptions, LoadOptions):
+    """``tandem bench goodput``: the highest rate at which most requests are inside the objectives."""
+
+    goodput: str = option(
+        DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
+    )
+    attainment: float = option(0.9, "share of requests that must be inside them", decimal(0.01, 1), "results")
+    rates: tuple[float, ...] | None = option(
+        None, "requests per second to try", NUMBERS, "load", shown_default="searched for"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(not 0 < rate < math.inf for rate in self.rates or ()):
+            raise StartError("--rates has one that cannot be", "a rate is more than 0 and finite", "correct --rates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,7 +546,8 @@ class KeygenConfig:
 
 
 CONFIGS: tuple[type[Any], ...] = (
-    UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig, KeygenConfig,
+    UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig,
+    BenchGoodputConfig, KeygenConfig,
 )  # fmt: skip
 C = TypeVar("C")
 

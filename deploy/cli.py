@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from common.config import (
+    BenchGoodputConfig,
     BenchServeConfig,
     C,
     ChatConfig,
@@ -255,6 +256,13 @@ def _bench_serve(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_goodput(given: dict[str, Any]) -> int:
+    config = _load(BenchGoodputConfig, given)
+    from bench.goodput import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -297,6 +305,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "scale": ("grow or shrink the pools of a running tandem up", ScaleConfig, _scale),
     "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
     "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
+    "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""

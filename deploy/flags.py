@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import (
+    BenchGoodputConfig,
     BenchServeConfig,
     ChatConfig,
     CoordinatorConfig,
@@ -30,6 +31,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("scale", ScaleConfig),
     ("eval", EvalConfig),
     ("bench serve", BenchServeConfig),
+    ("bench goodput", BenchGoodputConfig),
     ("keygen", KeygenConfig),
 )
 

@@ -1,0 +1,182 @@
+"""``tandem bench goodput``: the highest rate at which the share of requests inside the objectives is still wanted.
+
+The second of two definitions of goodput (DistServe's): runs at several rates make a curve of attainment, and where it
+falls through the wanted share (90 %) is interpolated. Failed and rejected requests are outside. Objectives are in ms,
+or multiples of what the same server does unloaded. Without ``--rates`` they are searched for: doubled until one fails,
+then halved in between, on a scale of factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import results
+from bench.asking import Prepared, prepare, times
+from bench.load import Run, run_now
+from bench.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
+from bench.serve import show_errors
+from common.config import BenchGoodputConfig, LoadOptions
+from common.errors import StartError
+
+UNLOADED_REQUESTS = 8
+FIRST_SHARE = 0.5
+"""Of one after the other's rate: where the search begins."""
+MOST_RUNS = 16
+NEAR = 1.08
+"""Two rates of this ratio are near enough to interpolate between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a run at one rate gave: the share of its requests inside the objectives."""
+
+    rate: float
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """A rate in requests per second. ``at_least``: no rate that was tried failed."""
+
+    rate: float
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        return f"{'at least ' if self.at_least else ''}{self.rate:.2f} requests/s"
+
+
+def highest(curve: Sequence[Point], wanted: float) -> Goodput:
+    """Where the curve first falls below ``wanted``; 0 if even its lowest rate is below."""
+    before: Point | None = None
+    for point in sorted(curve, key=lambda each: each.rate):
+        if point.attainment < wanted:
+            if before is None:
+                return Goodput(0.0)
+            share = (before.attainment - wanted) / (before.attainment - point.attainment)
+            return Goodput(before.rate + share * (point.rate - before.rate))
+        before = point
+    return Goodput(before.rate if before else 0.0, at_least=True)
+
+
+def next_rate(curve: Sequence[Point], wanted: float, first: float) -> float | None:
+    """The rate to try next; None when the answer is known well enough."""
+    good = [point.rate for point in curve if point.attainment >= wanted]
+    bad = [point.rate for point in curve if point.attainment < wanted]
+    if not curve:
+        return first
+    if len(curve) >= MOST_RUNS:
+        return None
+    if not bad:
+        return 2 * max(good)
+    below = [rate for rate in good if rate < min(bad)]
+    if not below:
+        return min(bad) / 2 if min(bad) > first / 16 else None
+    return math.sqrt(max(below) * min(bad)) if min(bad) / max(below) > NEAR else None
+
+
+def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
+    """A few requests one after another: what the server does when nothing else is going on."""
+    asks = prepared.asks[:UNLOADED_REQUESTS]
+    run = run_now(
+        prepared.target, asks, [0.0] * len(asks), max_concurrency=1, warmups=1, console=console, title="unloaded"
+    )
+    summary = summarise(run)
+    if not summary.completed:
+        raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, "correct the flags")
+    return summary
+
+
+def measured_objectives(text: str, alone: Summary) -> tuple[Objective, ...]:
+    """``--goodput`` in ms, multiples taken of what ``alone`` found."""
+    try:
+        found = parse_objectives(text)
+    except ValueError as error:
+        raise StartError(f"--goodput cannot be {text!r}", str(error), "give ttft:1000,tpot:40 or ttft:5x") from None
+    medians = {metric: alone.spreads[metric].median for metric in ("ttft", "tpot", "e2el")}
+    return tuple(each.absolute(medians) for each in found)
+
+
+def sweep(
+    attempt: Callable[[float], Summary], wanted: float, first: float, rates: Sequence[float] = ()
+) -> dict[float, Summary]:
+    """The runs at ``rates``, or at those that the search chooses, by rate."""
+    found: dict[float, Summary] = {}
+    if rates:
+        return {rate: attempt(rate) for rate in rates}
+    while (rate := next_rate(curve(found), wanted, first)) is not None:
+        found[rate] = attempt(rate)
+    return found
+
+
+def curve(found: dict[float, Summary]) -> list[Point]:
+    """The attainment of each run, by rate."""
+    return [Point(rate, summary.attainment or 0.0) for rate, summary in sorted(found.items())]
+
+
+def load_at(options: LoadOptions, prepared: Prepared, rate: float, console: Console | None) -> Run:
+    """One run at ``rate``."""
+    return run_now(
+        prepared.target,
+        prepared.asks,
+        times(options, prepared.asks, rate),
+        max_concurrency=options.max_concurrency,
+        console=console,
+        title=f"{rate:.2f} requests/s",
+    )
+
+
+def run(config: BenchGoodputConfig) -> int:
+    """Prints the curve and the goodput; exit code 1 if no rate was good enough."""
+    console = Console(stderr=True, highlight=False)
+    prepared = prepare(config, config.url, config.api_key, config.served_model_name)
+    for note in prepared.notes:
+        console.print(f"note: {note}", markup=False)
+    alone = unloaded(prepared, console)
+    objectives = measured_objectives(config.goodput, alone)
+    shown = " ".join(map(str, objectives))
+    spreads = alone.spreads
+    print(f"unloaded: TTFT {spreads['ttft'].median:.0f} ms, TPOT {spreads['tpot'].median:.1f} ms (medians)")
+    print(f"objectives: {shown} (ms)")
+    print(f"{'rate':>8} {'inside':>8} {'goodput':>9} {'P99 TTFT':>10} {'P99 ITL':>9} {'failed':>7}")
+
+    def attempt(rate: float) -> Summary:
+        run = load_at(config, prepared, rate, console)
+        show_errors(console, run.records)
+        summary = summarise(run, objectives=objectives)
+        print(
+            f"{rate:>8.2f} {summary.attainment:>8.1%} {summary.goodput:>9.2f}"
+            f" {summary.spreads['ttft'].percentiles[99]:>10.0f} {summary.spreads['itl'].percentiles[99]:>9.1f}"
+            f" {summary.failed:>7}",
+            flush=True,
+        )
+        return summary
+
+    first = FIRST_SHARE * 1000 / max(spreads["e2el"].mean, 1e-3)
+    found = sweep(attempt, config.attainment, first, config.rates or ())
+    points = curve(found)
+    goodput = highest(points, config.attainment)
+    print(f"goodput: {goodput} with {config.attainment:.0%} inside {shown}")
+    if config.save:
+        runs = [{"rate": rate, **as_json(each, metrics=METRICS)} for rate, each in sorted(found.items())]
+        figures = {
+            "model_id": prepared.target.model,
+            "dataset_name": config.dataset_name,
+            "objectives_ms": {each.metric: each.bound for each in objectives},
+            "attainment": config.attainment,
+            "goodput": goodput.rate,
+            "goodput_is_a_lower_bound": goodput.at_least,
+            "unloaded": as_json(alone, metrics=METRICS),
+            "runs": runs,
+        }
+        results.save(Path(config.save), figures)
+    if config.plot:
+        from bench import plots
+
+        line = [(point.rate, point.attainment) for point in points]
+        plots.draw_attainment({prepared.target.model: line}, Path(config.plot), config.attainment, shown)
+    return 0 if goodput.rate else 1

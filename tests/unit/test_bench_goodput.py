@@ -1,0 +1,68 @@
+"""The second definition of goodput: the search for rates, the interpolation, and the command against a mock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.goodput import NEAR, Goodput, Point, highest, next_rate
+from deploy import cli
+from tests.unit.test_bench_serve import mock_url
+
+__all__ = ["mock_url"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "found"),
+    [
+        ([(1, 1.0), (2, 1.0), (4, 0.8)], Goodput(3.0)),
+        ([(4, 0.8), (1, 1.0), (2, 1.0)], Goodput(3.0)),
+        ([(1, 0.95), (2, 0.85), (4, 1.0)], Goodput(1.5)),
+        ([(1, 0.9), (2, 0.0)], Goodput(1.0)),
+        ([(1, 0.5), (2, 0.1)], Goodput(0.0)),
+        ([(1, 1.0), (2, 0.9)], Goodput(2.0, at_least=True)),
+        ([], Goodput(0.0, at_least=True)),
+    ],
+)
+def test_where_the_curve_falls_through(curve: list[tuple[float, float]], found: Goodput) -> None:
+    goodput = highest([Point(*each) for each in curve], 0.9)
+    assert (goodput.rate, goodput.at_least) == (pytest.approx(found.rate), found.at_least)
+
+
+@pytest.mark.parametrize("capacity", [0.04, 0.11, 3.0, 77.0])
+@pytest.mark.parametrize("first", [0.1, 1.0])
+def test_the_search_finds_a_capacity(capacity: float, first: float) -> None:
+    """A server that keeps every objective up to a rate and none above it."""
+    points: list[Point] = []
+    while (rate := next_rate(points, 0.9, first)) is not None:
+        points.append(Point(rate, 1.0 if rate <= capacity else 0.0))
+    if capacity < first / 16:
+        assert highest(points, 0.9).rate == 0
+    else:
+        assert capacity / NEAR <= highest(points, 0.9).rate <= capacity * NEAR
+    assert len(points) <= 16
+
+
+def test_the_search_ends_although_nothing_is_ever_good_or_bad() -> None:
+    for attainment in (0.0, 1.0):
+        points: list[Point] = []
+        while (rate := next_rate(points, 0.9, 1.0)) is not None:
+            points.append(Point(rate, attainment))
+            assert len(points) <= 16
+
+
+def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mock has as much capacity as is asked for, and a fifth of its answers begin later than 0.7 s."""
+    saved, drawn = tmp_path / "goodput.json", tmp_path / "curve.svg"
+    words = f"bench goodput --url {mock_url} --num-prompts 10 --random-input-len 8 --random-output-len 4 --rates 20,10"
+    objectives = ["--goodput", "ttft:750,e2el:50x", "--attainment", "0.75"]
+    assert cli.main([*words.split(), *objectives, "--save", str(saved), "--plot", str(drawn)]) == 0
+    assert "goodput: at least 20.00 requests/s with 75% inside ttft:750 e2el:" in capsys.readouterr().out
+    figures = json.loads(saved.read_text())
+    assert figures["goodput"] == 20 and figures["goodput_is_a_lower_bound"] is True
+    assert [run["slo_attainment"] for run in figures["runs"]] == pytest.approx([0.8, 0.8])
+    assert figures["objectives_ms"]["e2el"] == pytest.approx(50 * figures["unloaded"]["median_e2el_ms"])
+    assert drawn.read_text().startswith("<?xml")
+    assert cli.main(["bench", "goodput", "--rates", "0"]) == 1
