@@ -11,10 +11,13 @@ from bench import workloads
 from bench.arrivals import Ramp, arrivals
 from bench.client import Target
 from bench.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
-from bench.workloads import Ask
+from bench.workloads import Ask, relabelled
 from common.client import Server
 from common.config import LoadOptions
 from common.errors import StartError
+
+WARM = 1 << 31
+"""A run number that no run has: its words are for warming up."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,22 @@ class Prepared:
     """A server, what it will be asked, and what there is to say about that."""
 
     target: Target
-    asks: list[Ask]
+    workload: list[Ask]
+    tokenizer: Tokenizer
     notes: list[str]
+
+    def asks(self, run: int = 0) -> list[Ask]:
+        """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
+        not help the next. (Recorded text stays the same.)"""
+        asks = relabelled(self.workload, run) if run else self.workload
+        if self.target.backend == "openai-chat":
+            return [_as_text(ask, self.tokenizer) for ask in asks]
+        return list(asks)
+
+    def warm(self, count: int) -> list[Ask]:
+        """``count`` requests to send before a run."""
+        first = replace(self, workload=self.workload[:count]).asks(WARM) if count else []
+        return [first[index % len(first)] for index in range(count)]
 
 
 def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: str | None = None) -> Prepared:
@@ -45,15 +62,13 @@ def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: s
         raise StartError("there is nothing to ask", why, "give shorter lengths, or another dataset")
     if len(asks) < options.num_prompts:
         notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {options.num_prompts}")
-    if options.backend == "openai-chat":
-        asks = [_as_text(ask, tokenizer) for ask in asks]
     extra = dict(options.extra_body or {})
     if options.ignore_eos:
         extra.setdefault("ignore_eos", True)
     if served.get("owned_by") == "tandem":
         extra.setdefault("return_metrics", True)
     target = Target(server.url, name, options.backend, api_key, options.answer_timeout, extra)
-    return Prepared(target, asks, notes)
+    return Prepared(target, asks, tokenizer, notes)
 
 
 def times(

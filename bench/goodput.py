@@ -8,6 +8,7 @@ then halved in between, on a scale of factors.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,9 +82,15 @@ def next_rate(curve: Sequence[Point], wanted: float, first: float) -> float | No
 
 def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
     """A few requests one after another: what the server does when nothing else is going on."""
-    asks = prepared.asks[:UNLOADED_REQUESTS]
+    asks = prepared.asks()[:UNLOADED_REQUESTS]
     run = run_now(
-        prepared.target, asks, [0.0] * len(asks), max_concurrency=1, warmups=1, console=console, title="unloaded"
+        prepared.target,
+        asks,
+        [0.0] * len(asks),
+        max_concurrency=1,
+        warm=prepared.warm(1),
+        console=console,
+        title="unloaded",
     )
     summary = summarise(run)
     if not summary.completed:
@@ -118,12 +125,13 @@ def curve(found: dict[float, Summary]) -> list[Point]:
     return [Point(rate, summary.attainment or 0.0) for rate, summary in sorted(found.items())]
 
 
-def load_at(options: LoadOptions, prepared: Prepared, rate: float, console: Console | None) -> Run:
-    """One run at ``rate``."""
+def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, console: Console | None) -> Run:
+    """The ``run``-th run, at ``rate``."""
+    asks = prepared.asks(run)
     return run_now(
         prepared.target,
-        prepared.asks,
-        times(options, prepared.asks, rate),
+        asks,
+        times(options, asks, rate),
         max_concurrency=options.max_concurrency,
         console=console,
         title=f"{rate:.2f} requests/s",
@@ -144,8 +152,10 @@ def run(config: BenchGoodputConfig) -> int:
     print(f"objectives: {shown} (ms)")
     print(f"{'rate':>8} {'inside':>8} {'goodput':>9} {'P99 TTFT':>10} {'P99 ITL':>9} {'failed':>7}")
 
+    numbers = itertools.count(1)
+
     def attempt(rate: float) -> Summary:
-        run = load_at(config, prepared, rate, console)
+        run = load_at(config, prepared, rate, next(numbers), console)
         show_errors(console, run.records)
         summary = summarise(run, objectives=objectives)
         print(

@@ -40,20 +40,20 @@ async def run_load(
     times: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    warmups: int = 0,
+    warm: Sequence[Ask] = (),
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
-    """Sends ``asks[i]`` ``times[i]`` seconds after the start. ``warmups`` are asks sent before, one after another, and
+    """Sends ``asks[i]`` ``times[i]`` seconds after the start. Those of ``warm`` are sent before, one after another, and
     not recorded; StartError if the first of them fails: then all would."""
     bodies = [target.body(ask) for ask in asks]
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     async with target.session() as session:
-        for index in range(warmups):
-            warm = Record(0.0, 0)
-            await target.send(session, bodies[index % len(bodies)], warm)
-            if warm.error and not index:
-                raise StartError(f"{target.url} does not serve this workload", warm.error, "correct the flags")
+        for index, ask in enumerate(warm):
+            record = Record(0.0, 0)
+            await target.send(session, target.body(ask), record)
+            if record.error and not index:
+                raise StartError(f"{target.url} does not serve this workload", record.error, "correct the flags")
         with _quiet(), _Bar(console, title, len(asks)) as bar:
             began = time.perf_counter()
             records = [Record(began + at, ask.prompt_tokens) for at, ask in zip(times, asks, strict=True)]
@@ -77,12 +77,12 @@ def run_now(
     times: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    warmups: int = 0,
+    warm: Sequence[Ask] = (),
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
     """:func:`run_load` in an event loop of its own."""
-    load = run_load(target, asks, times, max_concurrency=max_concurrency, warmups=warmups, console=console, title=title)
+    load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
     return uvloop.run(load)
 
 

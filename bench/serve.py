@@ -26,12 +26,13 @@ def run(config: BenchServeConfig) -> int:
     prepared = prepare(config, config.url, config.api_key, config.served_model_name)
     for note in prepared.notes:
         console.print(f"note: {note}", markup=False)
+    asks = prepared.asks()
     run = run_now(
         prepared.target,
-        prepared.asks,
-        times(config, prepared.asks, ramp=_ramp(config)),
+        asks,
+        times(config, asks, ramp=_ramp(config)),
         max_concurrency=config.max_concurrency,
-        warmups=config.num_warmups,
+        warm=prepared.warm(config.num_warmups),
         console=console,
     )
     show_errors(console, run.records)
@@ -44,7 +45,7 @@ def run(config: BenchServeConfig) -> int:
             "backend": config.backend,
             "model_id": prepared.target.model,
             "dataset_name": config.dataset_name,
-            "num_prompts": len(prepared.asks),
+            "num_prompts": len(asks),
             "request_rate": config.request_rate,
             "burstiness": config.burstiness,
             "max_concurrency": config.max_concurrency,

@@ -18,7 +18,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -201,6 +201,22 @@ def _bad(path: Path, what: str) -> StartError:
     return StartError(
         f"{path} {what}", "it is not what --dataset-name says", "correct --dataset-name or --dataset-path"
     )
+
+
+def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
+    """The same asks in other words: every token is swapped for another of theirs, everywhere alike. Lengths, and which
+    prompts share what, stay; but no server's prefix cache knows them. Text stays as it is."""
+    prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, str)]
+    if not prompts:
+        return list(asks)
+    known = np.unique(np.concatenate([np.asarray(prompt) for prompt in prompts]))
+    others = np.random.default_rng((seed, len(known))).permutation(known)
+
+    def swapped(prompt: list[int]) -> list[int]:
+        ids: list[int] = others[np.searchsorted(known, prompt)].tolist()
+        return ids
+
+    return [ask if isinstance(ask.prompt, str) else replace(ask, prompt=swapped(ask.prompt)) for ask in asks]
 
 
 # -- what a server can take -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from bench.workloads import (
     mooncake_asks,
     prefix_repetition_asks,
     random_asks,
+    relabelled,
     sharegpt_asks,
     within,
 )
@@ -162,6 +163,22 @@ def test_what_does_not_fit_is_left_out() -> None:
     asks = [Ask([1] * 10, 10, 5), Ask([1] * 20, 20, 5), Ask([1], 1, 0), Ask([1] * 9, 9, 5), Ask([1], 1, 1)]
     assert within(asks, 2, 15) == ([asks[0], asks[3]], 2)
     assert within(asks, 9, None)[1] == 1
+
+
+def test_the_same_asks_in_other_words() -> None:
+    asks = [*prefix_repetition_asks(IDS, 6, num_prefixes=2, seed=1), Ask("text", 1, 2)]
+    other = relabelled(asks, 7)
+    assert other == relabelled(asks, 7) != relabelled(asks, 8) and other[-1] == asks[-1]
+    for mine, theirs in zip(asks[:-1], other[:-1], strict=True):
+        assert len(mine.prompt) == len(theirs.prompt) and mine.prompt[:16] != theirs.prompt[:16]
+        assert (mine.prompt_tokens, mine.output_tokens, mine.at) == (
+            theirs.prompt_tokens,
+            theirs.output_tokens,
+            theirs.at,
+        )
+    shared = [[a.prompt[:256] == b.prompt[:256] for a in asks[:-1]] for b in asks[:-1]]
+    assert shared == [[a.prompt[:256] == b.prompt[:256] for a in other[:-1]] for b in other[:-1]]
+    assert {token for ask in other[:-1] for token in ask.prompt} <= set(IDS)
 
 
 # -- reading a stream -------------------------------------------------------------------------------------------------

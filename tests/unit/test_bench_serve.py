@@ -96,7 +96,7 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
     gone = await run_load(target, [Ask([65], 1, 2)] * 2, [0.0] * 2)
     assert all("Cannot connect" in record.error for record in gone.records)
     with pytest.raises(StartError, match="Cannot connect"):
-        await run_load(target, [Ask([65], 1, 2)], [0.0], warmups=1)
+        await run_load(target, [], [], warm=[Ask([65], 1, 2)])
 
 
 async def test_an_answer_that_takes_too_long_is_a_failure() -> None:
