@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LEAST_MS = 0.1
+"""Shorter times are drawn as this one."""
 WAIT, PREFILL, DECODE = "#c7c7c7", "#d1603d", "#3d6fb1"
 
 
@@ -29,9 +31,10 @@ def draw_run(run: Run, path: Path, objectives: Iterable[Objective] = ()) -> None
 
 
 def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objective] = ()) -> None:
-    """The distributions of several runs in one pair of axes, and below them a timeline of each."""
-    figure = _figure(11, 4 + 3 * len(runs))
-    grid = figure.add_gridspec(1 + len(runs), 2)
+    """The distributions of several runs in one pair of axes, and below them a timeline of each: its requests, and, as
+    far as the server tells, its workers with prefill above decode."""
+    figure = _figure(11, 4 + 4 * len(runs))
+    grid = figure.add_gridspec(1 + 2 * len(runs), 2, height_ratios=[4, *(3, 1) * len(runs)])
     bounds = {each.metric: each.bound for each in objectives if not each.relative}
     first, between = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     for name, run in runs.items():
@@ -43,10 +46,12 @@ def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objectiv
     if any(runs):
         first.legend(loc="lower right", frameon=False)
     shared: Axes | None = None
-    for row, (name, run) in enumerate(runs.items(), 1):
-        axes = figure.add_subplot(grid[row, :], sharex=shared)
+    for number, (name, run) in enumerate(runs.items()):
+        axes = figure.add_subplot(grid[1 + 2 * number, :], sharex=shared)
         shared = shared or axes
         _timeline(axes, run.records, run.began_at, f"{name}: " if name else "")
+        if any(record.stages for record in run.records):
+            _lanes(figure.add_subplot(grid[2 + 2 * number, :], sharex=shared), run)
     _write(figure, path)
 
 
@@ -69,9 +74,9 @@ def draw_attainment(
 def _distribution(axes: Axes, name: str, values: Sequence[float]) -> None:
     if not values:
         return
-    ordered = np.sort(np.asarray(values))
+    ordered = np.sort(np.maximum(np.asarray(values), LEAST_MS))
     axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=name or None, linewidth=1.4)
-    axes.set_xscale("log" if ordered[0] > 0 and ordered[-1] > 20 * ordered[0] else "linear")
+    axes.set_xscale("log")
 
 
 def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:
@@ -90,6 +95,26 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
     axes.invert_yaxis()
     _label(axes, f"{title}every request from being sent to its last token", "s", "request")
     axes.legend(loc="lower left", ncols=3, frameon=False)
+
+
+def _lanes(axes: Axes, run: Run) -> None:
+    """A lane per worker. Where several requests decode together their spans lie over each other and look darker."""
+    spans: dict[str, list[tuple[float, float, str]]] = {}
+    for record in run.records:
+        if not (record.moments and record.stages):
+            continue
+        first, last = (at - run.began_at for at in (record.moments[0], record.moments[-1]))
+        prefill = float(record.stages.get("prefill_ms", 0.0)) / 1000
+        spans.setdefault(str(record.stages.get("prefill")), []).append((first - prefill, prefill, PREFILL))
+        if record.stages.get("decode"):
+            spans.setdefault(str(record.stages["decode"]), []).append((first, last - first, DECODE))
+    workers = sorted(spans, key=lambda name: (not any(colour == PREFILL for *_, colour in spans[name]), name))
+    for lane, worker in enumerate(workers):
+        for began, length, colour in spans[worker]:
+            axes.barh(lane, length, left=began, height=0.8, color=colour, alpha=0.35, linewidth=0)
+    axes.set_yticks(range(len(workers)), workers)
+    axes.invert_yaxis()
+    _label(axes, "what its workers did", "s", "")
 
 
 def _label(axes: Axes, title: str, horizontal: str, vertical: str, bound: float | None = None) -> None:

@@ -424,7 +424,7 @@ class LoadOptions:
     ignore_eos: bool = option(True, "answers are as long as asked for, whatever the model says", SWITCH, "load")
     extra_body: dict[str, Any] | None = option(None, "fields added to every request", JSON_OBJECT, "load")
     answer_timeout: float = option(600.0, "how long one answer may take", DEADLINE, "load")
-    seed: int = option(0, "of prompts and arrivals", count(0, 2**32 - 1), "load")
+    seed: int = option(0, "of prompts and arrivals", count(0, 2**31 - 1), "load")
     dataset_name: Dataset = option(
         "random",
         "what is asked: made-up prompts, or those of a file",
@@ -520,6 +520,25 @@ class BenchGoodputConfig(TargetOptions, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchCompareConfig(LoadOptions):
+    """``tandem bench compare``: the same load on several systems of the same cores."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+    systems: str = option(
+        "1p1d,1c,2c", "what is started in turn: 2p1d has 2 prefill and 1 decode worker, 2c 2 colocated", TEXT, "systems"
+    )
+    up_flags: str | None = option(None, "flags for each tandem up, in one word", TEXT, "systems")
+    runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")
+    url: str | None = option(None, "a running server to compare with, too", TEXT, "systems")
+    api_key: str | None = option(None, "key to send it", TEXT, "systems", secret=True)
+    goodput: str = option(
+        DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeygenConfig:
     """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
 
@@ -547,7 +566,7 @@ class KeygenConfig:
 
 CONFIGS: tuple[type[Any], ...] = (
     UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig,
-    BenchGoodputConfig, KeygenConfig,
+    BenchGoodputConfig, BenchCompareConfig, KeygenConfig,
 )  # fmt: skip
 C = TypeVar("C")
 

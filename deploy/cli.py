@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from common.config import (
+    BenchCompareConfig,
     BenchGoodputConfig,
     BenchServeConfig,
     C,
@@ -263,6 +264,13 @@ def _bench_goodput(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_compare(given: dict[str, Any]) -> int:
+    config = _load(BenchCompareConfig, given)
+    from bench.compare import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -306,6 +314,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
     "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
     "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
+    "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import (
+    BenchCompareConfig,
     BenchGoodputConfig,
     BenchServeConfig,
     ChatConfig,
@@ -32,6 +33,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("eval", EvalConfig),
     ("bench serve", BenchServeConfig),
     ("bench goodput", BenchGoodputConfig),
+    ("bench compare", BenchCompareConfig),
     ("keygen", KeygenConfig),
 )
 

@@ -1,0 +1,303 @@
+"""``tandem bench compare``: should this workload be disaggregated on these cores, and with which pools?
+
+Every system (pools of ``tandem up`` on the same cores, and a server at ``--url`` if one is named) gets the same
+requests at the same times, round by round, so that a slow minute of the machine is shared. What counts is the ratio
+within a round; its spread over the rounds says what a difference is worth. Disaggregation is only advised where it is
+better in every round: two pools cost a second copy of the weights, and a hand-off for every request.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import results
+from bench.asking import prepare, times
+from bench.goodput import measured_objectives, unloaded
+from bench.load import Run, run_now
+from bench.metrics import METRICS, Objective, Summary, as_json, summarise
+from bench.serve import show_errors
+from bench.systems import is_disaggregated, pools, running
+from common.config import BenchCompareConfig
+from common.errors import StartError
+
+WORTH = 1.05
+"""A gain below is not worth a second pool."""
+BUSY, IDLE = 0.8, 0.5
+"""Shares of time from and up to which a pool is called busy and idle."""
+OTHER = "other"
+"""Name of the server at ``--url``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __format__(self, how: str) -> str:
+        return f"{self.median:{how}} ({self.low:{how}} to {self.high:{how}})"
+
+
+@dataclass
+class Outcome:
+    """What one system did, round by round."""
+
+    system: str
+    summaries: list[Summary] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def disaggregated(self) -> bool:
+        return is_disaggregated(self.system)
+
+    def figure(self, name: str) -> Spread:
+        return Spread.of([FIGURES[name](summary) for summary in self.summaries])
+
+    def against(self, other: Outcome, name: str) -> Spread:
+        """The ratio of a figure to that of ``other``, within each round. A figure that is 0 on both sides is equal."""
+        return Spread.of(
+            [
+                _ratio(FIGURES[name](mine), FIGURES[name](theirs))
+                for mine, theirs in zip(self.summaries, other.summaries, strict=True)
+            ]
+        )
+
+    def busy(self) -> dict[str, float]:
+        """By pool, of all rounds: in which share of the time its workers had work, as far as the server tells."""
+        found: dict[str, list[float]] = {}
+        for run in self.runs:
+            for pool, share in busy_shares(run).items():
+                found.setdefault(pool, []).append(share)
+        return {pool: statistics.fmean(shares) for pool, shares in found.items()}
+
+
+def _ratio(mine: float, theirs: float) -> float:
+    return mine / theirs if theirs else (1.0 if not mine else float("inf"))
+
+
+FIGURES: dict[str, Callable[[Summary], float]] = {
+    "goodput": lambda summary: summary.goodput or 0.0,
+    "inside": lambda summary: summary.attainment or 0.0,
+    "output": lambda summary: summary.output_rate,
+    "ttft_p50": lambda summary: summary.spreads["ttft"].median,
+    "ttft_p99": lambda summary: summary.spreads["ttft"].percentiles[99],
+    "itl_p50": lambda summary: summary.spreads["itl"].median,
+    "itl_p99": lambda summary: summary.spreads["itl"].percentiles[99],
+    "tpot_p50": lambda summary: summary.spreads["tpot"].median,
+}
+_COLUMNS = ("goodput", "inside", "output", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+
+
+# -- what the figures say ---------------------------------------------------------------------------------------------
+
+
+def best(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The one with the most requests inside the objectives; of equals the one with the shorter tail between tokens."""
+    return max(
+        outcomes,
+        key=lambda each: (round(each.figure("goodput").median, 3), -each.figure("itl_p99").median),
+        default=None,
+    )
+
+
+def verdict(outcomes: Sequence[Outcome], objectives: str) -> list[str]:
+    """In words: whether to disaggregate, why, and what speaks for other pool sizes. Pure."""
+    apart = best(each for each in outcomes if each.disaggregated)
+    together = best(each for each in outcomes if each.system.endswith("c"))
+    if apart is None or together is None:
+        return ["No advice: it takes a disaggregated and a colocated system to compare."]
+    gain = apart.against(together, "goodput")
+    tail = together.against(apart, "itl_p99")
+    output = apart.against(together, "output")
+    lines = []
+    if not apart.figure("goodput").high and not together.figure("goodput").high:
+        lines.append(
+            f"Do not disaggregate on the strength of this: neither system has any request inside {objectives}. "
+            "The load is too high for these cores, or the objectives are too strict."
+        )
+    elif not together.figure("goodput").high:
+        lines.append(f"Disaggregate, as {apart.system}: {together.system} has no request inside {objectives}.")
+    elif gain.low > 1 and gain.median >= WORTH:
+        lines.append(
+            f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests per second inside {objectives} as "
+            f"{together.system}."
+        )
+    elif gain.high < 1:
+        lines.append(
+            f"Do not disaggregate: {apart.system} has only {gain:.2f} times as many requests per second inside "
+            f"{objectives} as {together.system}."
+        )
+    else:
+        lines.append(
+            f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests per second inside {objectives} "
+            f"as {together.system}, which is no gain that shows in every round and is worth a second pool."
+        )
+    lines.append(
+        f"P99 time between tokens is {tail:.2f} times as long with {together.system}; "
+        f"output with {apart.system} is {output:.2f} times as much."
+    )
+    return [*lines, *_sizes(apart)]
+
+
+def _sizes(apart: Outcome) -> list[str]:
+    """What the pools' busy time says about their sizes."""
+    busy = apart.busy()
+    if "prefill" not in busy or "decode" not in busy:
+        return []
+    prefill, decode = busy["prefill"], busy["decode"]
+    shown = f"Of {apart.system}, prefill workers had work {prefill:.0%} of the time and decode workers {decode:.0%}"
+    if prefill >= BUSY and decode <= IDLE:
+        return [f"{shown}: it lacks prefill, a larger prefill pool would serve more."]
+    if decode >= BUSY and prefill <= IDLE:
+        return [f"{shown}: it lacks decode, a larger decode pool would answer faster."]
+    if max(prefill, decode) <= IDLE:
+        return [f"{shown}: both pools are larger than this load needs."]
+    return [f"{shown}: the sizes fit each other."]
+
+
+def busy_shares(run: Run) -> dict[str, float]:
+    """By pool: the share of the run in which its workers (those that had any) had a request in that phase."""
+    spans: dict[str, dict[str, list[tuple[float, float]]]] = {"prefill": {}, "decode": {}}
+    for record in run.records:
+        stages = record.stages
+        if not (record.moments and stages):
+            continue
+        first, last = record.moments[0], record.moments[-1]
+        if stages.get("prefill"):
+            began = first - float(stages.get("prefill_ms", 0.0)) / 1000
+            spans["prefill"].setdefault(str(stages["prefill"]), []).append((began, first))
+        if stages.get("decode"):
+            spans["decode"].setdefault(str(stages["decode"]), []).append((first, last))
+    return {
+        pool: statistics.fmean(_covered(each) for each in workers.values()) / run.seconds
+        for pool, workers in spans.items()
+        if workers
+    }
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def run(config: BenchCompareConfig) -> int:
+    """Prints the figures of all systems, the ratios and the advice."""
+    names = [name.strip() for name in config.systems.split(",") if name.strip()]
+    for name in names:
+        pools(name)
+    if len(set(names)) < len(names) or not names:
+        raise StartError(f"--systems {config.systems} cannot be compared", "it takes different ones", "correct it")
+    console = Console(stderr=True, highlight=False)
+    outcomes = {name: Outcome(name) for name in [*names, *([OTHER] if config.url else [])]}
+    objectives: tuple[Objective, ...] = ()
+    for number in range(config.runs):
+        for outcome in outcomes.values():
+            objectives = _measure(config, outcome, number, objectives, console)
+    shown = " ".join(map(str, objectives))
+    rounds = list(outcomes.values())
+    for line in table(rounds):
+        print(line)
+    words = verdict(rounds, f"{shown} (ms)")
+    print("\n".join(words))
+    if config.save:
+        results.save(Path(config.save), _as_json(config, rounds, objectives, words))
+    if config.plot:
+        from bench import plots
+
+        plots.draw_runs({each.system: each.runs[0] for each in rounds}, Path(config.plot), objectives)
+    return 0
+
+
+def _measure(
+    config: BenchCompareConfig,
+    outcome: Outcome,
+    number: int,
+    objectives: tuple[Objective, ...],
+    console: Console,
+) -> tuple[Objective, ...]:
+    """One round of one system; the objectives, which are one and the same for all. The first system of all is asked
+    what it does unloaded, if they depend on that."""
+    options = replace(config, seed=config.seed + number)
+    with ExitStack() as stack:
+        if outcome.system == OTHER:
+            url, key = config.url or "", config.api_key
+        else:
+            console.print(f"round {number + 1}: starting {outcome.system}")
+            words = shlex.split(config.up_flags or "")
+            url, key = stack.enter_context(running(config.model, outcome.system, words)), None
+        prepared = prepare(options, url, key)
+        if not objectives:
+            for note in prepared.notes:
+                console.print(f"note: {note}", markup=False)
+            objectives = measured_objectives(config.goodput, unloaded(prepared, console))
+        asks = prepared.asks(number + 1)
+        run = run_now(
+            prepared.target,
+            asks,
+            times(options, asks),
+            max_concurrency=config.max_concurrency,
+            warm=prepared.warm(config.num_warmups),
+            console=console,
+            title=f"round {number + 1}: {outcome.system}",
+        )
+    show_errors(console, run.records)
+    outcome.runs.append(run)
+    outcome.summaries.append(summarise(run, objectives=objectives))
+    return objectives
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Medians over the rounds as a Markdown table, and ratios to the first colocated system with their spread."""
+    base = next((each for each in outcomes if each.system.endswith("c")), outcomes[0])
+    titles = "goodput (req/s) | inside | output (tok/s) | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | failed"
+    lines = [f"| system (times in ms) | {titles} |", "|---|---|---|---|---|---|---|---|---|"]
+    for each in outcomes:
+        goodput, inside, *others = (each.figure(name).median for name in _COLUMNS)
+        failed = sum(summary.failed for summary in each.summaries)
+        cells = [f"{goodput:.2f}", f"{inside:.0%}", *(f"{value:.1f}" for value in others), str(failed)]
+        lines.append(f"| {each.system} | {' | '.join(cells)} |")
+    for each in outcomes:
+        if each is not base:
+            ratios = ", ".join(f"{name} {each.against(base, name):.2f}" for name in ("goodput", "output", "itl_p99"))
+            lines.append(f"{each.system} / {base.system}, within a round: {ratios}")
+    return lines
+
+
+def _as_json(
+    config: BenchCompareConfig, outcomes: Sequence[Outcome], objectives: Sequence[Objective], words: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "dataset_name": config.dataset_name,
+        "request_rate": config.request_rate,
+        "num_prompts": config.num_prompts,
+        "objectives_ms": {each.metric: each.bound for each in objectives},
+        "systems": {
+            each.system: {
+                "busy": each.busy(),
+                "rounds": [as_json(summary, metrics=METRICS) for summary in each.summaries],
+            }
+            for each in outcomes
+        },
+        "advice": list(words),
+    }

@@ -1,0 +1,111 @@
+"""Comparing systems: ratios within a round, the advice, and what busy pools say about their sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.client import Record
+from bench.compare import Outcome, best, busy_shares, table, verdict
+from bench.load import Run
+from bench.metrics import Objective, summarise
+from bench.systems import pools
+from common.errors import StartError
+from deploy import cli
+
+OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
+
+
+def outcome(system: str, *rounds: tuple[int, float], prefill: float = 0.0, decode: float = 0.0) -> Outcome:
+    """A round is (how many of 100 requests are inside, ms between tokens); a run takes 10 s."""
+    found = Outcome(system)
+    for inside, gap_ms in rounds:
+        records = []
+        for index in range(100):
+            sent = index / 10
+            first = sent + (0.5 if index < inside else 2.0)
+            moments = [first, first + gap_ms / 1000]
+            records.append(Record(sent, 10, sent, moments, output_tokens=2))
+        if prefill or decode:
+            for index, record in enumerate(records):
+                record.stages = {"prefill": "p", "decode": "d", "prefill_ms": prefill * 100}
+                first = index / 10 + 0.1
+                record.moments = [first, first + decode / 10]
+        found.runs.append(Run(records, 10.0, 0.0))
+        found.summaries.append(summarise(found.runs[-1], objectives=OBJECTIVES))
+    return found
+
+
+def test_a_gain_in_every_round_is_advised() -> None:
+    lines = verdict([outcome("1p1d", (90, 10), (95, 10)), outcome("1c", (50, 35), (60, 25))], "x")
+    assert lines[0].startswith("Disaggregate, as 1p1d: 1.69 (1.58 to 1.80) times as many")
+    assert "3.00 (2.50 to 3.50) times as long with 1c" in lines[1]
+
+
+def test_what_is_as_good_together_stays_together() -> None:
+    """Short prompts, light load: all are inside either way."""
+    lines = verdict([outcome("1p1d", (100, 10), (100, 10)), outcome("1c", (100, 12), (100, 12))], "x")
+    assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 (1.00 to 1.00) times")
+
+
+@pytest.mark.parametrize(
+    ("apart", "said"),
+    [
+        (((40, 10), (45, 10)), "has only 0.85"),
+        (((90, 10), (40, 10)), "no gain that shows in every round"),
+        (((51, 10), (51, 10)), "no gain that shows in every round"),
+        (((0, 10), (0, 10)), "has only 0.00"),
+    ],
+)
+def test_less_or_doubtful_gain_is_not_advised(apart: tuple[tuple[int, float], ...], said: str) -> None:
+    lines = verdict([outcome("1p1d", *apart), outcome("2c", (50, 10), (50, 10))], "x")
+    assert lines[0].startswith("Do not disaggregate") and said in lines[0]
+
+
+def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
+    lines = verdict([outcome("1p1d", (40, 10)), outcome("1c", (50, 90))], "x")
+    assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside x."
+
+
+def test_systems_that_are_both_overloaded_tell_nothing() -> None:
+    lines = verdict([outcome("1p1d", (0, 10)), outcome("1c", (0, 10))], "x")
+    assert "neither system has any request inside" in lines[0]
+
+
+def test_the_best_of_each_kind_are_compared() -> None:
+    rounds = [outcome("1p1d", (50, 10)), outcome("2p1d", (90, 10)), outcome("1c", (40, 9)), outcome("2c", (40, 5))]
+    assert best(rounds[:2]) is rounds[1] and best(rounds[2:]) is rounds[3] and best([]) is None
+    assert "as 2p1d" in verdict(rounds, "x")[0] and "as 2c" in verdict(rounds, "x")[0]
+    assert verdict(rounds[:2], "x")[0].startswith("No advice")
+    lines = table([*rounds, outcome("other", (99, 3))])
+    assert lines[2].startswith("| 1p1d | 5.00 | 50% |") and lines[-1].startswith(
+        "other / 1c, within a round: goodput 2.48"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"),
+    [
+        (0.9, 0.3, "lacks prefill"),
+        (0.2, 1.0, "lacks decode"),
+        (0.3, 0.2, "larger than this load needs"),
+        (0.7, 0.7, "fit each other"),
+    ],
+)
+def test_busy_pools_say_which_is_too_small(prefill: float, decode: float, said: str) -> None:
+    apart = outcome("1p1d", (90, 10), prefill=prefill, decode=decode)
+    assert busy_shares(apart.runs[0]) == pytest.approx({"prefill": prefill, "decode": decode}, rel=0.01)
+    assert said in verdict([apart, outcome("1c", (50, 10))], "x")[-1]
+
+
+def test_time_in_which_several_requests_run_counts_once() -> None:
+    run = outcome("1p1d", (90, 10), decode=5.0).runs[0]
+    assert busy_shares(run)["decode"] == pytest.approx((9.9 + 0.5) / 10)
+
+
+def test_names_of_systems() -> None:
+    assert pools("2p3d") == ["--prefill", "2", "--decode", "3"] and pools("2c") == ["--colocated", "2"]
+    for wrong in ("", "1p", "d", "1p1d1c", "c", "colocated"):
+        with pytest.raises(StartError):
+            pools(wrong)
+    for words in (["--systems", "1p1d,x"], ["--systems", "1c,1c"], ["--systems", ","]):
+        assert cli.main(["bench", "compare", *words]) == 1
