@@ -539,6 +539,14 @@ class BenchCompareConfig(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchBatchingConfig(TargetOptions, LoadOptions):
+    """``tandem bench batching``: static against continuous batching on one server."""
+
+    batch_size: int = option(8, "requests that a static batch has", count(1), "load")
+    runs: int = option(3, "rounds", count(1, 1000), "load")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeygenConfig:
     """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
 
@@ -566,7 +574,7 @@ class KeygenConfig:
 
 CONFIGS: tuple[type[Any], ...] = (
     UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig,
-    BenchGoodputConfig, BenchCompareConfig, KeygenConfig,
+    BenchGoodputConfig, BenchCompareConfig, BenchBatchingConfig, KeygenConfig,
 )  # fmt: skip
 C = TypeVar("C")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from common.config import (
+    BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
     BenchServeConfig,
@@ -271,6 +272,13 @@ def _bench_compare(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_batching(given: dict[str, Any]) -> int:
+    config = _load(BenchBatchingConfig, given)
+    from bench.batching import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -315,6 +323,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
     "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
     "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
+    "bench batching": ("what continuous batching brings over static", BenchBatchingConfig, _bench_batching),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import (
+    BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
     BenchServeConfig,
@@ -34,6 +35,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("bench serve", BenchServeConfig),
     ("bench goodput", BenchGoodputConfig),
     ("bench compare", BenchCompareConfig),
+    ("bench batching", BenchBatchingConfig),
     ("keygen", KeygenConfig),
 )
 

@@ -1,0 +1,117 @@
+"""``tandem bench batching``: what continuous batching brings over naive static batching, on one server.
+
+One workload of prompts of one length and answers of very different ones (exponentially distributed, as in the
+comparison that named the technique's 23-fold gain). *Continuous* sends all at once and leaves the order to the server.
+*Static* does what a loop over batches does: it sends ``--batch-size`` requests together, lets each run as long as the
+longest of them, and sends the next when all have ended; tokens past a request's own length are computed and thrown
+away. The engine, its kernels and its prompts are the same, so the ratio is that of the batching alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from bench import results
+from bench.asking import Prepared, prepare
+from bench.load import Run, run_now
+from bench.serve import show_errors
+from bench.workloads import Ask
+from common.config import BenchBatchingConfig
+from common.errors import StartError
+
+LONGEST = 12
+"""An answer is at most so many times as long as the mean one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Useful output tokens and the seconds that they took."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def mixed(asks: Sequence[Ask], mean: int, seed: int) -> list[Ask]:
+    """The same prompts with exponentially distributed lengths of answers, ``mean`` in the mean."""
+    drawn = np.random.default_rng(seed).exponential(mean, len(asks))
+    lengths = np.clip(np.rint(drawn), 1, LONGEST * mean).astype(int).tolist()
+    return [replace(ask, output_tokens=length) for ask, length in zip(asks, lengths, strict=True)]
+
+
+def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
+    """Batches in order; within each every answer is as long as the longest."""
+    batches = [list(asks[at : at + size]) for at in range(0, len(asks), size)]
+    return [
+        [replace(ask, output_tokens=max(each.output_tokens for each in batch)) for ask in batch] for batch in batches
+    ]
+
+
+def run(config: BenchBatchingConfig) -> int:
+    """Prints tokens per second of both ways and their ratio over the rounds."""
+    if config.random_range_ratio or config.dataset_name != "random":
+        why = "it compares one length of prompts and its own mix of answers"
+        raise StartError("the workload of this comparison is fixed", why, "leave out the flags of other workloads")
+    console = Console(stderr=True, highlight=False)
+    longest = replace(config, random_output_len=LONGEST * config.random_output_len)
+    prepared = prepare(longest, config.url, config.api_key, config.served_model_name)
+    ways = {"continuous": _continuous, "static": _static}
+    found: dict[str, list[Result]] = {way: [] for way in ways}
+    for number in range(config.runs):
+        for index, (way, measure) in enumerate(ways.items()):
+            words = prepared.asks(1 + number * len(ways) + index)
+            asks = mixed(words, config.random_output_len, config.seed + number)
+            found[way].append(measure(config, prepared, asks, console))
+    for way, outcomes in found.items():
+        rates = [each.rate for each in outcomes]
+        print(f"{way:<11} {statistics.median(rates):8.1f} useful tok/s ({min(rates):.1f} to {max(rates):.1f})")
+    ratios = [mine.rate / other.rate for mine, other in zip(found["continuous"], found["static"], strict=True)]
+    shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"continuous batching gives {shown} times as many, against batches of {config.batch_size}")
+    if config.save:
+        results.save(Path(config.save), _as_json(config, found, ratios))
+    return 0
+
+
+def _continuous(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask], console: Console) -> Result:
+    warm = prepared.warm(config.num_warmups)
+    run = run_now(prepared.target, asks, [0.0] * len(asks), warm=warm, console=console, title="continuous")
+    _check(run, console)
+    return Result(sum(ask.output_tokens for ask in asks), run.seconds)
+
+
+def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask], console: Console) -> Result:
+    seconds = 0.0
+    for batch in static_batches(asks, config.batch_size):
+        run = run_now(prepared.target, batch, [0.0] * len(batch), console=console, title="static")
+        _check(run, console)
+        seconds += run.seconds
+    return Result(sum(ask.output_tokens for ask in asks), seconds)
+
+
+def _check(run: Run, console: Console) -> None:
+    """A way in which requests fail cannot be compared."""
+    if not all(record.ok for record in run.records):
+        show_errors(console, run.records)
+        raise StartError("requests failed", "both ways must answer all of them", "ask for less at once, or for shorter")
+
+
+def _as_json(config: BenchBatchingConfig, found: dict[str, list[Result]], ratios: Sequence[float]) -> dict[str, Any]:
+    return {
+        "num_prompts": config.num_prompts,
+        "input_tokens": config.random_input_len,
+        "mean_output_tokens": config.random_output_len,
+        "batch_size": config.batch_size,
+        "useful_tokens_per_s": {way: [each.rate for each in outcomes] for way, outcomes in found.items()},
+        "ratios": list(ratios),
+    }

@@ -1,0 +1,39 @@
+"""Static against continuous batching: the workload, and both ways against a server that has no limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.batching import LONGEST, mixed, static_batches
+from bench.workloads import Ask
+from deploy import cli
+from tests.unit.test_bench_serve import mock_url
+
+__all__ = ["mock_url"]
+
+
+def test_the_mix_has_the_mean_asked_for() -> None:
+    lengths = [ask.output_tokens for ask in mixed([Ask([1], 1, 1)] * 5000, 20, seed=2)]
+    assert sum(lengths) / 5000 == pytest.approx(20, rel=0.05)
+    assert min(lengths) == 1 and 100 < max(lengths) <= LONGEST * 20
+
+
+def test_a_static_batch_runs_as_long_as_its_longest() -> None:
+    asks = [Ask([index], 1, length) for index, length in enumerate([3, 9, 1, 2, 5])]
+    batches = static_batches(asks, 2)
+    assert [[ask.output_tokens for ask in batch] for batch in batches] == [[9, 9], [2, 2], [5]]
+    assert [ask.prompt for batch in batches for ask in batch] == [[0], [1], [2], [3], [4]]
+
+
+def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mock answers any number at once: three batches, one after the other, take longer than all together."""
+    saved = tmp_path / "batching.json"
+    words = f"bench batching --url {mock_url} --num-prompts 6 --batch-size 2 --random-input-len 4 --random-output-len 2"
+    assert cli.main([*words.split(), "--runs", "1", "--save", str(saved)]) == 0
+    figures = json.loads(saved.read_text())
+    assert figures["ratios"][0] > 1.5
+    assert "times as many, against batches of 2" in capsys.readouterr().out
+    assert cli.main([*words.split(), "--dataset-name", "prefix_repetition"]) == 1
