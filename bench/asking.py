@@ -53,7 +53,7 @@ def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: s
     )
     length = served.get("max_model_len")
     longest = length if isinstance(length, int) else None
-    asks, left_out = workloads.within(_asked(options, tokenizer), options.num_prompts, longest)
+    asks, left_out = workloads.within(workload(options, tokenizer), options.num_prompts, longest)
     notes = []
     if left_out:
         notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
@@ -82,7 +82,7 @@ def times(
     return arrivals(len(asks), rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 
-def _asked(options: LoadOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
+def workload(options: LoadOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
     """The workload; a trace may have more than are wanted."""
     count, seed = options.num_prompts, options.seed
     path = Path(options.dataset_path or "")

@@ -24,14 +24,14 @@ from bench.goodput import measured_objectives, unloaded
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
 from bench.serve import show_errors
-from bench.systems import is_disaggregated, pools, running
+from bench.systems import counts, running
 from common.config import BenchCompareConfig
 from common.errors import StartError
 
 WORTH = 1.05
 """A gain below is not worth a second pool."""
-BUSY, IDLE = 0.8, 0.5
-"""Shares of time from and up to which a pool is called busy and idle."""
+FEW = 0.01
+"""A share of requests outside an objective that says nothing about the sizes of pools."""
 OTHER = "other"
 """Name of the server at ``--url``."""
 
@@ -61,8 +61,12 @@ class Outcome:
     runs: list[Run] = field(default_factory=list)
 
     @property
+    def colocated(self) -> bool:
+        return self.system != OTHER and counts(self.system)[2] > 0
+
+    @property
     def disaggregated(self) -> bool:
-        return is_disaggregated(self.system)
+        return self.system != OTHER and counts(self.system)[1] > 0
 
     def figure(self, name: str) -> Spread:
         return Spread.of([FIGURES[name](summary) for summary in self.summaries])
@@ -114,10 +118,11 @@ def best(outcomes: Iterable[Outcome]) -> Outcome | None:
     )
 
 
-def verdict(outcomes: Sequence[Outcome], objectives: str) -> list[str]:
+def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[str]:
     """In words: whether to disaggregate, why, and what speaks for other pool sizes. Pure."""
+    objectives = f"{' '.join(map(str, bounds))} (ms)"
     apart = best(each for each in outcomes if each.disaggregated)
-    together = best(each for each in outcomes if each.system.endswith("c"))
+    together = best(each for each in outcomes if each.colocated)
     if apart is None or together is None:
         return ["No advice: it takes a disaggregated and a colocated system to compare."]
     gain = apart.against(together, "goodput")
@@ -136,7 +141,7 @@ def verdict(outcomes: Sequence[Outcome], objectives: str) -> list[str]:
             f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests per second inside {objectives} as "
             f"{together.system}."
         )
-    elif gain.high < 1:
+    elif gain.high < 1 / WORTH:
         lines.append(
             f"Do not disaggregate: {apart.system} has only {gain:.2f} times as many requests per second inside "
             f"{objectives} as {together.system}."
@@ -150,23 +155,27 @@ def verdict(outcomes: Sequence[Outcome], objectives: str) -> list[str]:
         f"P99 time between tokens is {tail:.2f} times as long with {together.system}; "
         f"output with {apart.system} is {output:.2f} times as much."
     )
-    return [*lines, *_sizes(apart)]
+    return [*lines, *_sizes(apart, bounds)]
 
 
-def _sizes(apart: Outcome) -> list[str]:
-    """What the pools' busy time says about their sizes."""
-    busy = apart.busy()
-    if "prefill" not in busy or "decode" not in busy:
-        return []
-    prefill, decode = busy["prefill"], busy["decode"]
-    shown = f"Of {apart.system}, prefill workers had work {prefill:.0%} of the time and decode workers {decode:.0%}"
-    if prefill >= BUSY and decode <= IDLE:
+def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
+    """What the objectives that its requests miss say about the sizes of its pools: the first token waits for prefill,
+    the others for decode."""
+    records = [record for run in apart.runs for record in run.records if record.ok]
+    missed = {"ttft": 0.0, "tpot": 0.0} | {
+        each.metric: sum(not each.met(record) for record in records) / max(1, len(records)) for each in bounds
+    }
+    late, slow = missed["ttft"], missed["tpot"]
+    busy = ", ".join(f"{pool} workers had work {share:.0%} of the time" for pool, share in apart.busy().items())
+    shown = f"With {apart.system} {late:.0%} miss the objective for TTFT, {slow:.0%} that for TPOT"
+    shown += f"; {busy}" if busy else ""
+    if max(late, slow) <= FEW:
+        return [f"{shown}: its pools are large enough."]
+    if late > 2 * slow:
         return [f"{shown}: it lacks prefill, a larger prefill pool would serve more."]
-    if decode >= BUSY and prefill <= IDLE:
-        return [f"{shown}: it lacks decode, a larger decode pool would answer faster."]
-    if max(prefill, decode) <= IDLE:
-        return [f"{shown}: both pools are larger than this load needs."]
-    return [f"{shown}: the sizes fit each other."]
+    if slow > 2 * late:
+        return [f"{shown}: it lacks decode, a larger decode pool would serve more."]
+    return [f"{shown}: both pools are too small."]
 
 
 def busy_shares(run: Run) -> dict[str, float]:
@@ -178,7 +187,7 @@ def busy_shares(run: Run) -> dict[str, float]:
             continue
         first, last = record.moments[0], record.moments[-1]
         if stages.get("prefill"):
-            began = first - float(stages.get("prefill_ms", 0.0)) / 1000
+            began = first - float(stages.get("prefill_ms") or 0.0) / 1000
             spans["prefill"].setdefault(str(stages["prefill"]), []).append((began, first))
         if stages.get("decode"):
             spans["decode"].setdefault(str(stages["decode"]), []).append((first, last))
@@ -205,7 +214,7 @@ def run(config: BenchCompareConfig) -> int:
     """Prints the figures of all systems, the ratios and the advice."""
     names = [name.strip() for name in config.systems.split(",") if name.strip()]
     for name in names:
-        pools(name)
+        counts(name)
     if len(set(names)) < len(names) or not names:
         raise StartError(f"--systems {config.systems} cannot be compared", "it takes different ones", "correct it")
     console = Console(stderr=True, highlight=False)
@@ -214,11 +223,10 @@ def run(config: BenchCompareConfig) -> int:
     for number in range(config.runs):
         for outcome in outcomes.values():
             objectives = _measure(config, outcome, number, objectives, console)
-    shown = " ".join(map(str, objectives))
     rounds = list(outcomes.values())
     for line in table(rounds):
         print(line)
-    words = verdict(rounds, f"{shown} (ms)")
+    words = verdict(rounds, objectives)
     print("\n".join(words))
     if config.save:
         results.save(Path(config.save), _as_json(config, rounds, objectives, words))
@@ -269,7 +277,7 @@ def _measure(
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Medians over the rounds as a Markdown table, and ratios to the first colocated system with their spread."""
-    base = next((each for each in outcomes if each.system.endswith("c")), outcomes[0])
+    base = next((each for each in outcomes if each.colocated), outcomes[0])
     titles = "goodput (req/s) | inside | output (tok/s) | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | failed"
     lines = [f"| system (times in ms) | {titles} |", "|---|---|---|---|---|---|---|---|---|"]
     for each in outcomes:

@@ -134,7 +134,7 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
         "e2el": [record.latency for record in good],
         "client_queue_time": [record.waited for record in good],
     }
-    told = [record.stages for record in good if record.stages]
+    told = [_told(record.stages) for record in good if record.stages]
     tokens, concurrent = _peaks(good)
     return Summary(
         seconds=run.seconds,
@@ -153,6 +153,11 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
         },
         paths=_counted(str(each["path"]) for each in told if "path" in each),
     )
+
+
+def _told(stages: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the server could not say."""
+    return {name: value for name, value in stages.items() if value is not None}
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:

@@ -86,7 +86,7 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
             axes.plot(record.sent_at - began_at, row, "x", color="black", markersize=4)
             continue
         sent, first, last = (at - began_at for at in (record.sent_at, record.moments[0], record.moments[-1]))
-        prefill = min(first - sent, (record.stages or {}).get("prefill_ms", 1e12) / 1000)
+        prefill = min(first - sent, ((record.stages or {}).get("prefill_ms") or 1e12) / 1000)
         axes.barh(row, first - sent - prefill, left=sent, height=0.8, color=WAIT)
         axes.barh(row, prefill, left=first - prefill, height=0.8, color=PREFILL)
         axes.barh(row, last - first, left=first, height=0.8, color=DECODE)
@@ -104,7 +104,7 @@ def _lanes(axes: Axes, run: Run) -> None:
         if not (record.moments and record.stages):
             continue
         first, last = (at - run.began_at for at in (record.moments[0], record.moments[-1]))
-        prefill = float(record.stages.get("prefill_ms", 0.0)) / 1000
+        prefill = float(record.stages.get("prefill_ms") or 0.0) / 1000
         spans.setdefault(str(record.stages.get("prefill")), []).append((first - prefill, prefill, PREFILL))
         if record.stages.get("decode"):
             spans.setdefault(str(record.stages["decode"]), []).append((first, last - first, DECODE))

@@ -22,18 +22,24 @@ _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 _SYSTEM = re.compile(r"(\d+)p(\d+)d|(\d+)c")
 
 
-def pools(system: str) -> list[str]:
-    """``2p1d`` (prefill and decode workers) or ``2c`` (colocated ones) as flags. StartError for anything else."""
+def counts(system: str) -> tuple[int, int, int]:
+    """How many prefill, decode and colocated workers ``2p1d`` or ``2c`` has. StartError for anything else."""
     match = _SYSTEM.fullmatch(system)
     if match is None:
         why = "a system is for example 1p1d (prefill, decode) or 2c (colocated)"
         raise StartError(f"there is no system {system}", why, "correct --systems")
-    prefill, decode, colocated = match.groups()
-    return ["--colocated", colocated] if colocated else ["--prefill", prefill, "--decode", decode]
+    prefill, decode, colocated = (int(number or 0) for number in match.groups())
+    if not decode + colocated:
+        raise StartError(f"{system} serves nobody", "tokens after the first need a decode worker", "correct --systems")
+    return prefill, decode, colocated
 
 
-def is_disaggregated(system: str) -> bool:
-    return "p" in system
+def pools(system: str) -> list[str]:
+    """The flags of ``tandem up`` for a system."""
+    prefill, decode, colocated = counts(system)
+    if colocated:
+        return ["--colocated", str(colocated)]
+    return ["--prefill", str(prefill), "--decode", str(decode)]
 
 
 @contextlib.contextmanager

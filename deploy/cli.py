@@ -19,6 +19,7 @@ from common.config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
+    BenchPlanConfig,
     BenchServeConfig,
     C,
     ChatConfig,
@@ -279,6 +280,13 @@ def _bench_batching(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_plan(given: dict[str, Any]) -> int:
+    config = _load(BenchPlanConfig, given)
+    from bench.plan import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -323,6 +331,7 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
     "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
     "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
+    "bench plan": ("the same for pools that are not there, by simulation", BenchPlanConfig, _bench_plan),
     "bench batching": ("what continuous batching brings over static", BenchBatchingConfig, _bench_batching),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }

@@ -13,6 +13,7 @@ from common.config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
+    BenchPlanConfig,
     BenchServeConfig,
     ChatConfig,
     CoordinatorConfig,
@@ -35,6 +36,7 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("bench serve", BenchServeConfig),
     ("bench goodput", BenchGoodputConfig),
     ("bench compare", BenchCompareConfig),
+    ("bench plan", BenchPlanConfig),
     ("bench batching", BenchBatchingConfig),
     ("keygen", KeygenConfig),
 )

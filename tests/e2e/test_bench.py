@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
+from tests.unit.test_cli import tandem
 
 SMALL = "--dtype float32 --threads 1 --num-kv-blocks 600 --max-model-len 1024"
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_short_prompts_and_light_load_are_not_disaggregated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,3 +36,15 @@ def test_a_system_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     assert cli.main(["bench", "compare", str(tmp_path / "nowhere"), "--systems", "1c,1p1d"]) == 1
     error = capsys.readouterr().err
     assert "error: 1c did not start" in error and "nowhere" in error
+
+
+def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:
+    saved, cost = tmp_path / "plan.json", tmp_path / "cost.json"
+    words = "bench plan --systems 1p1d,2c --num-prompts 20 --request-rate 2 --random-input-len 64 --random-output-len 8"
+    done = tandem(*words.split(), "--cost", str(cost), "--save", str(saved), timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(cost.read_text())
+    assert found["base"] > 0 and found["token"] > 0 and found["kv_bytes"] > 0 and 0 < found["error"] < 1
+    figures = json.loads(saved.read_text())["systems"]
+    assert figures["1p1d"]["completed"] == figures["2c"]["completed"] == 20
+    assert figures["1p1d"]["median_ttft_ms"] >= 1000 * (found["base"] + 64 * found["token"]) * 0.99

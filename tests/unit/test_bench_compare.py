@@ -36,14 +36,14 @@ def outcome(system: str, *rounds: tuple[int, float], prefill: float = 0.0, decod
 
 
 def test_a_gain_in_every_round_is_advised() -> None:
-    lines = verdict([outcome("1p1d", (90, 10), (95, 10)), outcome("1c", (50, 35), (60, 25))], "x")
+    lines = verdict([outcome("1p1d", (90, 10), (95, 10)), outcome("1c", (50, 35), (60, 25))], OBJECTIVES)
     assert lines[0].startswith("Disaggregate, as 1p1d: 1.69 (1.58 to 1.80) times as many")
     assert "3.00 (2.50 to 3.50) times as long with 1c" in lines[1]
 
 
 def test_what_is_as_good_together_stays_together() -> None:
     """Short prompts, light load: all are inside either way."""
-    lines = verdict([outcome("1p1d", (100, 10), (100, 10)), outcome("1c", (100, 12), (100, 12))], "x")
+    lines = verdict([outcome("1p1d", (100, 10), (100, 10)), outcome("1c", (100, 12), (100, 12))], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 (1.00 to 1.00) times")
 
 
@@ -57,25 +57,25 @@ def test_what_is_as_good_together_stays_together() -> None:
     ],
 )
 def test_less_or_doubtful_gain_is_not_advised(apart: tuple[tuple[int, float], ...], said: str) -> None:
-    lines = verdict([outcome("1p1d", *apart), outcome("2c", (50, 10), (50, 10))], "x")
+    lines = verdict([outcome("1p1d", *apart), outcome("2c", (50, 10), (50, 10))], OBJECTIVES)
     assert lines[0].startswith("Do not disaggregate") and said in lines[0]
 
 
 def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
-    lines = verdict([outcome("1p1d", (40, 10)), outcome("1c", (50, 90))], "x")
-    assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside x."
+    lines = verdict([outcome("1p1d", (40, 10)), outcome("1c", (50, 90))], OBJECTIVES)
+    assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside ttft:1000 tpot:40 (ms)."
 
 
 def test_systems_that_are_both_overloaded_tell_nothing() -> None:
-    lines = verdict([outcome("1p1d", (0, 10)), outcome("1c", (0, 10))], "x")
+    lines = verdict([outcome("1p1d", (0, 10)), outcome("1c", (0, 10))], OBJECTIVES)
     assert "neither system has any request inside" in lines[0]
 
 
 def test_the_best_of_each_kind_are_compared() -> None:
     rounds = [outcome("1p1d", (50, 10)), outcome("2p1d", (90, 10)), outcome("1c", (40, 9)), outcome("2c", (40, 5))]
     assert best(rounds[:2]) is rounds[1] and best(rounds[2:]) is rounds[3] and best([]) is None
-    assert "as 2p1d" in verdict(rounds, "x")[0] and "as 2c" in verdict(rounds, "x")[0]
-    assert verdict(rounds[:2], "x")[0].startswith("No advice")
+    assert "as 2p1d" in verdict(rounds, OBJECTIVES)[0] and "as 2c" in verdict(rounds, OBJECTIVES)[0]
+    assert verdict(rounds[:2], OBJECTIVES)[0].startswith("No advice")
     lines = table([*rounds, outcome("other", (99, 3))])
     assert lines[2].startswith("| 1p1d | 5.00 | 50% |") and lines[-1].startswith(
         "other / 1c, within a round: goodput 2.48"
@@ -83,18 +83,24 @@ def test_the_best_of_each_kind_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "said"),
+    ("inside", "gap_ms", "said"),
     [
-        (0.9, 0.3, "lacks prefill"),
-        (0.2, 1.0, "lacks decode"),
-        (0.3, 0.2, "larger than this load needs"),
-        (0.7, 0.7, "fit each other"),
+        (70, 10, "it lacks prefill"),
+        (95, 60, "it lacks decode"),
+        (30, 60, "both pools are too small"),
+        (100, 10, "its pools are large enough"),
     ],
 )
-def test_busy_pools_say_which_is_too_small(prefill: float, decode: float, said: str) -> None:
-    apart = outcome("1p1d", (90, 10), prefill=prefill, decode=decode)
-    assert busy_shares(apart.runs[0]) == pytest.approx({"prefill": prefill, "decode": decode}, rel=0.01)
-    assert said in verdict([apart, outcome("1c", (50, 10))], "x")[-1]
+def test_the_objectives_that_are_missed_say_which_pool_is_too_small(inside: int, gap_ms: float, said: str) -> None:
+    lines = verdict([outcome("1p1d", (inside, gap_ms)), outcome("1c", (50, 10))], OBJECTIVES)
+    assert said in lines[-1]
+
+
+def test_how_busy_workers_were() -> None:
+    apart = outcome("1p1d", (100, 10), prefill=0.9, decode=0.3)
+    assert busy_shares(apart.runs[0]) == pytest.approx({"prefill": 0.9, "decode": 0.3}, rel=0.01)
+    words = verdict([apart, outcome("1c", (50, 10))], OBJECTIVES)[-1]
+    assert "prefill workers had work 90% of the time, decode workers had work 30% of the time" in words
 
 
 def test_time_in_which_several_requests_run_counts_once() -> None:

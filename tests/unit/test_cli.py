@@ -23,7 +23,7 @@ LIMIT_S = 5.0
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "triton", "flash_attn", "huggingface_hub")
 
 
-def tandem(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def tandem(*words: str, stdin: str = "", timeout_s: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the command as a user would, without the caller's own settings."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     return subprocess.run(
@@ -32,7 +32,7 @@ def tandem(*words: str, stdin: str = "", **environ: str) -> subprocess.Completed
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
     )
 

@@ -1,0 +1,146 @@
+"""What a step of the engine costs, as a formula with measured coefficients.
+
+    seconds = base + rows · decode tokens + context · KV tokens that they read
+                   + token · prompt tokens + square · (prompt tokens x mean context before them)
+
+Decode is bound by memory (weights in ``base``, KV in ``context``), prefill by arithmetic, so the two have coefficients
+of their own. They are fitted to steps of the real engine by least squares of the relative error, none below 0. Workers
+that share memory bandwidth are slower than one measured alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from common.checkpoint import open_checkpoint
+from common.errors import StartError
+from common.ids import BlockId
+from common.sequence import Batch, Segment
+
+BATCHES, CONTEXTS = (1, 4, 16, 48), (64, 512, 1536)
+CHUNKS, STARTS = (32, 128, 512), (0, 1024)
+POOL_BLOCKS, REPEATS = 1600, 5
+"""Blocks of 16 tokens: enough for 16 sequences of the longest context, each with blocks of its own."""
+Step = tuple[int, int, int, int]
+"""Decode tokens, KV tokens that they read, prompt tokens, and prompt tokens times the mean context before each."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds per unit (see the module), and what a hand-off needs: bytes of KV per token, layers. ``error`` is the
+    median relative error of the fit, ``threads`` and ``dtype`` say what was measured."""
+
+    base: float
+    rows: float
+    context: float
+    token: float
+    square: float
+    kv_bytes: int
+    layers: int
+    threads: int
+    dtype: str
+    error: float
+
+    def step(self, batch: Batch) -> float:
+        """Seconds of a step."""
+        decode, read, prompt, square = shape(batch)
+        return self.base + self.rows * decode + self.context * read + self.token * prompt + self.square * square
+
+    def exposed(self, prompt: int, prefill_s: float, link_bytes_per_s: float) -> float:
+        """Seconds by which a hand-off of ``prompt`` tokens outlasts their prefill, its layers leaving as they are
+        computed: the last layer at least, and whatever the link could not carry meanwhile."""
+        total = prompt * self.kv_bytes / link_bytes_per_s
+        return max(total / self.layers, total - prefill_s * (self.layers - 1) / self.layers)
+
+    @classmethod
+    def load(cls, path: Path) -> CostModel:
+        """StartError if the file is no cost model."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{field.name: found[field.name] for field in fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StartError(
+                f"cannot read the costs in {path}", repr(error), "measure them again, in a new file"
+            ) from error
+
+    def as_json(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+
+def shape(batch: Batch) -> Step:
+    """What of a step costs."""
+    decode = read = prompt = square = 0
+    for segment in batch.segments:
+        if segment.length == 1:
+            decode += 1
+            read += segment.end
+        else:
+            prompt += segment.length
+            square += segment.length * (segment.start + segment.length // 2)
+    return decode, read, prompt, square
+
+
+def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """The five coefficients, none negative, and the median relative error."""
+    measured = np.asarray(seconds)
+    features = np.column_stack([np.ones(len(steps)), np.asarray(steps, float)]) / measured[:, None]
+    kept = list(range(features.shape[1]))
+    while True:
+        found = np.linalg.lstsq(features[:, kept], np.ones(len(steps)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        kept.pop(int(found.argmin()))
+    coefficients = [0.0] * features.shape[1]
+    for index, value in zip(kept, found, strict=True):
+        coefficients[index] = float(value)
+    errors = np.abs(features @ np.asarray(coefficients) - 1)
+    return coefficients, float(np.median(errors))
+
+
+def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
+    """Loads the model into this process and times its steps on ``threads`` threads. StartError if it cannot be."""
+    from common import device
+
+    checkpoint = open_checkpoint(model)
+    say(f"measuring steps of {checkpoint.name} on {threads} thread(s)")
+    device.pin(threads=threads)
+    from common.engine.runner import load_engine, sequence_of  # imports torch
+
+    engine = load_engine(
+        checkpoint, num_kv_blocks=POOL_BLOCKS, max_batched_tokens=max(CHUNKS), max_num_seqs=max(BATCHES),
+        batch_hint=16,
+    )  # fmt: skip
+    engine.warm_up()
+    size = engine.layout.block_size
+    longest = min(engine.max_model_len, POOL_BLOCKS * size)
+
+    def batch(count: int, start: int, length: int) -> Batch:
+        sequence = sequence_of([1] * (start + length))
+        each = -(-(start + length) // size)
+        tables = [[BlockId(index * each + block) for block in range(each)] for index in range(count)]
+        return Batch((Segment(sequence, start, length),) * count, tuple(tables))
+
+    decodes = [(count, context - 1, 1) for count, context in itertools.product(BATCHES, CONTEXTS)]
+    chunks = [(1, start, length) for start, length in itertools.product(STARTS, CHUNKS)]
+    steps: list[Step] = []
+    seconds: list[float] = []
+    for count, start, length in [*decodes, *chunks]:
+        if start + length > longest or count * -(-(start + length) // size) > POOL_BLOCKS:
+            continue
+        made = batch(count, start, length)
+        engine.step(made)
+        seconds.append(statistics.median(engine.step(made).seconds for _ in range(REPEATS)))
+        steps.append(shape(made))
+    coefficients, error = fit(steps, seconds)
+    base, rows, context, token, square = coefficients
+    layout = engine.layout
+    return CostModel(
+        base, rows, context, token, square, layout.token_bytes, len(layout.layers), threads, layout.dtype, error
+    )

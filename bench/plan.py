@@ -1,0 +1,156 @@
+"""``tandem bench plan``: with which pools to serve a workload, for pools that are not there.
+
+The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.world`) whose steps cost what steps of
+the real engine were measured to cost (:mod:`bench.cost`). Each worker has the cores of one measured worker, so systems
+of as many workers stand on as many cores: the advice is given for each number of workers. ``--check`` puts what a
+``compare`` has measured beside what the plan says of the same systems.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import results
+from bench.asking import times, workload
+from bench.compare import Outcome, table, verdict
+from bench.cost import CostModel, measure
+from bench.metrics import METRICS, Objective, as_json, parse_objectives, summarise
+from bench.systems import counts
+from bench.tokens import FileTokenizer
+from bench.workloads import Ask, relabelled, within
+from bench.world import Limits, World
+from common import builtin
+from common.checkpoint import open_checkpoint
+from common.config import BenchPlanConfig
+from common.errors import StartError
+
+CHECKED = {
+    "ttft_p50": "median_ttft_ms",
+    "itl_p50": "median_itl_ms",
+    "itl_p99": "p99_itl_ms",
+    "output": "output_throughput",
+}
+"""Figures that are held against measured ones, and their keys in a file of ``compare``."""
+
+
+def run(config: BenchPlanConfig) -> int:
+    """Prints the planned figures and the advice; exit code 1 if the check is off by more than ``--tolerance``."""
+    systems = [name.strip() for name in config.systems.split(",") if name.strip()]
+    for name in systems:
+        counts(name)
+    objectives = _objectives(config.goodput)
+    model = config.model or str(builtin.path())
+    cost = _cost(config, model)
+    terms = ", ".join(f"{name} {getattr(cost, name):.3g}" for name in ("base", "rows", "context", "token", "square"))
+    print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
+    checkpoint = open_checkpoint(model)
+    tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
+    limits = Limits(
+        config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
+        checkpoint.position_limit, config.link_rate,
+    )  # fmt: skip
+    longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
+    asks, left_out = within(workload(config, tokenizer), config.num_prompts, longest)
+    if not asks:
+        raise StartError("there is nothing to plan for", f"all {left_out} requests are too long", "give shorter ones")
+    outcomes = [planned(config, name, cost, limits, asks, objectives) for name in systems]
+    for line in table(outcomes):
+        print(line)
+    advice = _advice(outcomes, objectives)
+    print("\n".join(advice))
+    checked = _check(outcomes, Path(config.check)) if config.check else {}
+    for system, ratios in checked.items():
+        shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        print(f"planned / measured, {system}: {shown}")
+    if config.save:
+        figures = {
+            "cost": cost.as_json(),
+            "objectives_ms": {each.metric: each.bound for each in objectives},
+            "systems": {each.system: as_json(each.summaries[0], metrics=METRICS) for each in outcomes},
+            "advice": advice,
+            "planned_over_measured": checked,
+        }
+        results.save(Path(config.save), figures)
+    if config.plot:
+        from bench import plots
+
+        plots.draw_runs({each.system: each.runs[0] for each in outcomes}, Path(config.plot), objectives)
+    off = [ratio for ratios in checked.values() for ratio in ratios.values() if abs(ratio - 1) > config.tolerance]
+    return 1 if off else 0
+
+
+def planned(
+    config: BenchPlanConfig,
+    system: str,
+    cost: CostModel,
+    limits: Limits,
+    asks: Sequence[Ask],
+    objectives: Sequence[Objective],
+) -> Outcome:
+    """``--runs`` simulated rounds of one system, with the seeds of a measured comparison."""
+    outcome = Outcome(system)
+    for number in range(config.runs):
+        world = World(cost, limits, *counts(system))
+        words = relabelled(asks, number + 1)
+        run = world.run(words, times(replace(config, seed=config.seed + number), words))
+        outcome.runs.append(run)
+        outcome.summaries.append(summarise(run, objectives=objectives))
+    return outcome
+
+
+def _objectives(text: str) -> tuple[Objective, ...]:
+    try:
+        found = parse_objectives(text)
+    except ValueError as error:
+        raise StartError(f"--goodput cannot be {text!r}", str(error), "give for example ttft:1000,tpot:40") from None
+    if any(each.relative for each in found):
+        raise StartError("--goodput needs times in ms here", "nothing is measured unloaded", "give ms")
+    return found
+
+
+def _cost(config: BenchPlanConfig, model: str) -> CostModel:
+    """From the file, if there is one already; else measured now, and kept in it."""
+    if config.cost and Path(config.cost).exists():
+        return CostModel.load(Path(config.cost))
+    console = Console(stderr=True, highlight=False)
+    cost = measure(model, config.threads, lambda text: console.print(text, markup=False))
+    if config.cost:
+        results.save(Path(config.cost), dict(cost.as_json()))
+    return cost
+
+
+def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> list[str]:
+    """One for each number of workers for which there are systems of both kinds."""
+    sizes = sorted({sum(counts(each.system)) for each in outcomes})
+    lines = []
+    for size in sizes:
+        equal = [each for each in outcomes if sum(counts(each.system)) == size]
+        if len({each.disaggregated for each in equal}) == 2:
+            lines += [f"{size} workers: {line}" for line in verdict(equal, objectives)]
+    return lines or ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
+
+
+def _check(outcomes: Sequence[Outcome], path: Path) -> dict[str, dict[str, float]]:
+    """Planned over measured figures (medians over the rounds), by system."""
+    try:
+        measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["systems"]
+        found = {}
+        for outcome in outcomes:
+            if outcome.system in measured:
+                rounds = measured[outcome.system]["rounds"]
+                medians = {key: sorted(each[key] for each in rounds)[len(rounds) // 2] for key in CHECKED.values()}
+                found[outcome.system] = {
+                    name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
+                }
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        todo = "give a file that tandem bench compare has saved"
+        raise StartError(f"cannot check against {path}", repr(error), todo) from error
+    if not found:
+        raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
+    return found
