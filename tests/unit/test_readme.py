@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from common import keys
-from common.config import CONFIGS, ChatConfig, EvalConfig, KeygenConfig, WorkerConfig, load_config
+from common.config import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
 from common.options import options
-from deploy.cli import COMMANDS, build_parser
+from deploy.cli import COMMANDS, FAMILIES, build_parser
 from deploy.flags import flag_table, with_table
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +49,15 @@ def test_every_command_that_is_shown_is_understood(tmp_path: Path) -> None:
     keys.make(tmp_path / "cluster.key")
     ours = {"coordinator": {"api_key_file": None, "api_key": "k"}}
     shown = re.findall(r"^\w?\$ (?:\.venv/bin/)?tandem (\w+) ?(.*?)(?: +#.*)?$", README, re.MULTILINE)
-    assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode", "eval", "keygen"}
-    for name, words in shown:
+    assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode", "eval", "keygen", "bench"}
+    for first, rest in shown:
+        second, _, words = rest.partition(" ") if first in FAMILIES else ("", "", rest)
+        name = f"{first} {second}".strip()
         config = COMMANDS[name][1]
         given = vars(commands[name].parse_args(shlex.split(words)))
         fixed = {"role": name} if config is WorkerConfig else {}
         loaded = load_config(config, given, {}, **fixed).config
-        if not isinstance(loaded, ChatConfig | EvalConfig | KeygenConfig):
+        if isinstance(loaded, CoordinatorConfig | WorkerConfig):
             replace(loaded, cluster_key_file=str(tmp_path / "cluster.key"), **ours.get(name, {})).check_binds()
 
 
