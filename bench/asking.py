@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from bench.client import Target
 from bench.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
 from bench.workloads import Ask, relabelled
 from common.client import Server
-from common.config import LoadOptions
+from common.config import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
 from common.errors import StartError
 
 WARM = 1 << 31
@@ -44,45 +44,54 @@ class Prepared:
 
 
 def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: str | None = None) -> Prepared:
-    """Looks at the server and makes its asks; StartError if either cannot be."""
+    """Looks at the server and makes the asks of ``options``; StartError if either cannot be."""
+    return prepare_with(options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model)
+
+
+def prepare_with(
+    prompts: PromptOptions,
+    make: Callable[[Tokenizer], Iterable[Ask]],
+    requests: RequestOptions,
+    url: str,
+    api_key: str | None = None,
+    model: str | None = None,
+) -> Prepared:
+    """The same with asks that ``make`` makes."""
     server = Server(url, api_key)
     served = server.served(model)
     name = str(served["id"])
     tokenizer: Tokenizer = (
-        FileTokenizer(Path(options.tokenizer)) if options.tokenizer else ServerTokenizer(server, name)
+        FileTokenizer(Path(prompts.tokenizer)) if prompts.tokenizer else ServerTokenizer(server, name)
     )
     length = served.get("max_model_len")
     longest = length if isinstance(length, int) else None
-    asks, left_out = workloads.within(workload(options, tokenizer), options.num_prompts, longest)
+    asks, left_out = workloads.within(make(tokenizer), prompts.num_prompts, longest)
     notes = []
     if left_out:
         notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
     if not asks:
         why = "; ".join(notes) or "the dataset has no request that can be used"
         raise StartError("there is nothing to ask", why, "give shorter lengths, or another dataset")
-    if len(asks) < options.num_prompts:
-        notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {options.num_prompts}")
-    extra = dict(options.extra_body or {})
-    if options.ignore_eos:
+    if len(asks) < prompts.num_prompts:
+        notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {prompts.num_prompts}")
+    extra = dict(requests.extra_body or {})
+    if requests.ignore_eos:
         extra.setdefault("ignore_eos", True)
     if served.get("owned_by") == "tandem":
         extra.setdefault("return_metrics", True)
-    target = Target(server.url, name, options.backend, api_key, options.answer_timeout, extra)
+    target = Target(server.url, name, requests.backend, api_key, requests.answer_timeout, extra)
     return Prepared(target, asks, tokenizer, notes)
 
 
-def times(
-    options: LoadOptions, asks: Sequence[Ask], rate: float | None = None, ramp: Ramp | None = None
-) -> list[float]:
-    """When each ask is sent, in seconds after the start; ``rate`` stands in for ``--request-rate``."""
-    rate = options.request_rate if rate is None else rate
+def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
+    """When each ask is sent, in seconds after the start."""
     recorded = [ask.at for ask in asks if ask.at is not None]
-    if ramp is None and math.isinf(rate) and len(recorded) == len(asks):
+    if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
         return [at * options.time_scale for at in recorded]
-    return arrivals(len(asks), rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
+    return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 
-def workload(options: LoadOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
+def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
     """The workload; a trace may have more than are wanted."""
     count, seed = options.num_prompts, options.seed
     path = Path(options.dataset_path or "")

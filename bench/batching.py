@@ -19,10 +19,11 @@ import numpy as np
 from rich.console import Console
 
 from bench import results
-from bench.asking import Prepared, prepare
+from bench.asking import Prepared, prepare_with
 from bench.load import Run, run_now
 from bench.serve import show_errors
-from bench.workloads import Ask
+from bench.tokens import Tokenizer, ordinary_ids
+from bench.workloads import Ask, random_asks
 from common.config import BenchBatchingConfig
 from common.errors import StartError
 
@@ -57,14 +58,19 @@ def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
     ]
 
 
+def _longest(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[Ask]:
+    """The prompts with the longest answers that there can be: all of them must fit."""
+    output = LONGEST * config.random_output_len
+    return random_asks(ordinary_ids(tokenizer), config.num_prompts, config.random_input_len, output, seed=config.seed)
+
+
 def run(config: BenchBatchingConfig) -> int:
     """Prints tokens per second of both ways and their ratio over the rounds."""
-    if config.random_range_ratio or config.dataset_name != "random":
-        why = "it compares one length of prompts and its own mix of answers"
-        raise StartError("the workload of this comparison is fixed", why, "leave out the flags of other workloads")
     console = Console(stderr=True, highlight=False)
-    longest = replace(config, random_output_len=LONGEST * config.random_output_len)
-    prepared = prepare(longest, config.url, config.api_key, config.served_model_name)
+    prepared = prepare_with(
+        config, lambda tokenizer: _longest(config, tokenizer), config, config.url, config.api_key,
+        config.served_model_name,
+    )  # fmt: skip
     ways = {"continuous": _continuous, "static": _static}
     found: dict[str, list[Result]] = {way: [] for way in ways}
     for number in range(config.runs):

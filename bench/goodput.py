@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import results
-from bench.asking import Prepared, prepare, times
+from bench.arrivals import arrivals
+from bench.asking import Prepared, prepare
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
 from bench.serve import show_errors
@@ -131,7 +132,7 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
     return run_now(
         prepared.target,
         asks,
-        times(options, asks, rate),
+        arrivals(len(asks), rate, burstiness=options.burstiness, seed=options.seed),
         max_concurrency=options.max_concurrency,
         console=console,
         title=f"{rate:.2f} requests/s",

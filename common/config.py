@@ -405,26 +405,23 @@ class EvalConfig(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """What is asked of a server, and when; named as in ``vllm bench serve`` wherever it has the same."""
+class PromptOptions:
+    """How many requests there are, and how long; named as in ``vllm bench serve`` wherever it has the same."""
 
-    backend: Backend = option(
-        "openai",
-        "which endpoint is asked: completions (openai) or chat completions (openai-chat)",
-        one_of("openai", "openai-chat"),
-        "load",
-    )
     num_prompts: int = option(100, "requests of a run", count(1), "load")
-    request_rate: float = option(
-        math.inf, "requests per second, in the mean; inf sends all at once, a trace then at its own times", RATE, "load"
-    )
-    burstiness: float = option(1.0, "1 is a Poisson process, less is burstier, inf a metronome", RATE, "load")
-    max_concurrency: int | None = option(None, "requests in flight; more wait in the client", count(1), "load")
-    num_warmups: int = option(1, "requests sent before, one by one, that do not count", count(0), "load")
-    ignore_eos: bool = option(True, "answers are as long as asked for, whatever the model says", SWITCH, "load")
-    extra_body: dict[str, Any] | None = option(None, "fields added to every request", JSON_OBJECT, "load")
-    answer_timeout: float = option(600.0, "how long one answer may take", DEADLINE, "load")
     seed: int = option(0, "of prompts and arrivals", count(0, 2**31 - 1), "load")
+    tokenizer: str | None = option(
+        None, "tokenizer.json that prompts are made with", TEXT, "workload", shown_default="the server's /tokenize"
+    )
+    random_input_len: int = option(1024, "prompt tokens", count(1), "workload")
+    random_output_len: int = option(128, "tokens of an answer", count(1), "workload")
+    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions(PromptOptions):
+    """What is asked."""
+
     dataset_name: Dataset = option(
         "random",
         "what is asked: made-up prompts, or those of a file",
@@ -432,12 +429,6 @@ class LoadOptions:
         "workload",
     )
     dataset_path: str | None = option(None, "file of sharegpt, azure or mooncake", TEXT, "workload")
-    tokenizer: str | None = option(
-        None, "tokenizer.json that prompts are made with", TEXT, "workload", shown_default="the server's /tokenize"
-    )
-    time_scale: float = option(1.0, "factor on the times of a trace: 2 is half its pace", RATE, "workload")
-    random_input_len: int = option(1024, "prompt tokens", count(1), "workload")
-    random_output_len: int = option(128, "tokens of an answer", count(1), "workload")
     random_range_ratio: float = option(
         0.0, "both lengths vary by this share of them, up and down", decimal(0, 0.999), "workload"
     )
@@ -449,7 +440,7 @@ class LoadOptions:
     sharegpt_output_len: int | None = option(
         None, "tokens of an answer to sharegpt", count(1), "workload", shown_default="as long as the recorded one"
     )
-    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+    burstiness: float = option(1.0, "1 is a Poisson process, less is burstier, inf a metronome", RATE, "load")
     plot: str | None = option(None, "PNG or SVG file to draw the figures in ([bench])", TEXT, "results")
 
     def __post_init__(self) -> None:
@@ -462,6 +453,39 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArrivalOptions(DatasetOptions):
+    """What is asked, and when."""
+
+    request_rate: float = option(
+        math.inf, "requests per second, in the mean; inf sends all at once, a trace then at its own times", RATE, "load"
+    )
+    time_scale: float = option(1.0, "factor on the times of a trace: 2 is half its pace", RATE, "workload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How a server is asked."""
+
+    backend: Backend = option(
+        "openai",
+        "which endpoint is asked: completions (openai) or chat completions (openai-chat)",
+        one_of("openai", "openai-chat"),
+        "load",
+    )
+    num_warmups: int = option(1, "requests sent before, one by one, that do not count", count(0), "load")
+    ignore_eos: bool = option(True, "answers are as long as asked for, whatever the model says", SWITCH, "load")
+    extra_body: dict[str, Any] | None = option(None, "fields added to every request", JSON_OBJECT, "load")
+    answer_timeout: float = option(600.0, "how long one answer may take", DEADLINE, "load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(DatasetOptions, RequestOptions):
+    """What is asked of a server, and how."""
+
+    max_concurrency: int | None = option(None, "requests in flight; more wait in the client", count(1), "load")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions(ClientOptions):
     """Which model of which server is measured."""
 
@@ -471,7 +495,7 @@ class TargetOptions(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeConfig(TargetOptions, LoadOptions):
+class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions):
     """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
 
     ramp_up_strategy: RampStrategy | None = option(
@@ -520,7 +544,7 @@ class BenchGoodputConfig(TargetOptions, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCompareConfig(LoadOptions):
+class BenchCompareConfig(ArrivalOptions, LoadOptions):
     """``tandem bench compare``: the same load on several systems of the same cores."""
 
     model: str = field(
@@ -539,7 +563,7 @@ class BenchCompareConfig(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchBatchingConfig(TargetOptions, LoadOptions):
+class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions):
     """``tandem bench batching``: static against continuous batching on one server."""
 
     batch_size: int = option(8, "requests that a static batch has", count(1), "load")
@@ -547,7 +571,7 @@ class BenchBatchingConfig(TargetOptions, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchPlanConfig(LoadOptions):
+class BenchPlanConfig(ArrivalOptions):
     """``tandem bench plan``: systems that are not there, simulated with measured step costs."""
 
     model: str = field(

@@ -36,4 +36,3 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     figures = json.loads(saved.read_text())
     assert figures["ratios"][0] > 1.5
     assert "times as many, against batches of 2" in capsys.readouterr().out
-    assert cli.main([*words.split(), "--dataset-name", "prefix_repetition"]) == 1
