@@ -11,6 +11,8 @@ import asyncio
 import asyncio.runners
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -146,3 +148,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[kind]
 
     return get
+
+
+@pytest.fixture
+def mock_url() -> Iterator[str]:
+    """The URL of a server that answers on a scripted clock, in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-m", "bench.mock"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()

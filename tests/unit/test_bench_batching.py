@@ -10,9 +10,6 @@ import pytest
 from bench.batching import LONGEST, mixed, static_batches
 from bench.workloads import Ask
 from deploy import cli
-from tests.unit.test_bench_serve import mock_url
-
-__all__ = ["mock_url"]
 
 
 def test_the_mix_has_the_mean_asked_for() -> None:

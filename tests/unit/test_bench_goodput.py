@@ -9,9 +9,6 @@ import pytest
 
 from bench.goodput import NEAR, Goodput, Point, highest, next_rate
 from deploy import cli
-from tests.unit.test_bench_serve import mock_url
-
-__all__ = ["mock_url"]
 
 
 @pytest.mark.parametrize(

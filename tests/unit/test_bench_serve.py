@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +105,6 @@ async def test_an_answer_that_takes_too_long_is_a_failure() -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mock_url() -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, "-m", "bench.mock"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def truth(url: str) -> list[list[float]]:
