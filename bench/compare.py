@@ -109,11 +109,18 @@ _COLUMNS = ("goodput", "inside", "output", "ttft_p50", "ttft_p99", "itl_p50", "i
 # -- what the figures say ---------------------------------------------------------------------------------------------
 
 
-def best(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The one with the most requests inside the objectives; of equals the one with the shorter tail between tokens."""
+def merit(outcomes: Iterable[Outcome]) -> str:
+    """The figure that decides: of requests that came at times of their own, the share inside the objectives, as how
+    long a run took is then mostly how late its last request came; of requests sent all at once, those per second."""
+    paced = all(run.records[-1].due_at > run.began_at for each in outcomes for run in each.runs)
+    return "inside" if paced else "goodput"
+
+
+def best(outcomes: Iterable[Outcome], figure: str) -> Outcome | None:
+    """The one with most of ``figure``; of equals the one with the shorter tail between tokens."""
     return max(
         outcomes,
-        key=lambda each: (round(each.figure("goodput").median, 3), -each.figure("itl_p99").median),
+        key=lambda each: (round(each.figure(figure).median, 3), -each.figure("itl_p99").median),
         default=None,
     )
 
@@ -121,11 +128,12 @@ def best(outcomes: Iterable[Outcome]) -> Outcome | None:
 def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[str]:
     """In words: whether to disaggregate, why, and what speaks for other pool sizes. Pure."""
     objectives = f"{' '.join(map(str, bounds))} (ms)"
-    apart = best(each for each in outcomes if each.disaggregated)
-    together = best(each for each in outcomes if each.colocated)
+    figure = merit(outcomes)
+    apart = best((each for each in outcomes if each.disaggregated), figure)
+    together = best((each for each in outcomes if each.colocated), figure)
     if apart is None or together is None:
         return ["No advice: it takes a disaggregated and a colocated system to compare."]
-    gain = apart.against(together, "goodput")
+    gain = apart.against(together, figure)
     tail = together.against(apart, "itl_p99")
     output = apart.against(together, "output")
     lines = []
@@ -138,17 +146,17 @@ def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[st
         lines.append(f"Disaggregate, as {apart.system}: {together.system} has no request inside {objectives}.")
     elif gain.low > 1 and gain.median >= WORTH:
         lines.append(
-            f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests per second inside {objectives} as "
+            f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests inside {objectives} as "
             f"{together.system}."
         )
     elif gain.high < 1 / WORTH:
         lines.append(
-            f"Do not disaggregate: {apart.system} has only {gain:.2f} times as many requests per second inside "
+            f"Do not disaggregate: {apart.system} has only {gain:.2f} times as many requests inside "
             f"{objectives} as {together.system}."
         )
     else:
         lines.append(
-            f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests per second inside {objectives} "
+            f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests inside {objectives} "
             f"as {together.system}, which is no gain that shows in every round and is worth a second pool."
         )
     lines.append(

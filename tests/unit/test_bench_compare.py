@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.client import Record
@@ -61,6 +63,17 @@ def test_less_or_doubtful_gain_is_not_advised(apart: tuple[tuple[int, float], ..
     assert lines[0].startswith("Do not disaggregate") and said in lines[0]
 
 
+def test_a_run_that_only_took_longer_is_no_worse() -> None:
+    """Of requests that come at their own times; sent all at once, the time that they take is what counts."""
+    apart, together = outcome("1p1d", (100, 10)), outcome("1c", (100, 10))
+    together.runs[0] = replace(together.runs[0], seconds=12.0)
+    together.summaries[0] = summarise(together.runs[0], objectives=OBJECTIVES)
+    assert verdict([apart, together], OBJECTIVES)[0].startswith("Do not disaggregate")
+    for record in (*apart.runs[0].records, *together.runs[0].records):
+        record.due_at = 0.0
+    assert verdict([apart, together], OBJECTIVES)[0].startswith("Disaggregate, as 1p1d: 1.20")
+
+
 def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
     lines = verdict([outcome("1p1d", (40, 10)), outcome("1c", (50, 90))], OBJECTIVES)
     assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside ttft:1000 tpot:40 (ms)."
@@ -73,7 +86,8 @@ def test_systems_that_are_both_overloaded_tell_nothing() -> None:
 
 def test_the_best_of_each_kind_are_compared() -> None:
     rounds = [outcome("1p1d", (50, 10)), outcome("2p1d", (90, 10)), outcome("1c", (40, 9)), outcome("2c", (40, 5))]
-    assert best(rounds[:2]) is rounds[1] and best(rounds[2:]) is rounds[3] and best([]) is None
+    assert best(rounds[:2], "goodput") is rounds[1] and best(rounds[2:], "inside") is rounds[3]
+    assert best([], "goodput") is None
     assert "as 2p1d" in verdict(rounds, OBJECTIVES)[0] and "as 2c" in verdict(rounds, OBJECTIVES)[0]
     assert verdict(rounds[:2], OBJECTIVES)[0].startswith("No advice")
     lines = table([*rounds, outcome("other", (99, 3))])
