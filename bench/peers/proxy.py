@@ -1,0 +1,92 @@
+"""``python -m bench.peers.proxy PORT PREFILL DECODE``: one address before a prefill and a decode server of vLLM.
+
+vLLM's hand-off is the client's business: a prompt is sent to the prefill server, asking for one token and for KV that
+stays; its answer says where that is, and with this the same request is sent to the decode server, whose stream is the
+answer. Everything else (models, tokenizer) is asked of the decode server. No more is done than that needs, since what
+stands here is measured as vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
+MAX_BODY_BYTES = 64 << 20
+_WHOLE_ANSWER = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
+"""Fields that say how an answer is given; prefill gives none."""
+_STAYS: dict[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
+
+def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
+    """What the prefill server is asked for a client's request: one token, and KV that stays until it is fetched."""
+    rest = {name: value for name, value in body.items() if name not in _WHOLE_ANSWER}
+    return rest | {"max_tokens": 1, "stream": False, "kv_transfer_params": _STAYS}
+
+
+class Proxy:
+    """The application before the servers at two URLs."""
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self._prefill, self._decode = prefill.rstrip("/"), decode.rstrip("/")
+        self._session: aiohttp.ClientSession
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._sessions)
+        app.router.add_post("/v1/completions", self._serve)
+        app.router.add_post("/v1/chat/completions", self._serve)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
+
+    async def _sessions(self, _: web.Application) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
+            yield
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        headers = {"X-Request-Id": uuid.uuid4().hex}  # both servers know the request by it
+        ask = for_prefill(body)
+        async with self._session.post(self._prefill + request.path, json=ask, headers=headers) as built:
+            if built.status != 200:
+                return await _whole(built)
+            place = (await built.json()).get("kv_transfer_params")
+        ask = body | {"kv_transfer_params": place}
+        async with self._session.post(self._decode + request.path, json=ask, headers=headers) as answer:
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await response.prepare(request)
+            async for data in answer.content.iter_any():
+                await response.write(data)
+            return response
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        data = await request.read()
+        headers = {"Content-Type": request.content_type} if data else {}
+        url = self._decode + request.path_qs
+        async with self._session.request(request.method, url, data=data or None, headers=headers) as answer:
+            return await _whole(answer)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> web.Response:
+    return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+
+def main() -> None:
+    port, prefill, decode = sys.argv[1:]
+    web.run_app(
+        Proxy(prefill, decode).app(), host="127.0.0.1", port=int(port), print=None, loop=uvloop.new_event_loop()
+    )
+
+
+if __name__ == "__main__":
+    main()

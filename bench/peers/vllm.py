@@ -1,0 +1,105 @@
+"""vLLM's CPU build, served on given cores for as long as it is measured.
+
+``colocated`` is one server; ``1p1d`` a prefill and a decode server with one half of the cores each, joined by its
+NixlConnector over sockets and shared memory, behind :mod:`bench.peers.proxy`. Only its compute threads are bound to
+cores, as only Tandem's workers are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from bench.processes import Process, started
+from bench.systems import is_ready
+from common.errors import StartError
+
+Mode = Literal["colocated", "1p1d"]
+READY_S = 600.0
+"""It compiles for more than a minute."""
+_TODO = "try the same vllm serve"
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_KV_TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}'
+
+
+def program(environment: Path, name: str) -> Path:
+    """A program of an environment folder, or of the folder ``venv`` in it."""
+    inner = environment / "venv" / "bin" / name
+    return inner if inner.exists() else environment / "bin" / name
+
+
+def check_installed(environment: Path) -> None:
+    """StartError, in words, unless vLLM can be started from there."""
+    if not program(environment, "vllm").exists():
+        todo = "python -m bench.peers.install FOLDER, then PEERS=FOLDER"
+        raise StartError(f"there is no vLLM in {environment}", f"{program(environment, 'vllm')} is missing", todo)
+
+
+def version(environment: Path) -> str:
+    """Of what is installed there, as it calls itself."""
+    inner = environment / "venv" if (environment / "venv" / "bin" / "vllm").exists() else environment
+    entries = sorted(inner.glob("lib/python*/site-packages/vllm-*.dist-info"))
+    return entries[-1].name.removesuffix(".dist-info") if entries else "vllm"
+
+
+@contextlib.contextmanager
+def running(
+    environment: Path, model: str, mode: Mode, cores: Sequence[int], *, kv_gib: int = 1, flags: Sequence[str] = ()
+) -> Iterator[str]:
+    """The URL of a ready vLLM that serves ``model`` with ``flags``, ``kv_gib`` GiB of KV cache in each server.
+    StartError if it is not installed or does not start; nothing of it is left behind."""
+    check_installed(environment)
+    with contextlib.ExitStack() as stack:
+        if mode == "colocated":
+            server = stack.enter_context(_server(environment, model, cores, free_port(), kv_gib, flags))
+            yield _ready(*server)
+            return
+        half = len(cores) // 2
+        if not half:
+            raise StartError("vLLM as 1P1D needs two cores", f"there is only {list(cores)}", "give it another")
+        joined = [*flags, "--kv-transfer-config", _KV_TRANSFER]
+        servers = [
+            stack.enter_context(_server(environment, model, share, free_port(), kv_gib, joined, side=free_port()))
+            for share in (cores[:half], cores[half:])
+        ]
+        urls = [_ready(*server) for server in servers]
+        port = free_port()
+        words = [sys.executable, "-m", "bench.peers.proxy", str(port), *urls]
+        yield _ready(stack.enter_context(started("the proxy before vLLM", words)), f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def _server(
+    environment: Path,
+    model: str,
+    cores: Sequence[int],
+    port: int,
+    kv_gib: int,
+    flags: Sequence[str],
+    side: int | None = None,
+) -> Iterator[tuple[Process, str]]:
+    """A server and its URL; ``side`` is where it tells the other one about its memory."""
+    environ = {
+        **_QUIET,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }
+    if side is not None:
+        environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side), "UCX_TLS": "tcp,posix,sysv,cma,self"}
+    words = [str(program(environment, "vllm")), "serve", model, "--port", str(port), *flags]
+    with started(f"vLLM on cores {list(cores)}", words, environ) as process:
+        yield process, f"http://127.0.0.1:{port}"
+
+
+def _ready(process: Process, url: str) -> str:
+    return process.wait(lambda: url if is_ready(url, "/health") else None, READY_S, _TODO)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
