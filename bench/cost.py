@@ -87,6 +87,16 @@ def shape(batch: Batch) -> Step:
     return decode, read, prompt, square
 
 
+def uniform(block_size: int, count: int, start: int, length: int) -> Batch:
+    """A step of ``count`` sequences that compute tokens [start, start + length), each in blocks of its own."""
+    from common.engine.runner import sequence_of  # imports torch
+
+    sequence = sequence_of([1] * (start + length))
+    each = -(-(start + length) // block_size)
+    tables = [[BlockId(index * each + block) for block in range(each)] for index in range(count)]
+    return Batch((Segment(sequence, start, length),) * count, tuple(tables))
+
+
 def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[float], float]:
     """The five coefficients, none negative, and the median relative error."""
     measured = np.asarray(seconds)
@@ -111,7 +121,7 @@ def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
     checkpoint = open_checkpoint(model)
     say(f"measuring steps of {checkpoint.name} on {threads} thread(s)")
     device.pin(threads=threads)
-    from common.engine.runner import load_engine, sequence_of  # imports torch
+    from common.engine.runner import load_engine  # imports torch
 
     engine = load_engine(
         checkpoint, num_kv_blocks=POOL_BLOCKS, max_batched_tokens=max(CHUNKS), max_num_seqs=max(BATCHES),
@@ -120,13 +130,6 @@ def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
     engine.warm_up()
     size = engine.layout.block_size
     longest = min(engine.max_model_len, POOL_BLOCKS * size)
-
-    def batch(count: int, start: int, length: int) -> Batch:
-        sequence = sequence_of([1] * (start + length))
-        each = -(-(start + length) // size)
-        tables = [[BlockId(index * each + block) for block in range(each)] for index in range(count)]
-        return Batch((Segment(sequence, start, length),) * count, tuple(tables))
-
     decodes = [(count, context - 1, 1) for count, context in itertools.product(BATCHES, CONTEXTS)]
     chunks = [(1, start, length) for start, length in itertools.product(STARTS, CHUNKS)]
     steps: list[Step] = []
@@ -134,7 +137,7 @@ def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
     for count, start, length in [*decodes, *chunks]:
         if start + length > longest or count * -(-(start + length) // size) > POOL_BLOCKS:
             continue
-        made = batch(count, start, length)
+        made = uniform(size, count, start, length)
         engine.step(made)
         seconds.append(statistics.median(engine.step(made).seconds for _ in range(REPEATS)))
         steps.append(shape(made))

@@ -37,7 +37,8 @@ def provenance() -> dict[str, Any]:
 def _command() -> str:
     """As it was typed; of an absolute path only the last name, as the others are of this machine alone."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {spec.name}" if spec and spec.name.startswith("bench.") else Path(sys.argv[0]).name
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return f"{program} {shlex.join(words)}"
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bench.goals import __main__ as goals
 from deploy import cli
 from tests.unit.test_cli import tandem
 
@@ -36,6 +39,26 @@ def test_a_system_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     assert cli.main(["bench", "compare", str(tmp_path / "nowhere"), "--systems", "1c,1p1d"]) == 1
     error = capsys.readouterr().err
     assert "error: 1c did not start" in error and "nowhere" in error
+
+
+def test_goals_are_measured_and_saved_with_their_table(
+    tmp_path: Path,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The coordinator's, around workers that compute nothing: whether they are met does not matter here."""
+    saved = tmp_path / "goals.json"
+    words = ["--quick", "--only", "c6", "--model", str(checkpoint("llama")), "--save", str(saved)]
+    monkeypatch.setattr(sys, "argv", ["goals", *words])
+    monkeypatch.delenv("PEERS", raising=False)
+    assert goals.main() == 0
+    figures = json.loads(saved.read_text())
+    assert figures["quick"] is True and figures["peers"] is None and figures["failed"] == {}
+    median, tail, rate = figures["rows"]
+    assert 0 < median["value"] <= tail["value"] and rate["value"] > 100 and rate["floors_hold"] is True
+    shown = capsys.readouterr().out
+    assert shown == saved.with_suffix(".md").read_text() and shown.startswith("| goal | what | value |")
 
 
 def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""``python -m bench.goals [--only C1,C4]``: measures the goals and writes the table (see the package)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import results
+from bench.goals import checkpoint, coordinator, engine, handoff, serving
+from bench.goals.field import FULL, QUICK, Field, opened
+from bench.goals.figures import Row, as_json, table
+from bench.peers import vllm
+from common.errors import StartError
+
+Goal = Callable[[Field], list[Row]]
+GOALS: dict[str, Goal] = {
+    "C12": serving.c12, "C6": coordinator.c6, "C5": handoff.c5, "C1": engine.c1, "C2": engine.c2, "C3": engine.c3,
+    "C7": engine.c7, "C4": handoff.c4, "C8": serving.c8, "C10": serving.c10, "C11": serving.c11, "C9": serving.c9,
+}  # fmt: skip
+"""In the order in which they are measured: those that need the same servers follow one another."""
+CORES = 2
+"""That goals are stated for."""
+FOLDER = results.ROOT / "bench" / "results"
+
+
+def chosen(text: str | None) -> list[str]:
+    """The goals that ``--only`` names, in the order in which they are measured. StartError for one that is none."""
+    names = list(GOALS) if text is None else [name.strip().upper() for name in text.split(",") if name.strip()]
+    if strange := [name for name in names if name not in GOALS]:
+        raise StartError(f"there is no goal {strange[0]}", "goals are C1 to C12", "correct --only")
+    return [name for name in GOALS if name in names]
+
+
+def measure(field: Field, names: Sequence[str], console: Console) -> tuple[list[Row], dict[str, str]]:
+    """The rows of each goal, by number, and why goals could not be measured: one that fails does not end the others."""
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for name in names:
+        began = time.monotonic()
+        try:
+            found = GOALS[name](field)
+        except Exception as error:  # whatever it is, hours of other measurements are not lost to it
+            failed[name] = str(error) or type(error).__name__
+            if not isinstance(error, StartError):
+                console.print_exception()
+            console.print(f"{name} could not be measured: {failed[name]}", markup=False)
+            continue
+        rows += found
+        for line in table(found)[2:]:
+            console.print(line, markup=False, soft_wrap=True)
+        console.print(f"{name}: {time.monotonic() - began:.0f} s", markup=False)
+    return sorted(rows, key=lambda row: int(row.goal[1:])), failed
+
+
+def main() -> int:
+    """Exit code 1 if a goal could not be measured, or one of its floors does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m bench.goals", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", help="goals to measure, such as C1,C4 (default: all)")
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: an 82 M-parameter one, made once)")
+    parser.add_argument(
+        "--peers", type=Path, default=os.environ.get("PEERS") or None,
+        help="environment folder of python -m bench.peers.install (default: PEERS; none: no peer is measured)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="tiny loads, to see that all works: figures mean nothing")
+    parser.add_argument(
+        "--save", type=Path,
+        help="JSON file, the table goes beside it (default: bench/results/goals.json if all goals are measured)",
+    )  # fmt: skip
+    options = parser.parse_args()
+    console = Console(stderr=True, highlight=False)
+    try:
+        names = chosen(options.only)
+        peers = Path(options.peers).resolve() if options.peers else None
+        if peers:
+            vllm.check_installed(peers)
+        model = (options.model or checkpoint.make(results.ROOT / ".cache" / "llama-82m")).resolve()
+        cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
+        with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as field:
+            rows, failed = measure(field, names, console)
+        lines = table(rows) + [f"- {name} could not be measured: {why}" for name, why in failed.items()]
+        print("\n".join(lines))
+        whole = len(names) == len(GOALS) and not options.quick
+        if save := options.save or (FOLDER / "goals.json" if whole else None):
+            figures = {"quick": options.quick, "peers": peers and vllm.version(peers), "failed": failed}
+            results.save(save, figures | {"rows": [as_json(row) for row in rows]})
+            save.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 1 if failed or any(row.held is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""C1, C2, C3, C7: steps of one core, against what that core reads from memory and multiplies.
+
+Steps run in a process of their own that is bound to the first core, in rounds with the calibration of that core: a slow
+second of the machine is shared. The peer's steps are seen only from outside, so the ratio to it is that of times which
+the same client has measured of both, each with its compute thread on that core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from bench.cost import uniform
+from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
+from bench.goals.figures import Row, Target, against
+from common.checkpoint import open_checkpoint
+
+BATCH, CONTEXT = 16, 512
+PROMPTS = (1024, 4096)
+CHUNK = 512
+"""Prompt tokens of a step, as a worker on a CPU has them by default."""
+STEPS = 15
+T = TypeVar("T")
+
+
+@dataclass
+class Calibration:
+    """What a core did, in seconds by round, beside what it can do at best: bytes per second read from memory of a
+    step's size, floating-point operations per second of products of the model's shapes with many rows."""
+
+    weight_bytes: int
+    """That a decode step reads."""
+    kv_bytes: int
+    """Of one token."""
+    layer_weights: int
+    """Elements of all linear layers without the last."""
+    head_weights: int
+    attention_width: int
+    """Layers times heads times head size."""
+    read_rate: list[float] = field(default_factory=list)
+    flop_rate: list[float] = field(default_factory=list)
+    decode: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    """By batch and context."""
+    prefill: dict[int, list[float]] = field(default_factory=dict)
+    """By prompt tokens."""
+    forward: list[float] = field(default_factory=list)
+    """Of the model alone, in a decode step of ``BATCH``."""
+    kernels: float = 0.0
+    """Linear layers and attention alone, in such a step."""
+
+    def step_bytes(self, batch: int, context: int) -> int:
+        """Bytes that a decode step cannot do without: all weights once, the KV of every sequence."""
+        return self.weight_bytes + batch * context * self.kv_bytes
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Operations of a prompt: its rows through all layers, causal attention, one row through the last layer."""
+        attention = 2 * self.attention_width * tokens**2
+        return 2 * self.layer_weights * tokens + attention + 2 * self.head_weights
+
+
+def in_child(work: Callable[..., T], *given: Any) -> T:
+    """``work(*given)`` in a fresh process: its affinity, threads and memory are its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> Calibration:
+    """Measures this process, which it binds to ``core``."""
+    from common import device
+
+    device.pin((core,), 1)
+    roofline, kernels = importlib.import_module("bench.roofline"), importlib.import_module("bench.kernels")
+    from common.engine.runner import load_engine
+
+    checkpoint = open_checkpoint(model)
+    longest = max(*prompts, BATCH * CONTEXT)
+    engine = load_engine(
+        checkpoint, num_kv_blocks=2 * longest // 16, max_batched_tokens=CHUNK, max_num_seqs=BATCH, batch_hint=BATCH
+    )
+    engine.warm_up()
+    layers, size = roofline.shapes(checkpoint.config), engine.layout.block_size
+    weights = {layer.name: layer.outputs * layer.inputs * layer.count for layer in layers}
+    head = weights.pop("lm_head")
+    config = checkpoint.config
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    element = engine.store.dtype.itemsize
+    found = Calibration(
+        weight_bytes=element * (sum(weights.values()) + head),
+        kv_bytes=engine.layout.token_bytes,
+        layer_weights=sum(weights.values()),
+        head_weights=head,
+        attention_width=config["num_hidden_layers"] * heads * dim,
+    )
+    forwards = _watched(engine.model)
+
+    def step_s(count: int, start: int, length: int) -> float:
+        made = uniform(size, count, start, length)
+        engine.step(made)
+        return statistics.median(engine.step(made).seconds for _ in range(STEPS))
+
+    def prefill_s(tokens: int) -> float:
+        chunks = [uniform(size, 1, start, min(CHUNK, tokens - start)) for start in range(0, tokens, CHUNK)]
+        return sum(engine.step(chunk).seconds for chunk in chunks)
+
+    shape = kernels.Heads(heads, config.get("num_key_value_heads") or heads, dim)
+    for _ in range(rounds):
+        rates = roofline.read_rates()
+        enough = (mib for mib in rates if mib * roofline.MIB >= found.weight_bytes)
+        found.read_rate.append(rates[min(enough, default=max(rates))])
+        found.flop_rate.append(roofline.product(layers, engine.store.dtype, 1024).flops_per_s)
+        found.decode.setdefault((1, CONTEXT), []).append(step_s(1, CONTEXT - 1, 1))
+        forwards.clear()
+        found.decode.setdefault((BATCH, CONTEXT), []).append(step_s(BATCH, CONTEXT - 1, 1))
+        found.forward.append(statistics.median(forwards))
+        for tokens in prompts:
+            found.prefill.setdefault(tokens, []).append(min(prefill_s(tokens) for _ in range(2)))
+    linear = roofline.product(layers, engine.store.dtype, BATCH)
+    attention = kernels.attend(shape, engine.layout.dtype, BATCH, CONTEXT, lambda _: 1.0)
+    count = len(engine.layout.layers)
+    found.kernels = min(linear.seconds.values()) + count * min(attention.seconds.values())
+    engine.close()
+    return found
+
+
+def _watched(model: Any) -> list[float]:
+    """Seconds of every forward pass of ``model`` from now on."""
+    found: list[float] = []
+    began = 0.0
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(lambda *_: found.append(time.perf_counter() - began))
+    return found
+
+
+def calibration(field: Field) -> Calibration:
+    """Measured once for all goals, with no server running beside it."""
+
+    def make() -> Calibration:
+        field.open()
+        field.console.print("calibrating one core")
+        return in_child(calibrate, str(field.model), field.cores[0], field.effort.rounds, PROMPTS)
+
+    found: Calibration = field.remember("calibration", make)
+    return found
+
+
+# -- what a client sees -----------------------------------------------------------------------------------------------
+
+
+def gap_s(field: Field, system: System, batch: int) -> float:
+    """The median time between tokens of ``batch`` streams whose mean context is ``CONTEXT``."""
+    tokens = field.effort.streamed_tokens
+    run = field.run(system, field.asks(batch, CONTEXT - tokens // 2, tokens), what=f"{batch} streams")
+    return statistics.median(gap for record in good(run) for gap in record.itls)
+
+
+def gaps(field: Field, batch: int) -> dict[System, list[float]]:
+    """The same of both systems on one core, by round."""
+
+    def make() -> dict[System, list[float]]:
+        systems = field.open(OURS_ONE_CORE, VLLM_ONE_CORE)
+        return field.alternate(systems, lambda system: gap_s(field, system, batch))
+
+    found: dict[System, list[float]] = field.remember(f"gaps {batch}", make)
+    return found
+
+
+def c1(field: Field) -> list[Row]:
+    """Decode of one stream is bound by how fast weights are read."""
+    return [_decode(field, "C1", 1, Target("share", 0.85, 0.75), Target("ratio", 1.15))]
+
+
+def c2(field: Field) -> list[Row]:
+    """So is that of 16, with their KV."""
+    return [_decode(field, "C2", BATCH, Target("share", 0.80, 0.65), Target("ratio", 1.2))]
+
+
+def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
+    core = calibration(field)
+    rates = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in core.decode[batch, CONTEXT]]
+    shares = [rate * 1e9 / most for rate, most in zip(rates, core.read_rate, strict=True)]
+    seen = gaps(field, batch)
+    served = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
+    peer = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
+    return Row(
+        goal,
+        f"decode, batch {batch}, context {CONTEXT}, one core",
+        "GB/s",
+        statistics.median(rates),
+        targets,
+        limit=statistics.median(core.read_rate) / 1e9,
+        share=statistics.median(shares),
+        note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about",
+        **against(str(VLLM_ONE_CORE), served, peer),
+    )
+
+
+def c3(field: Field) -> list[Row]:
+    """Prefill is bound by how fast the model's shapes are multiplied."""
+    core = calibration(field)
+    systems = field.open(OURS_ONE_CORE, VLLM_ONE_CORE)
+    rows = []
+    for tokens in PROMPTS:
+        limits = [core.prefill_flops(tokens) / rate for rate in core.flop_rate]
+        shares = [limit / seconds for limit, seconds in zip(limits, core.prefill[tokens], strict=True)]
+        seen = field.alternate(systems, lambda system, tokens=tokens: first_token_s(field, system, tokens))  # type: ignore[misc]
+        rows.append(
+            Row(
+                "C3",
+                f"prefill of {tokens:,} tokens, one core",
+                "ms",
+                1000 * statistics.median(core.prefill[tokens]),
+                (Target("share", 0.85, 0.75), Target("ratio", 1.15)),
+                limit=1000 * statistics.median(limits),
+                share=statistics.median(shares),
+                note=f"TTFT {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms, which the ratio is about",
+                **_in_ms(against(
+                    str(VLLM_ONE_CORE), seen[OURS_ONE_CORE], seen.get(VLLM_ONE_CORE, []), less_is_better=True
+                )),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _in_ms(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"peer": 1000 * fields["peer"]} if fields else fields
+
+
+def first_token_s(field: Field, system: System, tokens: int) -> float:
+    """The median time to the first token of prompts that come one after another."""
+    asks = field.asks(field.effort.singles, tokens, 2)
+    run = field.run(system, asks, concurrency=1, what=f"prompts of {tokens} tokens")
+    return statistics.median(record.ttft for record in good(run))
+
+
+def c7(field: Field) -> list[Row]:
+    """What of a decode step is not the model: planning, sampling, messages, and what lies between two steps."""
+    core, seen = calibration(field), gaps(field, BATCH)[OURS_ONE_CORE]
+    overheads = [1 - forward / step for forward, step in zip(core.forward, seen, strict=True)]
+    rest = 1 - core.kernels / statistics.median(seen)
+    return [
+        Row(
+            "C7",
+            f"of a decode step at batch {BATCH}, what is not the model",
+            "%",
+            100 * statistics.median(overheads),
+            (Target("value", 4, at_most=True),),
+            note=f"step as a client sees it {1000 * statistics.median(seen):.2f} ms, model"
+            f" {1000 * statistics.median(core.forward):.2f} ms; linear layers and attention alone leave {rest:.1%}",
+        )
+    ]

@@ -1,0 +1,196 @@
+"""The systems that goals compare, and the loads they get.
+
+A system is started when a goal first asks for it and stays for the goals after it as long as these want it too: the
+peer takes minutes to start. While one is measured the others are idle. An idle server of vLLM still burns about 0.06 of
+a core, a little to the disadvantage of whoever is measured beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.client import Record, Target
+from bench.load import Run, run_now
+from bench.peers import vllm
+from bench.serve import show_errors
+from bench.systems import running
+from bench.tokens import FileTokenizer, ordinary_ids
+from bench.workloads import Ask, random_asks
+from common.client import Server
+from common.errors import StartError
+
+MAX_MODEL_LEN, MAX_NUM_SEQS, KV_GIB = 8192, 64, 1
+"""Equal for all; the KV of 64 sequences of more than 1,300 tokens of an 82 M-parameter model."""
+_IDS_SEED = 1 << 16
+
+
+@dataclass(frozen=True)
+class System:
+    """A kind of server: pools of ``tandem up`` (``1p1d``, ``2c``), or ``vllm`` and ``vllm-1p1d``. ``cores`` is on how
+    many of the cores it computes (0: all), ``budget`` the tokens of a step where that is not its default."""
+
+    kind: str
+    cores: int = 0
+    budget: int | None = None
+    flags: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        return self.kind.startswith("vllm")
+
+    def __str__(self) -> str:
+        name = {"vllm": "vLLM colocated", "vllm-1p1d": "vLLM 1P1D"}.get(self.kind, self.kind)
+        cores = f" on {self.cores} core{'s' if self.cores > 1 else ''}" if self.cores else ""
+        budget = f" with {self.budget} tokens a step" if self.budget else ""
+        return name + cores + budget
+
+
+OURS, OURS_ONE_CORE = System("1p1d"), System("1c", cores=1)
+COLOCATED = (System("1c"), System("2c"))
+VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System("vllm-1p1d")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
+    that are sent all at once, ``paced`` ones at each rate of a search, streams that last ``seconds``."""
+
+    rounds: int = 3
+    singles: int = 10
+    requests: int = 96
+    paced: int = 40
+    seconds: float = 12.0
+    streamed_tokens: int = 128
+
+
+FULL = Effort()
+QUICK = Effort(rounds=1, singles=2, requests=6, paced=4, seconds=3.0, streamed_tokens=32)
+"""To see that everything works; its figures mean nothing."""
+
+
+@dataclass
+class Field:
+    """Measures ``model`` on ``cores``; ``peers`` is an environment folder with vLLM, or None."""
+
+    model: Path
+    cores: tuple[int, ...]
+    peers: Path | None
+    effort: Effort
+    console: Console
+    _running: dict[System, tuple[ExitStack, Target]] = field(default_factory=dict)
+    _ids: list[int] = field(default_factory=list)
+    _seed: int = _IDS_SEED
+    remembered: dict[str, Any] = field(default_factory=dict)
+    """What several goals need and one of them has measured."""
+
+    # -- systems ------------------------------------------------------------------------------------------------------
+
+    def open(self, *wanted: System) -> list[System]:
+        """Stops all others and starts those of ``wanted`` that do not run; without ``peers`` no peer. Those that run
+        then, in the order in which they are to be measured."""
+        able = [system for system in wanted if self.peers or not system.is_peer]
+        for system in [each for each in self._running if each not in able]:
+            self._running.pop(system)[0].close()
+        for system in able:
+            if system not in self._running:
+                self.console.print(f"starting {system}", markup=False)
+                with ExitStack() as stack:
+                    target = self._target(stack.enter_context(self.start(system)), system)
+                    self._running[system] = (stack.pop_all(), target)
+                self._warm_up(system)
+        return able
+
+    def start(self, system: System) -> AbstractContextManager[str]:
+        """The URL of a ready server of this kind, for a block."""
+        cores = self.cores[: system.cores] if system.cores else self.cores
+        budget = ["--max-num-batched-tokens", str(system.budget)] if system.budget else []
+        common = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), *budget, *system.flags]
+        common.append("--no-enable-prefix-caching")
+        if system.is_peer:
+            assert self.peers is not None
+            mode: vllm.Mode = "1p1d" if system.kind == "vllm-1p1d" else "colocated"
+            return vllm.running(self.peers, str(self.model), mode, cores, kv_gib=KV_GIB, flags=common)
+        bound = ["--cpus", ",".join(map(str, cores)), "--kv-cache-memory", f"{KV_GIB}GiB"]
+        return running(str(self.model), system.kind, [*common, *bound])
+
+    def close(self) -> None:
+        for stack, _ in self._running.values():
+            stack.close()
+        self._running.clear()
+
+    def _target(self, url: str, system: System) -> Target:
+        extra: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+        if not system.is_peer:
+            extra["return_metrics"] = True
+        return Target(url, str(Server(url).served(None)["id"]), extra=extra)
+
+    def _warm_up(self, system: System) -> None:
+        for lengths in ((64, 8), (1024, 2)):
+            good(self.run(system, self.asks(1, *lengths), what="warming up"))
+
+    # -- loads --------------------------------------------------------------------------------------------------------
+
+    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
+        """Prompts that no server has seen before."""
+        self._seed += 1
+        return random_asks(self.ids(), count, input_tokens, output_tokens, seed=self._seed)
+
+    def ids(self) -> list[int]:
+        if not self._ids:
+            self._ids = ordinary_ids(FileTokenizer(self.model))
+        return self._ids
+
+    def run(
+        self,
+        system: System,
+        asks: Sequence[Ask],
+        times: Sequence[float] | None = None,
+        *,
+        concurrency: int | None = None,
+        what: str = "",
+    ) -> Run:
+        """Sends ``asks`` at ``times`` (all at once)."""
+        target = self._running[system][1]
+        title = f"{system}: {what}" if what else str(system)
+        run = run_now(
+            target, asks, times or [0.0] * len(asks), max_concurrency=concurrency, console=self.console, title=title
+        )
+        show_errors(self.console, run.records)
+        return run
+
+    def alternate(self, systems: Sequence[System], once: Callable[[System], float]) -> dict[System, list[float]]:
+        """What ``once`` finds of each system, in rounds that have all of them in turn."""
+        found: dict[System, list[float]] = {system: [] for system in systems}
+        for _ in range(self.effort.rounds):
+            for system in systems:
+                found[system].append(once(system))
+        return found
+
+    def remember(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` has found when it was first wanted under this name."""
+        if name not in self.remembered:
+            self.remembered[name] = make()
+        return self.remembered[name]
+
+
+@contextmanager
+def opened(field: Field) -> Iterator[Field]:
+    """``field``, whose systems are stopped at the end."""
+    try:
+        yield field
+    finally:
+        field.close()
+
+
+def good(run: Run) -> list[Record]:
+    """The records of requests that were answered; StartError if there are none."""
+    found = [record for record in run.records if record.ok]
+    if not found:
+        raise StartError("no request was answered", run.records[0].error, "try the system alone")
+    return found

@@ -1,0 +1,163 @@
+"""What a goal's measurement says: rows with targets, their table, their JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench.compare import Spread
+
+Of = Literal["value", "share", "ratio"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on one part of a row, and the ``floor`` (for an upper bound: a ceiling) that must hold in any case."""
+
+    of: Of
+    bound: float
+    floor: float | None = None
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def held(self, value: float) -> bool:
+        """Whether the floor holds; without one there is nothing to hold."""
+        if self.floor is None:
+            return True
+        return value <= self.floor if self.at_most else value >= self.floor
+
+    def __str__(self) -> str:
+        sign = "≤" if self.at_most else "≥"
+        floor = "" if self.floor is None else f" (floor {_number(self.floor)})"
+        return f"{self.of} {sign} {_number(self.bound)}{floor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table, all figures medians over the rounds. ``limit`` is what this machine can do at best and
+    ``share`` how much of it is reached; ``peer`` is what the other system of ``against`` did and ``ratio`` how many
+    times as good this one is, each more than 1 where this one is better. None: not measured."""
+
+    goal: str
+    what: str
+    unit: str
+    value: float
+    targets: tuple[Target, ...]
+    limit: float | None = None
+    share: float | None = None
+    against: str = ""
+    peer: float | None = None
+    ratio: Spread | None = None
+    note: str = ""
+
+    def of(self, part: Of) -> float | None:
+        """The figure that a target is about."""
+        if part == "ratio":
+            return self.ratio.median if self.ratio else None
+        return self.value if part == "value" else self.share
+
+    @property
+    def met(self) -> bool | None:
+        """Whether all targets are met; None when one of them could not be judged and none is missed."""
+        return _all(None if (found := self.of(each.of)) is None else each.met(found) for each in self.targets)
+
+    @property
+    def held(self) -> bool | None:
+        """The same for their floors."""
+        return _all(None if (found := self.of(each.of)) is None else each.held(found) for each in self.targets)
+
+
+def _all(answers: Iterable[bool | None]) -> bool | None:
+    found = list(answers)
+    if False in found:
+        return False
+    return None if None in found or not found else True
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False) -> Spread:
+    """How many times as good ours are, within each round. What a system could not do at all counts 0."""
+    above, below = (theirs, ours) if less_is_better else (ours, theirs)
+    pairs = zip(above, below, strict=True)
+    return Spread.of([one / other if other else (1.0 if not one else math.inf) for one, other in pairs])
+
+
+def against(
+    name: str, ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bool = False
+) -> dict[str, Any]:
+    """The fields of a row that are about a peer; none if it was not measured."""
+    if not theirs:
+        return {}
+    ratio = ratios(ours, theirs, less_is_better=less_is_better)
+    return {"against": name, "peer": statistics.median(theirs), "ratio": ratio}
+
+
+# -- shown ------------------------------------------------------------------------------------------------------------
+
+_TITLES = ("goal", "what", "value", "limit", "share", "peer", "ratio", "wanted", "met")
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Markdown; notes follow below it."""
+    rows = list(rows)
+    lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+    notes = [f"{row.goal}, {row.what}: {row.note}." for row in rows if row.note]
+    return [*lines, *([""] if notes else []), *(f"- {note}" for note in notes)]
+
+
+def _cells(row: Row) -> list[str]:
+    share = "" if row.share is None else f"{row.share:.1%}"
+    peer = "" if row.peer is None else f"{_number(row.peer)} {row.unit} ({row.against})"
+    ratio = ""
+    if row.ratio is not None:
+        low, high = row.ratio.low, row.ratio.high
+        ratio = f"{_number(row.ratio.median)}" + (f" ({_number(low)} to {_number(high)})" if low != high else "")
+    limit = "" if row.limit is None else f"{_number(row.limit)} {row.unit}"
+    wanted = ", ".join(map(str, row.targets))
+    return [row.goal, row.what, f"{_number(row.value)} {row.unit}", limit, share, peer, ratio, wanted, _verdict(row)]
+
+
+def _verdict(row: Row) -> str:
+    if not row.targets:
+        return "reported"
+    if row.met is None:
+        return "not judged"
+    if row.met:
+        return "yes"
+    return "no" if row.held is not False else "no, below the floor"
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    if not math.isfinite(value):
+        return "∞"
+    if value and abs(value) < 1000:
+        digits = max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:.{min(digits, 4)}f}"
+    return f"{value:,.0f}"
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    spread = row.ratio
+    return {
+        "goal": row.goal,
+        "what": row.what,
+        "unit": row.unit,
+        "value": row.value,
+        "limit": row.limit,
+        "share": row.share,
+        "against": row.against or None,
+        "peer": row.peer,
+        "ratio": None if spread is None else {"median": spread.median, "low": spread.low, "high": spread.high},
+        "targets": [
+            {"of": each.of, "bound": each.bound, "floor": each.floor, "at_most": each.at_most} for each in row.targets
+        ],
+        "met": row.met,
+        "floors_hold": row.held,
+        "note": row.note or None,
+    }

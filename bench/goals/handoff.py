@@ -1,0 +1,110 @@
+"""C4, C5: what it costs a request that its KV travels from one worker to another."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from typing import Any
+
+from bench import wire
+from bench.goals.engine import in_child
+from bench.goals.field import OURS, OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
+from bench.goals.figures import Row, Target
+
+INPUT, OUTPUT = 1024, 32
+OVER_TCP = System("1p1d", flags=("--kv-transport", "zmq"))
+WIRE_TOKENS, WIRE_REPEATS = 2048, 3
+
+
+def c4(field: Field) -> list[Row]:
+    """One request at a time: how much later the first token comes than from one worker that does it all on one core,
+    and how long the second lets wait, which only the hand-off delays."""
+    systems = field.open(OURS, OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE)
+    gaps: dict[System, list[float]] = {system: [] for system in systems}
+
+    def once(system: System) -> float:
+        asks = field.asks(field.effort.singles, INPUT, OUTPUT)
+        run = field.run(system, asks, concurrency=1, what="one by one")
+        records = good(run)
+        usual = statistics.median(gap for record in records for gap in record.itls)
+        gaps[system].append(statistics.median(record.itls[0] for record in records) / usual)
+        return statistics.median(record.ttft for record in records)
+
+    firsts = field.alternate(systems, once)
+    added = [100 * (ratio - 1) for ratio in _pairs(firsts[OURS], firsts[OURS_ONE_CORE])]
+    theirs = _pairs(firsts.get(VLLM_1P1D, []), firsts.get(VLLM_ONE_CORE, []))
+    shape = f"{INPUT:,}/{OUTPUT} tokens, one by one"
+    return [
+        Row(
+            "C4",
+            f"time to first token that the hand-off adds, {shape}",
+            "%",
+            statistics.median(added),
+            (Target("value", 1, 3, at_most=True),),
+            note=f"{_ms(firsts[OURS])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core",
+            **_peer([100 * (ratio - 1) for ratio in theirs]),
+        ),
+        Row(
+            "C4",
+            f"time between the first two tokens in usual times between tokens, {shape}",
+            "",
+            statistics.median(gaps[OURS]),
+            (Target("value", 1.5, at_most=True),),
+            **_peer(gaps.get(VLLM_1P1D, [])),
+        ),
+    ]
+
+
+def _peer(values: list[float]) -> dict[str, Any]:
+    return {"against": str(VLLM_1P1D), "peer": statistics.median(values)} if values else {}
+
+
+def _pairs(above: list[float], below: list[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f} ms"
+
+
+def c5(field: Field) -> list[Row]:
+    """KV through ZeroMQ over TCP: its rate beside that of a plain socket, and how much of it prefill hides."""
+    field.open()
+    raw, carried = [], []
+    for _ in range(field.effort.rounds):
+        raw.append(in_child(_socket_rate) / 1e9)
+        carried.append(statistics.median(wire.measure(False, WIRE_TOKENS, WIRE_REPEATS)) / 1e9)
+    shares = [mine / most for mine, most in zip(carried, raw, strict=True)]
+    field.open(OVER_TCP)
+    run = field.run(OVER_TCP, field.asks(field.effort.singles, INPUT, OUTPUT), concurrency=1, what="one by one")
+    told = [stages for record in good(run) if (stages := record.stages or {}).get("transfer_ms")]
+    return [
+        Row(
+            "C5",
+            "KV over ZeroMQ TCP, both ends on this machine",
+            "GB/s",
+            statistics.median(carried),
+            (Target("share", 0.5),),
+            limit=statistics.median(raw),
+            share=statistics.median(shares),
+        ),
+        _hidden(told),
+    ]
+
+
+def _hidden(stages: list[dict[str, Any]]) -> Row:
+    """Of what the server tells of its hand-offs: how much of their time lay inside their prefill."""
+    hidden = [1 - each["transfer_exposed_ms"] / each["transfer_ms"] for each in stages]
+    return Row(
+        "C5",
+        f"of a hand-off's time, what prefill hides, {INPUT:,} tokens",
+        "%",
+        100 * statistics.median(hidden) if hidden else 0.0,
+        (Target("value", 80),),
+        note=f"{len(hidden)} hand-offs" + ("" if hidden else ": the server told of none"),
+    )
+
+
+def _socket_rate() -> float:
+    rate: float = importlib.import_module("bench.roofline").socket_rate()
+    return rate

@@ -1,0 +1,293 @@
+"""C8 to C12: what clients of whole systems see: interference, goodput, saturation, and how long a start takes."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.arrivals import arrivals
+from bench.client import Record
+from bench.cost import CostModel, measure
+from bench.goals.engine import in_child
+from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good
+from bench.goals.figures import Row, Target, against
+from bench.goodput import FIRST_SHARE, Goodput, Point, highest, next_rate
+from bench.load import Run
+from bench.metrics import Objective, summarise
+from bench.systems import running
+from common.client import Server
+from common.errors import StartError
+
+STREAMS, STREAM_INPUT = 8, 64
+INTRUDER, INTRUDER_EVERY_S = 2048, 2.0
+
+OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
+ATTAINMENT = 0.9
+BUDGETS = (256, 512, 2048)
+"""Tokens of a step that colocated systems are tried with: less is shorter pauses, more is faster prefill."""
+INPUT, OUTPUT = 1024, 32
+BALANCED_INPUT = 512
+
+
+# -- C8: interference -------------------------------------------------------------------------------------------------
+
+
+def gaps_together(records: Sequence[Record]) -> list[float]:
+    """Seconds between tokens of streams while all of them stream: after the last has begun, before the first ends.
+    StartError if they never do."""
+    began = max(record.moments[0] for record in records)
+    ended = min(record.moments[-1] for record in records)
+    found = [
+        after - before
+        for record in records
+        for before, after in zip(record.moments, record.moments[1:], strict=False)
+        if before >= began and after <= ended
+    ]
+    if not found:
+        raise StartError("the streams did not run together", "some ended before others began", "make them longer")
+    return found
+
+
+def interference(field: Field, system: System) -> float:
+    """P99 time between tokens while long prompts arrive, in medians of the same streams when none does."""
+    alone = field.run(system, field.asks(STREAMS, STREAM_INPUT, field.effort.streamed_tokens), what="undisturbed")
+    usual = statistics.median(gaps_together(good(alone)))
+    tokens = math.ceil(field.effort.seconds / usual)
+    intruders = max(1, math.floor(field.effort.seconds / INTRUDER_EVERY_S))
+    asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
+    times = [0.0] * STREAMS + [INTRUDER_EVERY_S * (1 + index) for index in range(intruders)]
+    run = field.run(system, asks, times, what="with long prompts between")
+    gaps = gaps_together(good(Run(run.records[:STREAMS], run.seconds, run.began_at)))
+    return float(np.percentile(gaps, 99)) / usual
+
+
+def c8(field: Field) -> list[Row]:
+    """Decode does not notice that others' prompts are computed."""
+    systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
+    found = field.alternate(systems, lambda system: interference(field, system))
+    what = f"P99 between tokens of {STREAMS} streams, in undisturbed medians, a {INTRUDER:,}-token prompt every"
+    row = Row(
+        "C8",
+        f"{what} {INTRUDER_EVERY_S:g} s",
+        "",
+        statistics.median(found[OURS]),
+        (Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
+        **against(str(VLLM), found[OURS], found.get(VLLM, []), less_is_better=True),
+    )
+    return [row, *(_reported(row, found, each, less_is_better=True) for each in systems[1:] if each != VLLM)]
+
+
+def _reported(row: Row, found: Mapping[System, Sequence[float]], peer: System, *, less_is_better: bool = False) -> Row:
+    """The same row against another system, without a target."""
+    fields = against(str(peer), found[OURS], found[peer], less_is_better=less_is_better)
+    return Row(row.goal, row.what, row.unit, row.value, (), **fields)
+
+
+# -- C9: goodput ------------------------------------------------------------------------------------------------------
+
+
+def search(
+    attempts: Mapping[System, Callable[[float], float]], firsts: Mapping[System, float], wanted: float = ATTAINMENT
+) -> dict[System, list[Point]]:
+    """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
+    ``attempts`` give the share of requests inside the objectives at a rate."""
+    curves: dict[System, list[Point]] = {system: [] for system in attempts}
+    left = list(attempts)
+    while left:
+        for system in list(left):
+            rate = next_rate(curves[system], wanted, firsts[system])
+            if rate is None:
+                left.remove(system)
+            else:
+                curves[system].append(Point(rate, attempts[system](rate)))
+    return curves
+
+
+def c9(field: Field) -> list[Row]:
+    """The highest rate at which 90 % of requests are inside one absolute objective. Colocated systems first find the
+    best of their budgets; then all are searched together."""
+    choice = {kind: _best_budget(field, kind) for kind in ("1c", "vllm")}
+    rates = goodputs(field, [OURS, *(system for system in choice.values() if system), VLLM_1P1D])
+    ours = rates[OURS]
+    objectives = " ".join(map(str, OBJECTIVES))
+    rows = []
+    for peer, targets in (
+        (choice["vllm"] or VLLM, (Target("ratio", 2, 1.3),)),
+        (VLLM_1P1D, (Target("ratio", 4),)),
+        (choice["1c"] or COLOCATED[0], ()),
+    ):
+        theirs = [rates[peer].rate] if peer in rates else []
+        bounded = [str(system) for system in (OURS, peer) if system in rates and rates[system].at_least]
+        rows.append(
+            Row(
+                "C9",
+                f"rate with {ATTAINMENT:.0%} inside {objectives} ms, {INPUT:,}/{OUTPUT}",
+                "req/s",
+                ours.rate,
+                targets,
+                note=f"a lower bound: {', '.join(bounded)}" if bounded else "",
+                **against(str(peer), [ours.rate], theirs),
+            )
+        )
+    return rows
+
+
+def _best_budget(field: Field, kind: str) -> System | None:
+    """The system of this kind with the budget that bears the highest rate; None if there is no such peer here."""
+    rates = goodputs(field, [System(kind, budget=budget) for budget in BUDGETS])
+    return max(rates, key=lambda system: rates[system].rate, default=None)
+
+
+def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
+    """The highest rate of each system that can be measured here, searched together."""
+
+    def attempt(system: System) -> Callable[[float], float]:
+        def inside(rate: float) -> float:
+            asks = field.asks(field.effort.paced, INPUT, OUTPUT)
+            times = arrivals(len(asks), rate, burstiness=1.0, seed=len(asks))
+            run = field.run(system, asks, times, what=f"{rate:.2f} requests/s")
+            return summarise(run, objectives=OBJECTIVES).attainment or 0.0
+
+        return inside
+
+    def first(system: System) -> float:
+        asks = field.asks(field.effort.singles, INPUT, OUTPUT)
+        run = field.run(system, asks, concurrency=1, what="one by one")
+        return FIRST_SHARE / statistics.fmean(record.latency for record in good(run))
+
+    able = field.open(*systems)
+    curves = search({system: attempt(system) for system in able}, {system: first(system) for system in able})
+    return {system: highest(curve, ATTAINMENT) for system, curve in curves.items()}
+
+
+# -- C10, C11: saturation ---------------------------------------------------------------------------------------------
+
+
+def balanced_output(cost: CostModel, prompt: int, batch: int, chunk: int) -> int:
+    """Output tokens with which one prefill and one decode worker take equally long per request: T_P = T_D."""
+    starts = range(0, prompt, chunk)
+    lengths = [min(chunk, prompt - start) for start in starts]
+    prefill_s = sum(
+        cost.base + cost.token * length + cost.square * length * (start + length // 2)
+        for start, length in zip(starts, lengths, strict=True)
+    )
+    tokens = 1
+    while tokens < 4096:
+        step_s = cost.base + cost.rows * batch + cost.context * batch * (prompt + tokens / 2)
+        if tokens * step_s / batch >= prefill_s:
+            return tokens
+        tokens += 1
+    return tokens
+
+
+def saturation(
+    field: Field, systems: Sequence[System], input_tokens: int, output_tokens: int
+) -> dict[System, list[float]]:
+    """Requests per second of each when all are sent at once, by round."""
+
+    def once(system: System) -> float:
+        run = field.run(system, field.asks(field.effort.requests, input_tokens, output_tokens), what="all at once")
+        return len(good(run)) / run.seconds
+
+    return field.alternate(systems, once)
+
+
+def c10(field: Field) -> list[Row]:
+    """On a load that keeps both pools equally busy, two pools serve as much as one."""
+
+    def balance() -> int:
+        field.open()
+        cost = in_child(_measured_cost, str(field.model), field.cores[0])
+        return balanced_output(cost, BALANCED_INPUT, MAX_NUM_SEQS // 2, 512)
+
+    output: int = field.remember("balance", balance)
+    systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
+    found = saturation(field, systems, BALANCED_INPUT, output)
+    what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
+    return [
+        _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95)),
+        _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
+        *([_saturated("C10", what, found, VLLM_1P1D)] if VLLM_1P1D in found else []),
+    ]
+
+
+def c11(field: Field) -> list[Row]:
+    """Where prefill is most of the work, one core that only decodes is little used."""
+    systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
+    found = saturation(field, systems, INPUT, OUTPUT)
+    what = f"saturation, {INPUT:,}/{OUTPUT}"
+    return [
+        _saturated("C11", what, found, VLLM, Target("ratio", 1.0)),
+        _saturated("C11", what, found, best(found, COLOCATED)),
+        *([_saturated("C11", what, found, VLLM_1P1D)] if VLLM_1P1D in found else []),
+    ]
+
+
+def best(found: Mapping[System, Sequence[float]], among: Sequence[System]) -> System:
+    """The system with the highest median."""
+    return max(among, key=lambda system: statistics.median(found[system]))
+
+
+def _saturated(goal: str, what: str, found: Mapping[System, Sequence[float]], peer: System, *targets: Target) -> Row:
+    fields = against(str(peer), found[OURS], found.get(peer, []))
+    return Row(goal, what, "req/s", statistics.median(found[OURS]), targets, **fields)
+
+
+def _measured_cost(model: str, core: int) -> CostModel:
+    os.sched_setaffinity(0, (core,))
+    return measure(model, 1, lambda _: None)
+
+
+# -- C12: start -------------------------------------------------------------------------------------------------------
+
+
+def c12(field: Field) -> list[Row]:
+    """From the command to the first token with the built-in model; cold is with nothing of it in the page cache."""
+    field.open()
+    warm, cold = [], []
+    for _ in range(field.effort.rounds):
+        forget_files()
+        cold.append(first_token_s())
+        warm.append(first_token_s())
+    starts = ("cold", statistics.median(cold), 15), ("warm", statistics.median(warm), 8)
+    return [
+        Row("C12", f"start to first token, {how}", "s", seconds, (Target("value", most, at_most=True),))
+        for how, seconds, most in starts
+    ]
+
+
+def first_token_s() -> float:
+    """Seconds from the start of a system with the built-in model to its first token."""
+    began = time.perf_counter()
+    with running("", "1p1d") as url:
+        server = Server(url)
+        server.post("/v1/completions", {"model": server.served(None)["id"], "prompt": "one", "max_tokens": 1})
+        return time.perf_counter() - began
+
+
+def forget_files() -> int:
+    """Drops this environment's and this program's files from the page cache, as far as nobody has them mapped; how
+    many."""
+    count = 0
+    for folder in (sys.prefix, sysconfig.get_path("stdlib"), results.ROOT):
+        for path in Path(folder).rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                try:
+                    descriptor = os.open(path, os.O_RDONLY)
+                except OSError:
+                    continue
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    count += 1
+                finally:
+                    os.close(descriptor)
+    return count

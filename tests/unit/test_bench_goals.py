@@ -1,0 +1,380 @@
+"""Goals: their arithmetic on scripted results, what is met and what is not, the table, one broken goal among others."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench.client import Record
+from bench.cost import CostModel
+from bench.goals import __main__ as command
+from bench.goals import engine, field, handoff, serving
+from bench.goals.coordinator import added_ms
+from bench.goals.engine import Calibration
+from bench.goals.field import (
+    COLOCATED,
+    FULL,
+    OURS,
+    OURS_ONE_CORE,
+    QUICK,
+    VLLM,
+    VLLM_1P1D,
+    VLLM_ONE_CORE,
+    Effort,
+    Field,
+    System,
+)
+from bench.goals.figures import Row, Target, against, as_json, ratios, table
+from bench.goodput import highest
+from bench.load import Run
+from bench.workloads import Ask
+from common.errors import StartError
+
+SOME = Path("somewhere")
+
+
+def record(first: float, *gaps: float, sent: float = 0.0, error: str = "", stages: Any = None) -> Record:
+    """A request sent at ``sent`` whose first token came ``first`` later and the others at ``gaps``."""
+    moments = [sent + first]
+    for gap in gaps:
+        moments.append(moments[-1] + gap)
+    return Record(sent, 10, sent, moments, output_tokens=len(moments), error=error, stages=stages)
+
+
+class Scripted(Field):
+    """Servers whose answers are written down: ``answer`` gives the record for an ask of a system at a time."""
+
+    def __init__(self, answer: Any, *, peers: Path | None = SOME, effort: Effort = QUICK) -> None:
+        super().__init__(SOME, (0, 1), peers, effort, Console(quiet=True))
+        self.answer = answer
+        self.opened: list[tuple[System, ...]] = []
+        self.order: list[System] = []
+
+    def open(self, *wanted: System) -> list[System]:
+        self.opened.append(wanted)
+        return [system for system in wanted if self.peers or not system.is_peer]
+
+    def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
+        return [Ask([1] * input_tokens, input_tokens, output_tokens)] * count
+
+    def run(self, system: System, asks: Any, times: Any = None, *, concurrency: Any = None, what: str = "") -> Run:
+        self.order.append(system)
+        records = [self.answer(system, ask, at) for ask, at in zip(asks, times or [0.0] * len(asks), strict=True)]
+        return Run(records, max(each.moments[-1] for each in records), 0.0)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def row(*targets: Target, value: float = 2.0, **given: Any) -> Row:
+    return Row("C1", "something", "ms", value, targets, **given)
+
+
+@pytest.mark.parametrize(
+    ("value", "met", "held"), [(0.5, True, True), (1.0, True, True), (1.2, False, True), (1.6, False, False)]
+)
+def test_a_target_has_a_bound_and_a_floor(value: float, met: bool, held: bool) -> None:
+    found = row(Target("value", 1.0, 1.5, at_most=True), value=value)
+    assert (found.met, found.held) == (met, held)
+    mirrored = row(Target("share", -1.0, -1.5), share=-value)
+    assert (mirrored.met, mirrored.held) == (met, held)
+
+
+def test_what_was_not_measured_is_not_judged_but_what_is_missed_is_missed() -> None:
+    good, bad = Target("value", 3.0, at_most=True), Target("value", 1.0, at_most=True)
+    unknown = Target("ratio", 2.0)
+    assert row(good).met is True and row(good, unknown).met is None and row(bad, unknown).met is False
+    assert row().met is None and "reported" in table([row()])[2] and "not judged" in table([row(good, unknown)])[2]
+
+
+def test_ratios_are_within_a_round_and_more_than_one_is_better() -> None:
+    found = ratios([1.0, 2.0, 4.0], [2.0, 2.0, 2.0])
+    assert (found.median, found.low, found.high) == (1.0, 0.5, 2.0)
+    assert ratios([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], less_is_better=True).high == 2.0
+    assert ratios([1.0], [0.0]).median == math.inf, "a system that never meets an objective counts 0"
+    assert ratios([0.0], [0.0]).median == 1.0
+    assert against("peer", [1.0], []) == {}
+
+
+def test_the_table_says_all_and_json_too(tmp_path: Path) -> None:
+    full = row(
+        Target("share", 0.85, 0.75), Target("ratio", 1.15), value=9.87, limit=10.9, share=0.905, note="noted",
+        **against("vLLM", [2.0, 4.0], [1.0, 1.0]),
+    )  # fmt: skip
+    lines = table([full, row(Target("value", 1.0, 1.5, at_most=True), value=1600.0)])
+    wanted = "share ≥ 0.850 (floor 0.750), ratio ≥ 1.15"
+    assert (
+        lines[2]
+        == f"| C1 | something | 9.87 ms | 10.9 ms | 90.5% | 1.00 ms (vLLM) | 3.00 (2.00 to 4.00) | {wanted} | yes |"
+    )
+    assert lines[3].endswith("| value ≤ 1.00 (floor 1.50) | no, below the floor |") and "1,600 ms" in lines[3]
+    assert lines[-1] == "- C1, something: noted."
+    found = json.loads(json.dumps(as_json(full)))
+    assert (
+        found["met"] is True and found["ratio"] == {"median": 3.0, "low": 2.0, "high": 4.0} and found["limit"] == 10.9
+    )
+
+
+# -- C1, C2, C3, C7 ---------------------------------------------------------------------------------------------------
+
+
+def core() -> Calibration:
+    """Weights of 100 MB, KV of 10 kB a token, 10 GB/s, 1 TFLOP/s."""
+    return Calibration(
+        weight_bytes=100_000_000, kv_bytes=10_000, layer_weights=40_000_000, head_weights=10_000_000,
+        attention_width=10_000, read_rate=[10e9], flop_rate=[1e12],
+        decode={(1, 512): [0.0125], (16, 512): [0.0227]}, prefill={1024: [0.125], 4096: [1.0]},
+        forward=[0.0194], kernels=0.018,
+    )  # fmt: skip
+
+
+def test_limits_are_those_of_the_formulas() -> None:
+    found = core()
+    assert found.step_bytes(1, 512) == 105_120_000 and found.step_bytes(16, 512) == 181_920_000
+    assert found.prefill_flops(1000) == 2 * 40e6 * 1000 + 2 * 10_000 * 1000**2 + 2 * 10e6
+
+
+def test_decode_is_compared_with_what_is_read_and_with_the_peer() -> None:
+    gap = {OURS_ONE_CORE: 0.02, VLLM_ONE_CORE: 0.03}
+    scripted = Scripted(lambda system, ask, at: record(0.1, *[gap[system]] * 9))
+    scripted.remembered["calibration"] = core()
+    (one,), (many,) = engine.c1(scripted), engine.c2(scripted)
+    assert (
+        one.value == pytest.approx(8.41, abs=0.01) and one.limit == 10 and one.share == pytest.approx(0.841, abs=1e-3)
+    )
+    assert one.ratio and one.ratio.median == pytest.approx(1.5) and one.met is False and one.held is True
+    assert one.peer == pytest.approx(0.10512 / 0.03)
+    assert many.share == pytest.approx(0.801, abs=1e-3) and many.met is True
+    (rest,) = engine.c7(scripted)
+    assert rest.value == pytest.approx(3.0) and rest.met is True and "leave 10.0%" in rest.note
+    assert scripted.order == [OURS_ONE_CORE, VLLM_ONE_CORE] * 2, "in turn, and measured once for both goals"
+
+
+def test_prefill_is_compared_with_what_is_multiplied() -> None:
+    first = {OURS_ONE_CORE: 0.2, VLLM_ONE_CORE: 0.25}
+    scripted = Scripted(lambda system, ask, at: record(first[system], 0.02))
+    scripted.remembered["calibration"] = core()
+    short, long = engine.c3(scripted)
+    limit = core().prefill_flops(1024) / 1e12
+    assert short.share == pytest.approx(limit / 0.125) and short.limit == pytest.approx(1000 * limit)
+    assert short.value == 125 and short.peer == pytest.approx(250) and short.ratio and short.ratio.median == 1.25
+    assert "4,096" in long.what and long.value == 1000
+
+
+def test_without_peers_only_our_own_are_measured() -> None:
+    scripted = Scripted(lambda system, ask, at: record(0.2, 0.02), peers=None)
+    scripted.remembered["calibration"] = core()
+    (one,) = engine.c1(scripted)
+    assert set(scripted.order) == {OURS_ONE_CORE} and one.peer is None and one.ratio is None
+    assert one.met is False, "its share is below the target, whoever else was measured"
+
+
+# -- C4, C5, C6 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_hand_off_is_what_it_adds_to_the_first_token_and_before_the_second() -> None:
+    first = {OURS: 0.204, OURS_ONE_CORE: 0.2, VLLM_1P1D: 0.9, VLLM_ONE_CORE: 0.3}
+    scripted = Scripted(lambda system, ask, at: record(first[system], 0.03, *[0.02] * 5))
+    added, gap = handoff.c4(scripted)
+    assert added.value == pytest.approx(2.0) and added.met is False and added.held is True
+    assert added.peer == pytest.approx(200.0)
+    assert gap.value == pytest.approx(1.5) and gap.met is True
+
+
+def test_what_prefill_hides_is_told_by_the_server() -> None:
+    found = handoff._hidden([{"transfer_ms": 100.0, "transfer_exposed_ms": exposed} for exposed in (10.0, 15.0, 50.0)])
+    assert found.value == pytest.approx(85.0) and found.met is True
+    assert handoff._hidden([]).met is False, "a server that tells of no hand-off has hidden none"
+
+
+def test_what_the_coordinator_adds_is_what_the_worker_did_not_take() -> None:
+    assert added_ms(record(0.0125, stages={"prefill_ms": 11.5})) == pytest.approx(1.0)
+
+
+# -- C8 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_gaps_while_all_stream_count() -> None:
+    """The first stream waits for the others' prompts, the last one runs on alone."""
+    records = [record(0.1, 0.5, 0.02, 0.02, 0.02), record(0.6, 0.02, 0.02, 0.02, 0.3, 0.3)]
+    assert sorted(serving.gaps_together(records)) == pytest.approx([0.02] * 6)
+    with pytest.raises(StartError, match="did not run together"):
+        serving.gaps_together([record(0.1, 0.02), record(0.6, 0.02)])
+
+
+def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system() -> None:
+    def answer(system: System, ask: Ask, at: float) -> Record:
+        if ask.prompt_tokens == serving.INTRUDER or ask.output_tokens == QUICK.streamed_tokens:
+            return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at)
+        long = {OURS: 0.024, VLLM: 0.4}.get(system, 0.1)
+        return record(0.1, *[long if index % 20 == 7 else 0.02 for index in range(ask.output_tokens - 1)])
+
+    scripted = Scripted(answer)
+    disturbed, *others = serving.c8(scripted)
+    assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
+    assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
+    assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
+    assert all(each.met is None for each in others)
+
+
+# -- C9 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
+    asked: list[System] = []
+    capacity = {OURS: 3.0, VLLM: 1.1}
+
+    def attempt(system: System) -> Any:
+        def inside(rate: float) -> float:
+            asked.append(system)
+            return 1.0 if rate <= capacity[system] else 0.0
+
+        return inside
+
+    curves = serving.search({system: attempt(system) for system in capacity}, {OURS: 1.0, VLLM: 1.0})
+    assert asked[:6] == [OURS, VLLM] * 3, "one rate of each in turn"
+    for system, curve in curves.items():
+        assert highest(curve, 0.9).rate == pytest.approx(capacity[system], rel=0.1)
+
+
+def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing() -> None:
+    """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
+    capacity = {("1p1d", None): 4.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
+
+    class Paced(Scripted):
+        def run(self, system: System, asks: Any, times: Any = None, **given: Any) -> Run:
+            rate = len(times) / times[-1] if times else 0.1
+            most = capacity.get((system.kind, system.budget), 0.0 if system.kind == "vllm-1p1d" else 2.0)
+            late = 0.5 if rate <= most else 2.0
+            return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
+
+    scripted = Paced(None)
+    vllm, apart, own = serving.c9(scripted)
+    assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
+    assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
+    assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
+    assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
+    together = scripted.opened[-1]
+    assert together == (OURS, System("1c", budget=256), System("vllm", budget=512), VLLM_1P1D)
+
+
+def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
+    late = {OURS: 0.5}
+    scripted = Scripted(lambda system, ask, at: record(late.get(system, 2.0), 0.02, sent=at), peers=None)
+    vllm, apart, own = serving.c9(scripted)
+    assert vllm.peer is None and vllm.met is None and apart.met is None and own.peer == 0
+    assert own.note == "a lower bound: 1p1d", "no rate that was tried was too high for it"
+
+
+# -- C10, C11 ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_balanced_load_keeps_both_pools_equally_long() -> None:
+    cost = CostModel(0.01, 0.0001, 1e-8, 0.0002, 0.0, 1, 12, 1, "bfloat16", 0.0)
+    tokens = serving.balanced_output(cost, 512, 32, 512)
+    prefill_s = 0.01 + 512 * 0.0002
+    step_s = 0.01 + 32 * 0.0001 + 1e-8 * 32 * (512 + tokens / 2)
+    assert tokens * step_s / 32 == pytest.approx(prefill_s, rel=1 / tokens)
+    assert serving.balanced_output(cost, 1024, 32, 512) > tokens, "a longer prompt needs a longer answer"
+
+
+def test_saturation_is_against_the_best_colocated_one() -> None:
+    seconds = {OURS: 10.0, COLOCATED[0]: 12.0, COLOCATED[1]: 9.8, VLLM: 15.0, VLLM_1P1D: 30.0}
+    scripted = Scripted(lambda system, ask, at: record(1.0, seconds[system] - 1.0))
+    scripted.remembered["balance"] = 48
+    own, vllm, apart = serving.c10(scripted)
+    assert own.value == QUICK.requests / 10 and own.against == "2c" and own.ratio
+    assert own.ratio.median == pytest.approx(0.98) and own.met is False and own.held is True
+    assert vllm.ratio and vllm.ratio.median == pytest.approx(1.5) and vllm.met is True
+    assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
+    assert "512/48" in own.what
+    assert [each.against for each in serving.c11(scripted)] == [str(VLLM), "2c", str(VLLM_1P1D)]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_goals_are_chosen_by_name() -> None:
+    assert command.chosen("c9, C1") == ["C1", "C9"] and len(command.chosen(None)) == 12
+    with pytest.raises(StartError, match="no goal C13"):
+        command.chosen("C1,C13")
+
+
+def test_a_goal_that_cannot_be_measured_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Field) -> list[Row]:
+        raise StartError("vLLM did not start", "no memory", "free some")
+
+    def made(_: Field) -> list[Row]:
+        return [row()]
+
+    def refused(_: Field) -> list[Row]:
+        field.good(Run([record(0.0, error="HTTP 503: full")], 1.0, 0.0))
+        raise AssertionError
+
+    def wrong(_: Field) -> list[Row]:
+        raise KeyError("prefill_ms")
+
+    monkeypatch.setattr(command, "GOALS", {"C2": broken, "C3": refused, "C4": wrong, "C1": made})
+    rows, failed = command.measure(Scripted(None), ["C2", "C3", "C4", "C1"], Console(quiet=True))
+    assert [each.goal for each in rows] == ["C1"]
+    assert failed["C2"] == "vLLM did not start: no memory" and failed["C4"] == "'prefill_ms'"
+    assert failed["C3"] == "no request was answered: HTTP 503: full"
+
+
+def test_peers_that_are_not_installed_are_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["goals", "--only", "C1", "--model", str(tmp_path)])
+    assert command.main() == 1
+    assert f"there is no vLLM in {tmp_path}" in capsys.readouterr().err
+
+
+def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Watched(Field):
+        def start(self, system: System) -> Any:
+            import contextlib
+
+            @contextlib.contextmanager
+            def server() -> Any:
+                events.append(f"+{system}")
+                yield "http://127.0.0.1:1"
+                events.append(f"-{system}")
+
+            return server()
+
+        def _warm_up(self, system: System) -> None: ...
+
+    monkeypatch.setattr(field.Field, "_target", lambda self, url, system: None)
+    watched = Watched(SOME, (0, 1), None, FULL, Console(quiet=True))
+    with field.opened(watched):
+        assert watched.open(OURS, VLLM) == [OURS]
+        assert watched.open(OURS, COLOCATED[0]) == [OURS, COLOCATED[0]]
+        watched.open(COLOCATED[0])
+    assert events == ["+1p1d", "+1c", "-1p1d", "-1c"]
+
+
+def test_all_systems_get_the_same_limits_and_the_cores_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours: list[tuple[Any, ...]] = []
+    theirs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(field, "running", lambda *given: ours.append(given))
+    monkeypatch.setattr(field.vllm, "running", lambda *given, **named: theirs.append((*given, named["flags"])))
+    measured = Field(SOME, (2, 5), SOME, FULL, Console(quiet=True))
+    measured.start(System("2c", budget=256))
+    measured.start(OURS_ONE_CORE)
+    measured.start(System("vllm", budget=256))
+    measured.start(VLLM_ONE_CORE)
+    measured.start(VLLM_1P1D)
+    (_, kind, flags), (_, _, alone) = ours
+    assert kind == "2c" and flags[-4:] == ["--cpus", "2,5", "--kv-cache-memory", "1GiB"]
+    assert alone[-3] == "2", "one core is the first"
+    assert theirs[0] == (SOME, str(SOME), "colocated", (2, 5), flags[:-4])
+    assert theirs[1][3] == (2,) and theirs[2][2:4] == ("1p1d", (2, 5)) and theirs[2][4] == alone[:-4]
