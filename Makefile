@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check simulation chaos soak builtin-model bench-crosscheck install clean
+.PHONY: help up test check simulation chaos soak builtin-model bench bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
+
+bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
+	@PEERS="$(PEERS)" $(BIN)/python -m bench.goals $(ARGS)
 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program) measure what tandem bench serve does?
 	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) --save bench/results/crosscheck.json
