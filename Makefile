@@ -48,7 +48,7 @@ bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do Gu
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/native/*.so
 
 # -- environment, made once and again when the pins change ------------------------------------------------------------
 
@@ -63,10 +63,12 @@ $(BIN)/python:
 	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
-$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml
+$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/native/*.c common/native/*.h)
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt
+	@ls common/native/*.so >/dev/null 2>&1 || \
+	    echo "no C compiler: Tandem works, but decodes more slowly (Debian: apt install gcc libc6-dev, then make clean install)"
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from common import native
 from common.attention.cpu import CpuAttention
 from common.attention.interface import AttentionBackend
+from common.attention.native import NativeAttention
 from common.attention.torch_ref import TorchReference
 from common.errors import StartError
 from common.kv.store import KvStore
 
-BACKENDS: Mapping[str, Callable[[KvStore], AttentionBackend]] = {"cpu": CpuAttention, "torch_ref": TorchReference}
-DEFAULT = {"cpu": "cpu"}
+BACKENDS: Mapping[str, Callable[[KvStore], AttentionBackend]] = {
+    "native": NativeAttention,
+    "cpu": CpuAttention,
+    "torch_ref": TorchReference,
+}
 
 
 def select_backend(device: str, store: KvStore, name: str | None = None) -> AttentionBackend:
     """The backend called ``name``, or the best one for ``device``; StartError if there is none by that name."""
-    chosen = name or DEFAULT.get(device, "torch_ref")
+    chosen = name or _best(device)
     if chosen not in BACKENDS:
         raise StartError(f"no attention backend {chosen!r}", f"there are {', '.join(BACKENDS)}", "name one of these")
+    if chosen == "native" and native.library() is None:
+        raise StartError("no native attention", native.MISSING, "install a C compiler, then Tandem again")
     return BACKENDS[chosen](store)
+
+
+def _best(device: str) -> str:
+    if device != "cpu":
+        return "torch_ref"
+    return "cpu" if native.library() is None else "native"

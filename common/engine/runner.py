@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from common import device
+from common import device, native
 from common.attention.interface import AttentionBackend, Params, bind
 from common.attention.select import select_backend
 from common.checkpoint import Checkpoint
@@ -271,12 +271,19 @@ def load_engine(
     backend = select_backend("cpu", store, attention)
     engine = Engine(model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
-    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, f"attention {backend.name}", *notes]
+    engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     if packed:
         engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
     device.keep_freed_memory()
     engine.verify(checkpoint, seen)
     return engine
+
+
+def _kernels_note(backend: AttentionBackend) -> str:
+    """Which attention runs, and on what instructions."""
+    if (library := native.library()) is None:
+        return f"attention {backend.name}: {native.MISSING}, which makes decoding slower"
+    return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 
 def _fingerprint(checkpoint: Checkpoint, rotary: str) -> str:

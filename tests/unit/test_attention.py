@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from common import native
 from common.attention import cpu
 from common.attention.cpu import CpuAttention
-from common.attention.interface import Params, Span
+from common.attention.interface import AttentionBackend, Params, Span
+from common.attention.native import NativeAttention
 from common.attention.select import select_backend
 from common.attention.torch_ref import TorchReference, attend_one
 from common.errors import StartError
@@ -71,14 +75,50 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "window-sinks": {"window": 33, "sinks": True},
 }
-HEADS = {"gqa": (LayerLayout(2, 16, 16), 6), "mha": (LayerLayout(3, 8, 8), 3), "k!=v": (LayerLayout(2, 24, 12), 4)}
+HEADS = {
+    "gqa": (LayerLayout(2, 16, 16), 6),
+    "mha": (LayerLayout(3, 8, 8), 3),
+    "k!=v": (LayerLayout(2, 24, 12), 4),
+    "wide": (LayerLayout(1, 96, 64), 20),
+    "odd": (LayerLayout(2, 5, 7), 4),
+}
+VARIANTS = library.variants if (library := native.library()) else ()
+FAST = ["cpu", *VARIANTS]
+"""The torch path, and the kernels for every instruction set that this machine has."""
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+
+
+@pytest.fixture
+def fast(request: pytest.FixtureRequest) -> Iterator[Callable[[KvStore], AttentionBackend]]:
+    """Makes the backend that the test's parameter names."""
+    if request.param == "cpu":
+        yield CpuAttention
+        return
+    assert library is not None
+    library.use(request.param)
+    yield NativeAttention
+    library.use(VARIANTS[0])
+
+
+def test_the_kernels_were_compiled() -> None:
+    assert library is not None, "no compiled kernels: `make install` compiles them, with a C compiler"
+    assert VARIANTS[-1] == "portable"
+    with pytest.raises(ValueError, match="do not run here"):
+        library.use("of another machine")
+    assert library.variant == VARIANTS[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("fast", FAST, indirect=True)
 def test_equals_the_oracle(
-    shape: str, option: str, heads: str, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+    shape: str,
+    option: str,
+    heads: str,
+    fast: Callable[[KvStore], AttentionBackend],
+    make_store: MakeStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "TILE_SCORES", 2000)
     monkeypatch.setattr(cpu, "TILE_ROWS", (4, 48))
@@ -92,35 +132,102 @@ def test_equals_the_oracle(
     store = make_store(layer, 300)
     spans = random_spans(rng, 300, SHAPES[shape])
     query = torch.randn(sum(span.length for span in spans), query_heads, layer.k_dim)
-    fast, oracle = CpuAttention(store), TorchReference(store)
+    backend, oracle = fast(store), TorchReference(store)
     for index in range(2):
-        got = fast.attend(fast.plan(spans), index, query, params)
+        got = backend.attend(backend.plan(spans), index, query, params)
         expected = oracle.attend(oracle.plan(spans), index, query, params)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close(dtype: str, make_store: MakeStore) -> None:
+@pytest.mark.parametrize("heads", ["gqa", "wide", "odd"])
+@pytest.mark.parametrize("shape", ["mixed", "chunks", "decode-long-and-short"])
+@pytest.mark.parametrize("fast", FAST, indirect=True)
+def test_half_precision_is_close(
+    dtype: str, heads: str, shape: str, fast: Callable[[KvStore], AttentionBackend], make_store: MakeStore
+) -> None:
     torch.manual_seed(1)
-    store = make_store(LayerLayout(2, 32, 32), 100, dtype)
-    spans = random_spans(random.Random(1), 100, SHAPES["mixed"])
-    query = torch.randn(sum(span.length for span in spans), 8, 32).to(store.dtype)
-    fast, oracle = CpuAttention(store), TorchReference(store)
-    got = fast.attend(fast.plan(spans), 1, query, Params(32**-0.5))
-    expected = oracle.attend(oracle.plan(spans), 1, query, Params(32**-0.5))
-    torch.testing.assert_close(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+    layer, query_heads = HEADS[heads]
+    store = make_store(layer, 300, dtype)
+    spans = random_spans(random.Random(1), 300, SHAPES[shape])
+    query = torch.randn(sum(span.length for span in spans), query_heads, layer.k_dim).to(store.dtype)
+    backend, oracle = fast(store), TorchReference(store)
+    got = backend.attend(backend.plan(spans), 1, query, Params(layer.k_dim**-0.5))
+    expected = oracle.attend(oracle.plan(spans), 1, query, Params(layer.k_dim**-0.5))
+    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_rubbish_behind_a_sequence_is_never_read(make_store: MakeStore) -> None:
-    store = make_store(LayerLayout(2, 16, 16), 40)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("fast", FAST, indirect=True)
+def test_rubbish_behind_a_sequence_is_never_read(
+    dtype: str, window: int | None, fast: Callable[[KvStore], AttentionBackend], make_store: MakeStore
+) -> None:
+    store = make_store(LayerLayout(2, 32, 32), 40, dtype)
     spans = random_spans(random.Random(2), 40, [(20, 1), (100, 1), (3, 6), (0, 1)])
-    query = torch.randn(9, 4, 16)
-    fast = CpuAttention(store)
-    before = fast.attend(fast.plan(spans), 0, query, Params(0.25))
+    query = torch.randn(9, 4, 32).to(store.dtype)
+    backend = fast(store)
+    before = backend.attend(backend.plan(spans), 0, query, Params(0.25, window))
     for span in spans:
         store.k(0)[span.blocks[-1], (span.end - 1) % BLOCK + 1 :] = torch.nan
         store.v(0)[span.blocks[-1], (span.end - 1) % BLOCK + 1 :] = torch.nan
-    assert torch.equal(fast.attend(fast.plan(spans), 0, query, Params(0.25)), before)
+    assert torch.equal(backend.attend(backend.plan(spans), 0, query, Params(0.25, window)), before)
+
+
+@pytest.mark.parametrize("fast", FAST, indirect=True)
+def test_numbers_that_are_none_are_not_hidden(
+    fast: Callable[[KvStore], AttentionBackend], make_store: MakeStore
+) -> None:
+    """The engine fails a request by the numbers that come out, so they must come out."""
+    store = make_store(LayerLayout(1, 16, 16), 20)
+    spans = random_spans(random.Random(4), 20, [(70, 1), (70, 1)])
+    query = torch.randn(2, 2, 16)
+    store.k(0)[spans[0].blocks[1], 3] = torch.nan
+    out = fast(store).attend(fast(store).plan(spans), 0, query, Params(0.25))
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
+@given(data=st.data())
+def test_the_kernels_equal_the_oracle_on_whatever(data: st.DataObject) -> None:
+    """Any mix of spans, heads, sizes, block sizes, types and options, on any number of threads."""
+    draw = data.draw
+    group, kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 4))
+    layer = LayerLayout(kv_heads, draw(st.integers(1, 80)), draw(st.integers(1, 80)))
+    dtype, block = draw(st.sampled_from(["float32", "bfloat16", "float16"])), draw(st.sampled_from([16, 32, 48]))
+    shapes = draw(
+        st.lists(st.tuples(st.integers(0, 1500), st.sampled_from([1, 1, 1, 2, 5, 40])), min_size=1, max_size=5)
+    )
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    blocks = sum(-(-(start + length) // block) for start, length in shapes)
+    store = KvStore(KvMemory(KvLayout((layer,), dtype, block), blocks))
+    threads = torch.get_num_threads()
+    try:
+        for part in (store.k(0), store.v(0)):
+            part.copy_(torch.randn(part.shape))
+        spans, row, free = [], 0, draw(st.permutations(range(blocks)))
+        for start, length in shapes:
+            count = -(-(start + length) // block)
+            spans.append(Span(row, length, start, free[:count]))
+            row, free = row + length, free[count:]
+        params = Params(
+            layer.k_dim**-0.5,
+            draw(st.none() | st.integers(1, 700)),
+            draw(st.none() | st.just(4.0)),
+            torch.randn(group * kv_heads) if draw(st.booleans()) else None,
+        )
+        query = torch.randn(group * kv_heads, row, layer.k_dim).to(store.dtype).transpose(0, 1)
+        torch.set_num_threads(draw(st.integers(1, 3)))
+        assert library is not None
+        library.use(draw(st.sampled_from(VARIANTS)))
+        backend, oracle = NativeAttention(store), TorchReference(store)
+        got = backend.attend(backend.plan(spans), 0, query, params)
+        expected = oracle.attend(oracle.plan(spans), 0, query, params)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    finally:
+        torch.set_num_threads(threads)
+        library.use(VARIANTS[0])  # type: ignore[union-attr]
+        store.close()
 
 
 def test_one_long_sequence_does_not_pad_the_short_ones(make_store: MakeStore) -> None:
@@ -143,10 +250,18 @@ def test_the_oracle_is_causal_attention() -> None:
 
 def test_an_unknown_backend_is_refused_in_words(make_store: MakeStore) -> None:
     store = make_store(LayerLayout(1, 8, 8), 2)
-    assert select_backend("cpu", store).name == "cpu"
+    assert select_backend("cpu", store).name == ("native" if VARIANTS else "cpu")
     assert select_backend("cpu", store, "torch_ref").name == "torch_ref"
     with pytest.raises(StartError, match="no attention backend"):
         select_backend("cpu", store, "warp")
+
+
+def test_without_compiled_kernels_torch_attends(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(LayerLayout(1, 8, 8), 2)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert select_backend("cpu", store).name == "cpu"
+    with pytest.raises(StartError, match="not compiled"):
+        select_backend("cpu", store, "native")
 
 
 @pytest.mark.parametrize("shards", [1, 2])

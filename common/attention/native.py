@@ -1,0 +1,94 @@
+"""Attention over block tables in C (:mod:`common.native`): blocks are read once, where they lie.
+
+Prefill chunks and decode rows are one kernel, for all element types, windows, softcaps, sinks and unequal head sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common import native
+from common.attention.interface import Params, Span
+from common.kv.store import KvStore
+
+
+@dataclass(slots=True)
+class NativePlan:
+    """One step's spans as C sees them; ``columns`` keeps alive what ``spans`` points to."""
+
+    spans: native.Spans
+    columns: list[array[int]]
+
+
+class NativeAttention:
+    """The backend for CPUs where the kernels were compiled."""
+
+    name = "native"
+
+    def __init__(self, store: KvStore) -> None:
+        library = native.library()
+        if library is None:
+            raise RuntimeError(native.MISSING)
+        self.store = store
+        self._library = library
+        self._layers: dict[tuple[int, int], tuple[Params, native.Layer]] = {}
+
+    def plan(self, spans: Sequence[Span]) -> NativePlan:
+        tables, table_at = array("i"), array("q")
+        for span in spans:
+            table_at.append(len(tables))
+            tables.extend(span.blocks)
+        columns = [
+            array("q", [span.row for span in spans]),
+            array("q", [span.length for span in spans]),
+            array("q", [span.start for span in spans]),
+            table_at,
+            tables,
+        ]
+        return NativePlan(native.Spans(*(column.buffer_info()[0] for column in columns), len(spans)), columns)
+
+    def attend(self, plan: NativePlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
+        if query.dtype != self.store.dtype or query.stride(2) != 1:
+            query = query.to(self.store.dtype).contiguous()
+        rows, heads, _ = query.shape
+        shape = self._layer(layer, heads, params)
+        out = query.new_empty(rows, heads, shape.v_dim)
+        failed = self._library.attend(
+            ctypes.addressof(shape), ctypes.addressof(plan.spans), query.data_ptr(), out.data_ptr(),
+            query.stride(0), query.stride(1), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for attention")
+        return out
+
+    def _layer(self, layer: int, heads: int, params: Params) -> native.Layer:
+        """The layer's description in C, made once and again when ``params`` change."""
+        found = self._layers.get((layer, heads))
+        if found is not None and _same(found[0], params):
+            return found[1]
+        keys, values = self.store.k(layer), self.store.v(layer)
+        kv_heads = keys.shape[2]
+        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
+        made = native.Layer(
+            keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr(),
+            keys.stride(0) * keys.element_size(), keys.shape[1], params.window or 0,
+            kv_heads, heads // kv_heads, keys.shape[3], values.shape[3], native.TYPES[keys.dtype], keys.element_size(),
+            params.scaling, params.softcap or 0.0,
+        )  # fmt: skip
+        made.sinks_tensor = sinks  # the pointer's memory
+        self._layers[layer, heads] = params, made
+        return made
+
+
+def _same(one: Params, other: Params) -> bool:
+    """Equality that looks at the sinks' identity, not at their numbers."""
+    return one.sinks is other.sinks and (one.scaling, one.window, one.softcap) == (
+        other.scaling,
+        other.window,
+        other.softcap,
+    )

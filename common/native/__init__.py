@@ -1,0 +1,83 @@
+"""Kernels in C, for what torch has no fast operator on CPUs; everything works without them, more slowly.
+
+They are compiled when the package is installed, if there is a compiler (``pyproject.toml``), for several instruction
+sets at once; the fastest that runs here is chosen when the library is loaded. Functions take raw pointers, and release
+the interpreter lock. Must not know: layers of models, requests, schedulers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""``enum type`` of native.c."""
+INTERFACE = 1
+"""``tandem_interface`` of native.c: raised on both sides when a call changes."""
+MISSING = "the kernels in C were not compiled when this package was installed"
+_P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    """``struct layer``: one layer's keys and values in the pool, and how it attends."""
+
+    _fields_ = (
+        *((name, _P) for name in ("keys", "values", "sinks")),
+        *((name, _I64) for name in ("block_bytes", "block_size", "window")),
+        *((name, _I32) for name in ("kv_heads", "group", "k_dim", "v_dim", "type", "element_bytes")),
+        *((name, _F) for name in ("scaling", "softcap")),
+    )
+
+
+class Spans(ctypes.Structure):
+    """``struct spans``: the rows of one step."""
+
+    _fields_ = (*((name, _P) for name in ("row", "length", "start", "table_at", "tables")), ("count", _I64))
+
+
+_SIGNATURES = {
+    "tandem_attend": (ctypes.c_int, [_P, _P, _P, _P, _I64, _I64, ctypes.c_int]),
+    "tandem_use": (ctypes.c_int, [ctypes.c_char_p]),
+    "tandem_variant": (ctypes.c_char_p, [ctypes.c_int]),
+}
+
+
+class Library:
+    """The loaded kernels; ``attend`` and the like are the C functions of native.c."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        self.attend = self._library.tandem_attend
+        self.variants: tuple[str, ...] = tuple(self._variants())
+        """Instruction sets that run here, the fastest first."""
+        self.use(self.variants[0])
+
+    def _variants(self) -> list[str]:
+        names: list[str] = []
+        while (name := self._library.tandem_variant(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def use(self, variant: str) -> None:
+        """Makes ``variant`` the one that runs, in the whole process; ValueError if it cannot run here."""
+        if self._library.tandem_use(variant.encode()):
+            raise ValueError(f"kernels for {variant!r} do not run here, those for {', '.join(self.variants)} do")
+        self.variant = variant
+
+
+@cache
+def library() -> Library | None:
+    """The kernels of this installation; None if none were compiled, or from older sources."""
+    here = Path(__file__).parent
+    paths = [here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
+    found = next((path for path in paths if path.exists()), None)
+    if found is None or ctypes.CDLL(str(found)).tandem_interface() != INTERFACE:
+        return None
+    return Library(found)

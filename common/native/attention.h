@@ -1,0 +1,275 @@
+/* Attention of a few query rows over a block table, one tile of positions after the other, with an online softmax.
+ *
+ * A tile's keys and values are packed as panels in a scratch that stays in cache, once for all query rows of the
+ * key-value head, and multiplied by the loop of tiles.h; scores, weights' sums and outputs are float32. Decode is the
+ * case of one row per sequence: its rows are the query heads of the group. While a tile is packed, the same place of the
+ * next one is brought nearer, so that memory is read without a pause.
+ */
+
+/* Where the groups of a tile lie, of head 0; ``next_keys`` and ``next_values`` those of the tile after it, or NULL. */
+struct NAME(places) {
+    const char *keys[TOKENS / GROUP], *values[TOKENS / GROUP], *next_keys[TOKENS / GROUP], *next_values[TOKENS / GROUP];
+};
+
+static void NAME(find)(const struct layer *layer, const struct task *task, long first, struct NAME(places) *at)
+{
+    for (int g = 0; g < TOKENS / GROUP; g++) {
+        long here = first + g * GROUP, next = here + TOKENS;
+        at->keys[g] = here < task->last ? key_row(layer, task->table, here, task->head) : NULL;
+        at->values[g] = here < task->last ? value_row(layer, task->table, here, task->head) : NULL;
+        at->next_keys[g] = next < task->last ? key_row(layer, task->table, next, task->head) : NULL;
+        at->next_values[g] = next < task->last ? value_row(layer, task->table, next, task->head) : NULL;
+    }
+}
+
+INLINE void NAME(bring)(const char *row, long bytes)
+{
+    if (row)
+        for (long line = 0; line < bytes; line += 64)
+            __builtin_prefetch(row + line, 0, 2);
+}
+
+/* A group's keys as words, [steps][PANEL] each panel; positions are the columns. */
+INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const char *next, int pairs, uint32_t *panel)
+{
+    long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs), stride = (long)layer->kv_heads * dim * layer->element_bytes;
+#if LANES == 16
+    if (pairs && dim % 32 == 0) {
+        for (long s = 0; s < steps; s += 16) {
+            if (next)
+                for (int t = 0; t < GROUP; t++)
+                    __builtin_prefetch(next + t * stride + s * 4, 0, 2);
+            NAME(transpose_words)(from + s * 4, stride, panel + s * PANEL, PANEL);
+        }
+        return;
+    }
+#endif
+    for (int t = 0; t < GROUP; t++, from += stride) {
+        uint32_t *column = panel + (t / PANEL) * PANEL * steps + t % PANEL;
+        NAME(bring)(next ? next + t * stride : NULL, dim * layer->element_bytes);
+        if (!pairs)
+            for (long s = 0; s < steps; s++)
+                column[s * PANEL] = NAME(float_word)(NAME(load)(from, s, layer->type));
+        else
+            for (long s = 0; s < steps; s++) {
+                const uint16_t *two = (const uint16_t *)from + 2 * s;
+                column[s * PANEL] = two[0] | (2 * s + 1 < dim ? (uint32_t)two[1] << 16 : 0);
+            }
+    }
+}
+
+/* A group's values as words, [value_steps][width] each panel, from step ``step`` on; head dimensions are the columns. Rows
+ * from ``live`` on may hold anything and become zero. */
+INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const char *next, int live, int pairs,
+                              long value_steps, long step, uint32_t *to)
+{
+    long dim = layer->v_dim, padded = ROUND_UP(dim, LANES), stride = (long)layer->kv_heads * dim * layer->element_bytes;
+    int per_step = pairs ? 2 : 1;
+#if LANES == 16
+    if (pairs && dim % 32 == 0) {
+        for (int t = 0; t < GROUP; t += 2)
+            for (long d = 0; d < dim; d += 32) {
+                long column = d / PANEL * PANEL, width = dim - column < PANEL ? dim - column : PANEL;
+                if (next) {
+                    __builtin_prefetch(next + t * stride + d * 2, 0, 2);
+                    __builtin_prefetch(next + (t + 1) * stride + d * 2, 0, 2);
+                }
+                NAME(interleave_words)(from + t * stride + d * 2, stride, live - t,
+                                       to + column * value_steps + (step + t / 2) * width + d - column);
+            }
+        return;
+    }
+#endif
+    for (int t = 0; t < GROUP; t += per_step, step++, from += per_step * stride) {
+        for (int each = 0; each < per_step; each++)
+            NAME(bring)(next ? next + (t + each) * stride : NULL, dim * layer->element_bytes);
+        for (long column = 0; column < padded; column += PANEL) {
+            long width = padded - column < PANEL ? padded - column : PANEL;
+            uint32_t *row = to + column * value_steps + step * width;
+            long here = dim - column < width ? dim - column : width;
+            const uint16_t *own = (const uint16_t *)from + column, *below = (const uint16_t *)(from + stride) + column;
+            if (live <= t)
+                memset(row, 0, width * 4);
+            else if (!pairs)
+                for (long d = 0; d < here; d++)
+                    row[d] = NAME(float_word)(NAME(load)(from, column + d, layer->type));
+            else if (live > t + 1)
+                for (long d = 0; d < here; d++)
+                    row[d] = own[d] | (uint32_t)below[d] << 16;
+            else
+                for (long d = 0; d < here; d++)
+                    row[d] = own[d];
+            for (long d = here; d < width; d++)
+                row[d] = 0;
+        }
+    }
+}
+
+/* A tile's keys and values of one head, ``head`` behind the first of the task. */
+INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long tokens, long valid, int pairs,
+                       const struct scratch *s)
+{
+    long steps = KEY_STEPS(layer, pairs), value_steps = pairs ? tokens / 2 : tokens;
+    long key_head = (long)head * layer->k_dim * layer->element_bytes, value_head = (long)head * layer->v_dim * layer->element_bytes;
+    for (long group = 0; group < tokens; group += GROUP) {
+        int g = (int)(group / GROUP);
+        NAME(pack_keys)(layer, at->keys[g] + key_head, at->next_keys[g] ? at->next_keys[g] + key_head : NULL, pairs,
+                        s->keys + group / PANEL * PANEL * steps + group % PANEL);
+        NAME(pack_values)(layer, at->values[g] + value_head, at->next_values[g] ? at->next_values[g] + value_head : NULL,
+                          (int)(valid - group), pairs, value_steps, pairs ? group / 2 : group, s->values);
+    }
+}
+
+/* One row's scores [tokens] to weights: scaled, capped, masked outside [low, high), against the highest score so far.
+ * Returns the factor by which what was summed before shrinks. */
+INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights, long tokens, long low, long high,
+                         int pairs, float *highest, float *total)
+{
+    floats best = NAME(splat)(-FLT_MAX), sum = {};
+    ints lane;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    for (long t = 0; t < tokens; t += LANES) {
+        floats x = *(floats *)(scores + t) * layer->scaling;
+        if (layer->softcap > 0)
+            x = NAME(tanh)(x / layer->softcap) * layer->softcap;
+        if (t < low || t + LANES > high)
+            x = NAME(select)((lane + (int)t >= (int)low) & (lane + (int)t < (int)high), x, NAME(splat)(-INFINITY));
+        *(floats *)(scores + t) = x;
+        best = NAME(larger)(x, best);
+    }
+    float top = NAME(largest)(best);
+    if (top < *highest)
+        top = *highest;
+    float shrink = NAME(exp)(NAME(splat)(*highest - top))[0];
+    for (long t = 0; t < tokens; t += LANES) {
+        floats x = *(floats *)(scores + t);
+        floats weight = NAME(exp)(x - top);
+        weight = NAME(select)(x == -INFINITY, NAME(splat)(0), weight);
+        sum += weight;
+        if (pairs)
+            NAME(store_bf16)((uint16_t *)weights + t, weight);
+        else
+            *(floats *)((float *)weights + t) = weight;
+    }
+    *total = *total * shrink + NAME(sum)(sum);
+    *highest = top;
+    return shrink;
+}
+
+/* Copies the group's query rows as words, rows of all heads of ``head`` behind one another. */
+INLINE void NAME(copy_queries)(const struct layer *layer, const struct task *task, int head, int pairs, uint32_t *to)
+{
+    long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
+    for (long row = 0; row < task->rows; row++)
+        for (int h = 0; h < layer->group; h++, to += steps) {
+            long at = (task->row + row) * task->call->query_row + (head * layer->group + h) * task->call->query_head;
+            if (pairs) {
+                to[steps - 1] = 0;
+                memcpy(to, (const uint16_t *)task->call->query + at, dim * 2);
+            } else
+                for (long d = 0; d < dim; d++)
+                    to[d] = NAME(float_word)(NAME(load)(task->call->query, at + d, layer->type));
+        }
+}
+
+/* One tile of positions for all query rows of one key-value head. */
+INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
+                              long tokens, long valid, int head, int pairs)
+{
+    long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
+    long value_steps = pairs ? tokens / 2 : tokens, columns = ROUND_UP(tokens, LANES);
+    const uint32_t *query = s->query + (long)head * task->rows * layer->group * steps;
+    float *out = s->out + (long)head * count * padded, *highest = s->highest + head * count, *total = s->total + head * count;
+    floats sums[TILE_ROWS][TILE_VECTORS];
+    for (long row = 0; row < count; row += TILE_ROWS) {
+        int rows = count - row < TILE_ROWS ? (int)(count - row) : TILE_ROWS;
+        long first_position = task->position + row / layer->group;
+        long last_position = task->position + (row + rows - 1) / layer->group;
+        long seen = layer->window ? first_position - layer->window + 1 : 0;
+        if (last_position < first || seen >= first + tokens)
+            continue;
+        for (long column = 0; column < columns; column += PANEL) {
+            int width = (int)((columns - column < PANEL ? columns - column : PANEL) / LANES);
+            memset(sums, 0, sizeof sums);
+            /* the panel is TILE_VECTORS wide in memory, also where fewer are filled */
+            NAME(tile_of_words)(rows, TILE_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps, sums,
+                                NULL, 0);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < width; v++)
+                    *(floats *)(s->scores + r * TOKENS + column + v * LANES) = sums[r][v];
+        }
+        for (int r = 0; r < rows; r++) {
+            long position = task->position + (row + r) / layer->group;
+            long low = layer->window ? position - layer->window + 1 - first : 0;
+            long high = position + 1 - first < valid ? position + 1 - first : valid;
+            void *weights = (char *)s->weights + r * TOKENS * 4;
+            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, weights, columns, low, high, pairs,
+                                       highest + row + r, total + row + r);
+        }
+        for (long column = 0; column < padded; column += PANEL) {
+            int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < width; v++)
+                    sums[r][v] = *(floats *)(out + (row + r) * padded + column + v * LANES) * s->shrink[r];
+            NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)s->weights, TOKENS, s->values + column * value_steps,
+                                value_steps, sums, NULL, 0);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < width; v++)
+                    *(floats *)(out + (row + r) * padded + column + v * LANES) = sums[r][v];
+        }
+    }
+}
+
+INLINE void NAME(attend_words)(const struct layer *layer, const struct task *task, const struct scratch *s, int pairs)
+{
+    long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
+    struct NAME(places) at;
+    for (int head = 0; head < task->heads; head++)
+        NAME(copy_queries)(layer, task, task->head + head, pairs, s->query + (long)head * count * steps);
+    for (long i = 0; i < task->heads * count; i++) {
+        s->highest[i] = -FLT_MAX;
+        s->total[i] = 0;
+    }
+    memset(s->out, 0, task->heads * count * padded * sizeof(float));
+    for (long first = task->first; first < task->last; first += TOKENS) {
+        long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
+        NAME(find)(layer, task, first, &at);
+        for (int head = 0; head < task->heads; head++) {
+            NAME(pack)(layer, &at, head, ROUND_UP(valid, GROUP), valid, pairs, s);
+            NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
+        }
+    }
+}
+
+/* A task's rows and heads over its positions; leaves sums, highest scores and outputs in the scratch. */
+static void NAME(attend_rows)(const struct layer *layer, const struct task *task, const struct scratch *s)
+{
+    if (layer->type == BFLOAT16)
+        NAME(attend_words)(layer, task, s, 1);
+    else
+        NAME(attend_words)(layer, task, s, 0);
+}
+
+/* Outputs of a task that saw all of its positions: divided by the weights' sum, sinks included. */
+static void NAME(write_rows)(const struct layer *layer, const struct task *task, const struct scratch *s)
+{
+    long padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
+    for (int head = 0; head < task->heads; head++)
+        for (long i = 0; i < count; i++) {
+            long row = task->row + i / layer->group, h = (task->head + head) * layer->group + i % layer->group;
+            float total = s->total[head * count + i], highest = s->highest[head * count + i], scale = 1;
+            if (layer->sinks) {
+                float top = layer->sinks[h] > highest ? layer->sinks[h] : highest;
+                scale = expf(highest - top);
+                total = total * scale + expf(layer->sinks[h] - top);
+            }
+            const float *from = s->out + ((long)head * count + i) * padded;
+            long at = (row * layer->kv_heads * layer->group + h) * layer->v_dim, d = 0;
+            if (layer->type == BFLOAT16)
+                for (; d + LANES <= layer->v_dim; d += LANES)
+                    NAME(store_bf16)((uint16_t *)task->call->out + at + d, *(const floats *)(from + d) * (scale / total));
+            for (; d < layer->v_dim; d++)
+                NAME(store)(task->call->out, at + d, layer->type, from[d] * (scale / total));
+        }
+}

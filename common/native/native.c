@@ -1,0 +1,385 @@
+/* Kernels for CPUs, called with raw pointers by common/native/__init__.py.
+ *
+ * Each kernel is written once, in the header of its name, and compiled for every variant of the instruction set below;
+ * which one runs is found out at start. Threads are those of OpenMP, the same that torch uses.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
+#define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
+#define EXPORT __attribute__((visibility("default")))
+
+enum type { FLOAT32, BFLOAT16, FLOAT16 };
+
+/* -- attention: what Python gives ---------------------------------------------------------------------------------- */
+
+#define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
+#define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
+#define MAX_ROWS 192 /* query rows times heads of a group that are worked on at a time */
+#define PART 512     /* least positions of a part when the positions of a sequence are split over threads */
+
+struct layer {
+    const char *keys, *values; /* of block 0, [block_size, kv_heads, dim]; the next block is block_bytes further */
+    const float *sinks;        /* [kv_heads * group] or NULL */
+    int64_t block_bytes, block_size, window; /* window 0: none */
+    int32_t kv_heads, group, k_dim, v_dim, type, element_bytes;
+    float scaling, softcap; /* softcap 0: none */
+};
+
+struct spans {
+    const int64_t *row, *length, *start, *table_at; /* [count] each; table_at: where a span's blocks begin in tables */
+    const int32_t *tables;
+    int64_t count;
+};
+
+struct call {
+    const void *query;
+    void *out;                       /* [rows, kv_heads * group, v_dim] */
+    int64_t query_row, query_head; /* elements from row to row and from head to head */
+};
+
+struct task { /* some rows and heads of a span over positions [first, last) */
+    const struct call *call;
+    const int32_t *table;
+    long row, rows, position, first, last;
+    int head, heads;
+    long part; /* where its partial result goes, -1 when it sees all positions */
+};
+
+struct scratch {
+    uint32_t *query, *keys, *values;
+    float *scores, *weights, *out, *highest, *total, *shrink;
+};
+
+#define KEY_STEPS(layer, pairs) ((pairs) ? ((layer)->k_dim + 1) / 2 : (layer)->k_dim)
+
+INLINE const char *key_row(const struct layer *layer, const int32_t *table, long position, int head)
+{
+    long place = position % layer->block_size * layer->kv_heads + head;
+    return layer->keys + table[position / layer->block_size] * layer->block_bytes +
+           place * layer->k_dim * layer->element_bytes;
+}
+
+INLINE const char *value_row(const struct layer *layer, const int32_t *table, long position, int head)
+{
+    long place = position % layer->block_size * layer->kv_heads + head;
+    return layer->values + table[position / layer->block_size] * layer->block_bytes +
+           place * layer->v_dim * layer->element_bytes;
+}
+
+/* -- the variants -------------------------------------------------------------------------------------------------- */
+
+struct variant {
+    const char *name;
+    int lanes, panel;
+    void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
+    void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
+};
+
+#define VARIANT(text) {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows)}
+
+#ifdef X86
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#define LANES 16
+#define TILE_VECTORS 4
+#define TILE_ROWS 6
+#define HAS_DOT 1
+#define NAME(x) x##_avx512_bf16
+#define VARIANT_NAME "avx512_bf16"
+#include "variant.h"
+#undef HAS_DOT
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define HAS_DOT 0
+#define NAME(x) x##_avx512
+#define VARIANT_NAME "avx512"
+#include "variant.h"
+#undef LANES
+#undef TILE_VECTORS
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define LANES 8
+#define TILE_VECTORS 2
+#define NAME(x) x##_avx2
+#define VARIANT_NAME "avx2"
+#include "variant.h"
+#undef LANES
+#undef TILE_VECTORS
+#undef TILE_ROWS
+#undef HAS_DOT
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+#endif
+
+#define LANES 4
+#define TILE_VECTORS 2
+#define TILE_ROWS 4
+#define HAS_DOT 0
+#define NAME(x) x##_portable
+#define VARIANT_NAME "portable"
+#include "variant.h"
+
+static const struct variant *const variants[] = {
+#ifdef X86
+    &variant_avx512_bf16, &variant_avx512, &variant_avx2,
+#endif
+    &variant_portable,
+};
+static const struct variant *active = &variant_portable;
+
+static int runs_here(const struct variant *variant)
+{
+#ifdef X86
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (variant == &variant_avx512_bf16)
+        return avx512 && __builtin_cpu_supports("avx512bf16");
+    if (variant == &variant_avx512)
+        return avx512;
+    if (variant == &variant_avx2)
+        return avx2;
+#endif
+    return variant == &variant_portable;
+}
+
+/* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
+EXPORT int tandem_interface(void) { return 1; }
+
+/* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
+EXPORT const char *tandem_variant(int index)
+{
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
+        if (runs_here(variants[i]) && index-- == 0)
+            return variants[i]->name;
+    return NULL;
+}
+
+/* Makes the variant called ``name`` the one that runs; 0, or -1 if it does not run here. */
+EXPORT int tandem_use(const char *name)
+{
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
+        if (!strcmp(variants[i]->name, name) && runs_here(variants[i])) {
+            active = variants[i];
+            return 0;
+        }
+    return -1;
+}
+
+/* -- memory for a thread's intermediate results --------------------------------------------------------------------- */
+
+static __thread char *thread_memory;
+static __thread size_t thread_bytes;
+
+/* At least ``bytes`` bytes of this thread's own, kept for its next call; NULL if there are none. */
+static char *own_memory(size_t bytes)
+{
+    if (bytes > thread_bytes) {
+        free(thread_memory);
+        thread_bytes = ROUND_UP(bytes, 4096);
+        if (!(thread_memory = aligned_alloc(64, thread_bytes)))
+            thread_bytes = 0;
+    }
+    return thread_memory;
+}
+
+/* -- attention ------------------------------------------------------------------------------------------------------ */
+
+/* Parts of ``bytes`` of scratch, rounded up to cache lines; adds to ``at``. */
+static void *carve(char *memory, size_t *at, size_t bytes)
+{
+    char *part = memory ? memory + *at : NULL;
+    *at += ROUND_UP(bytes, 64);
+    return part;
+}
+
+static size_t lay_out(const struct layer *layer, long rows, char *memory, struct scratch *s)
+{
+    long padded = ROUND_UP(layer->v_dim, active->panel), tokens = ROUND_UP(TOKENS, active->panel);
+    size_t at = 0;
+    s->query = carve(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
+    s->keys = carve(memory, &at, tokens * layer->k_dim * 4 + 4 * tokens);
+    s->values = carve(memory, &at, tokens * padded * 4);
+    s->scores = carve(memory, &at, 8 * tokens * 4);
+    s->weights = carve(memory, &at, 8 * tokens * 4);
+    s->shrink = carve(memory, &at, 8 * 4);
+    s->out = carve(memory, &at, rows * padded * 4);
+    s->highest = carve(memory, &at, rows * 4);
+    s->total = carve(memory, &at, rows * 4);
+    return at;
+}
+
+struct tasks {
+    struct task *list;
+    long count, room, parts;
+};
+
+static int add_task(struct tasks *tasks, struct task task)
+{
+    if (tasks->count == tasks->room) {
+        long room = tasks->room ? 2 * tasks->room : 64;
+        struct task *list = realloc(tasks->list, room * sizeof *list);
+        if (!list)
+            return -1;
+        tasks->list = list;
+        tasks->room = room;
+    }
+    tasks->list[tasks->count++] = task;
+    return 0;
+}
+
+static int add_parts(struct tasks *tasks, struct task task, long parts)
+{
+    if (parts <= 1) {
+        task.part = -1;
+        return add_task(tasks, task);
+    }
+    long each = ROUND_UP((task.last - task.first + parts - 1) / parts, TOKENS), end = task.last;
+    for (task.part = tasks->parts; task.first < end; task.first += each, task.part++) {
+        task.last = task.first + each < end ? task.first + each : end;
+        if (add_task(tasks, task))
+            return -1;
+    }
+    tasks->parts = task.part;
+    return 0;
+}
+
+/* A span with few rows is one task of all heads, so that its KV is read in the order in which it lies, or several that
+ * share its positions if there are fewer than threads. One with many rows becomes a task per head and run of rows. */
+static int add_span(struct tasks *tasks, const struct layer *layer, const struct spans *spans, long i, int threads)
+{
+    struct task task = {.table = spans->tables + spans->table_at[i]};
+    long most = MAX_ROWS / layer->group > 0 ? MAX_ROWS / layer->group : 1;
+    int few = spans->length[i] * layer->group <= 16;
+    for (long done = 0; done < spans->length[i]; done += most) {
+        task.rows = spans->length[i] - done < most ? spans->length[i] - done : most;
+        task.row = spans->row[i] + done;
+        task.position = spans->start[i] + done;
+        task.last = task.position + task.rows;
+        long seen = layer->window ? task.position - layer->window + 1 : 0;
+        task.first = seen > 0 ? seen / GROUP * GROUP : 0;
+        task.heads = few ? layer->kv_heads : 1;
+        for (task.head = 0; task.head < layer->kv_heads; task.head += task.heads) {
+            long parts = few && spans->count < 2 * threads && threads > 1 ? (2 * threads + spans->count - 1) / spans->count : 1;
+            long most_parts = (task.last - task.first) / PART;
+            if (add_parts(tasks, task, parts < most_parts ? parts : most_parts))
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* Adds the partial result of one task, [rows of all heads][padded + 2], to what ``s`` holds. */
+static void merge_part(const struct scratch *s, const float *part, long rows, long padded)
+{
+    for (long i = 0; i < rows; i++, part += padded + 2) {
+        float top = part[padded] > s->highest[i] ? part[padded] : s->highest[i];
+        float own = expf(s->highest[i] - top), other = expf(part[padded] - top);
+        for (long d = 0; d < padded; d++)
+            s->out[i * padded + d] = s->out[i * padded + d] * own + part[d] * other;
+        s->total[i] = s->total[i] * own + part[padded + 1] * other;
+        s->highest[i] = top;
+    }
+}
+
+static void keep_part(const struct scratch *s, float *part, long rows, long padded)
+{
+    for (long i = 0; i < rows; i++, part += padded + 2) {
+        memcpy(part, s->out + i * padded, padded * 4);
+        part[padded] = s->highest[i];
+        part[padded + 1] = s->total[i];
+    }
+}
+
+static int merge_parts(const struct layer *layer, const struct tasks *tasks, const float *parts, size_t bytes, long rows)
+{
+    struct scratch s;
+    char *memory = own_memory(bytes);
+    if (!memory)
+        return -1;
+    lay_out(layer, rows, memory, &s);
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    for (long i = 0; i < tasks->count;) {
+        const struct task *task = tasks->list + i;
+        if (task->part < 0) {
+            i++;
+            continue;
+        }
+        long count = task->rows * layer->group * task->heads;
+        for (long r = 0; r < count; r++) {
+            s.highest[r] = -FLT_MAX;
+            s.total[r] = 0;
+        }
+        memset(s.out, 0, count * padded * 4);
+        for (; i < tasks->count && tasks->list[i].part >= 0 && tasks->list[i].row == task->row; i++)
+            merge_part(&s, parts + tasks->list[i].part * rows * (padded + 2), count, padded);
+        active->write_rows(layer, task, &s);
+    }
+    return 0;
+}
+
+/* Attention of all spans' rows; 0, or -1 when there is no memory for it. */
+EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, const void *query, void *out,
+                         int64_t query_row, int64_t query_head, int threads)
+{
+    struct call call = {query, out, query_row, query_head};
+    struct tasks tasks = {0};
+    struct scratch sizes;
+    long rows = 0;
+    int failed = 0;
+    for (long i = 0; i < spans->count && !failed; i++)
+        failed = add_span(&tasks, layer, spans, i, threads);
+    for (long i = 0; i < tasks.count; i++) {
+        long own = tasks.list[i].rows * layer->group * tasks.list[i].heads;
+        tasks.list[i].call = &call;
+        rows = own > rows ? own : rows;
+    }
+    size_t bytes = lay_out(layer, rows, NULL, &sizes);
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    float *parts = tasks.parts ? malloc(tasks.parts * rows * (padded + 2) * sizeof *parts) : NULL;
+    failed |= tasks.parts && !parts;
+    if (!failed) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1) reduction(| : failed)
+        for (long i = 0; i < tasks.count; i++) {
+            const struct task *task = tasks.list + i;
+            struct scratch s;
+            char *memory = own_memory(bytes);
+            if (!memory) {
+                failed = 1;
+                continue;
+            }
+            lay_out(layer, rows, memory, &s);
+            active->attend_rows(layer, task, &s);
+            if (task->part < 0)
+                active->write_rows(layer, task, &s);
+            else
+                keep_part(&s, parts + task->part * rows * (padded + 2), task->rows * layer->group * task->heads, padded);
+        }
+    }
+    if (!failed && tasks.parts)
+        failed = merge_parts(layer, &tasks, parts, bytes, rows);
+    free(parts);
+    free(tasks.list);
+    return failed ? -1 : 0;
+}

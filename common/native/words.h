@@ -1,0 +1,129 @@
+/* The vectors of one variant, and how numbers become the 32-bit words that tiles multiply.
+ *
+ * Included once per variant, between a target pragma and its end. A variant defines
+ *   NAME(x)  the name of x in this variant
+ *   LANES    floats per vector, TILE_VECTORS vectors and TILE_ROWS rows per register tile
+ *   HAS_DOT  1 where the processor multiplies pairs of bfloat16 (AVX512-BF16)
+ *
+ * A word is one float32, or two bfloat16 that follow one another in the summed dimension. Both are multiplied by the same
+ * loop (tiles.h); only the product of two vectors of words differs. float16 becomes float32 words.
+ */
+
+#define PANEL (LANES * TILE_VECTORS) /* columns of a packed panel */
+
+typedef float NAME(floats) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t NAME(words) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+#define floats NAME(floats)
+#define words NAME(words)
+#define ints NAME(ints)
+
+INLINE floats NAME(splat)(float x) { return (floats){} + x; }
+INLINE floats NAME(select)(ints where, floats yes, floats no) { return (floats)(((ints)yes & where) | ((ints)no & ~where)); }
+INLINE floats NAME(larger)(floats a, floats b) { return NAME(select)(a > b, a, b); }
+
+INLINE float NAME(sum)(floats x)
+{
+#if LANES == 16
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    for (int i = 0; i < LANES; i++)
+        total += x[i];
+    return total;
+#endif
+}
+
+INLINE float NAME(largest)(floats x)
+{
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float best = x[0];
+    for (int i = 1; i < LANES; i++)
+        best = x[i] > best ? x[i] : best;
+    return best;
+#endif
+}
+
+/* e^x for x <= 88, with a relative error below 2e-7; 1.2e-38 below -87. What is not a number stays so. */
+INLINE floats NAME(exp)(floats x)
+{
+    const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+    x = NAME(select)(x < -87.0f, NAME(splat)(-87.0f), x);
+    floats shifted = x * 1.44269504f + round;
+    floats whole = shifted - round;
+    floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f; /* ln 2 in two parts */
+    floats p = NAME(splat)(1.0f / 5040);
+    p = p * rest + 1.0f / 720;
+    p = p * rest + 1.0f / 120;
+    p = p * rest + 1.0f / 24;
+    p = p * rest + 1.0f / 6;
+    p = p * rest + 0.5f;
+    p = p * rest + 1.0f;
+    p = p * rest + 1.0f;
+    ints power = ((ints)shifted - 0x4B400000 + 127) << 23;
+    return p * (floats)power;
+}
+
+INLINE floats NAME(tanh)(floats x)
+{
+    floats wide = NAME(select)(x > 20.0f, NAME(splat)(20.0f), NAME(select)(x < -20.0f, NAME(splat)(-20.0f), x));
+    floats e = NAME(exp)(wide * 2.0f);
+    floats large = (e - 1.0f) / (e + 1.0f);
+    floats small = x - x * x * x * (1.0f / 3); /* the difference above loses digits near zero */
+    ints tiny = (x < 0.01f) & (x > -0.01f);
+    return NAME(select)(tiny, small, large);
+}
+
+/* -- bfloat16 ------------------------------------------------------------------------------------------------------ */
+
+INLINE uint16_t NAME(narrow_one)(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE void NAME(store_bf16)(uint16_t *to, floats x)
+{
+#if HAS_DOT
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    for (int i = 0; i < LANES; i++)
+        to[i] = NAME(narrow_one)(x[i]);
+#endif
+}
+
+/* -- elements of memory, by type ----------------------------------------------------------------------------------- */
+
+INLINE float NAME(load)(const void *from, long at, enum type type)
+{
+    if (type == FLOAT32)
+        return ((const float *)from)[at];
+    if (type == FLOAT16)
+        return (float)((const _Float16 *)from)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE void NAME(store)(void *to, long at, enum type type, float x)
+{
+    if (type == FLOAT32)
+        ((float *)to)[at] = x;
+    else if (type == FLOAT16)
+        ((_Float16 *)to)[at] = (_Float16)x;
+    else
+        ((uint16_t *)to)[at] = NAME(narrow_one)(x);
+}
+
+INLINE uint32_t NAME(float_word)(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
