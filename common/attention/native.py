@@ -14,7 +14,7 @@ import torch
 
 from common import native
 from common.attention.interface import Params, Span
-from common.kv.store import KvStore
+from common.kv.store import KvStore, native_layer
 
 
 @dataclass(slots=True)
@@ -71,16 +71,12 @@ class NativeAttention:
         found = self._layers.get((layer, heads))
         if found is not None and _same(found[0], params):
             return found[1]
-        keys, values = self.store.k(layer), self.store.v(layer)
-        kv_heads = keys.shape[2]
-        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
-        made = native.Layer(
-            keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr(),
-            keys.stride(0) * keys.element_size(), keys.shape[1], params.window or 0,
-            kv_heads, heads // kv_heads, keys.shape[3], values.shape[3], native.TYPES[keys.dtype], keys.element_size(),
-            params.scaling, params.softcap or 0.0,
-        )  # fmt: skip
-        made.sinks_tensor = sinks  # the pointer's memory
+        made = native_layer(self.store.k(layer), self.store.v(layer))
+        made.group = heads // made.kv_heads
+        made.scaling, made.window, made.softcap = params.scaling, params.window or 0, params.softcap or 0.0
+        if params.sinks is not None:
+            made.sinks_tensor = params.sinks.detach().float().contiguous()  # the pointer's memory
+            made.sinks = made.sinks_tensor.data_ptr()
         self._layers[layer, heads] = params, made
         return made
 

@@ -26,6 +26,7 @@ from common.kv.cache import BlockCopy
 from common.kv.layout import KvDtype, KvLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
+from common.model.layers import fuse_layers
 from common.model.linears import pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model
 from common.model.probe import Probe, forward, probe, require_equal
@@ -263,6 +264,7 @@ def load_engine(
     model = load_model(checkpoint, chosen, progress, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     seen = probe(model, checkpoint)
+    fused = fuse_layers(model)
     packed = pack_linears(model, batch_hint)
     detach_from_files(model)
     plan = budget(seen.layers)
@@ -272,6 +274,8 @@ def load_engine(
     engine = Engine(model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
+    if fused:
+        engine.notes.append(f"{fused} layers run as fused kernels in C")
     if packed:
         engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
     device.keep_freed_memory()

@@ -6,10 +6,12 @@ pages of blocks that were never used cost no memory. Must not know which block b
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
 
+from common import native
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
@@ -28,6 +30,7 @@ class KvStore:
         self._bytes = torch.from_numpy(memory.raw)
         flat = self._bytes.view(-1).view(self.dtype)
         self._k, self._v = _views(flat, self.layout, memory.blocks, shard)
+        self._native = [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
@@ -44,8 +47,21 @@ class KvStore:
 
         ``slots`` are the block id and the offset in the block of each row, both int64 [T].
         """
-        self._k[layer].index_put_(slots, key)
-        self._v[layer].index_put_(slots, value)
+        library = native.library()
+        if library is None or not (
+            self._lies_as_here(key, self._k[layer]) and self._lies_as_here(value, self._v[layer])
+        ):
+            self._k[layer].index_put_(slots, key)
+            self._v[layer].index_put_(slots, value)
+            return
+        library.store(
+            ctypes.addressof(self._native[layer]), key.data_ptr(), value.data_ptr(), key.shape[0],
+            key.stride(0), value.stride(0), slots[0].data_ptr(), slots[1].data_ptr(),
+        )  # fmt: skip
+
+    def _lies_as_here(self, rows: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether each row of ``rows`` [T, kv_heads, dim] is one run of the pool's elements."""
+        return rows.dtype == self.dtype and rows.stride()[1:] == part.stride()[2:]
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim] each."""
@@ -69,6 +85,21 @@ class KvStore:
         """Zeroes whole blocks."""
         for block in blocks:
             self._bytes[block].zero_()
+
+
+def native_layer(keys: torch.Tensor, values: torch.Tensor) -> native.Layer:
+    """What C must know of one layer's ``keys`` and ``values`` [blocks, block_size, kv_heads, dim]."""
+    return native.Layer(
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        block_bytes=keys.stride(0) * keys.element_size(),
+        block_size=keys.shape[1],
+        kv_heads=keys.shape[2],
+        k_dim=keys.shape[3],
+        v_dim=values.shape[3],
+        type=native.TYPES[keys.dtype],
+        element_bytes=keys.element_size(),
+    )
 
 
 def _views(

@@ -1,14 +1,23 @@
-"""Surgery on a loaded model: its linear layers in the packed weight format of oneDNN.
+"""Surgery on a loaded model: its linear layers with weights packed for the processor.
 
-Packing once saves a reorder (or an unpacked product) in every step; measured on AVX-512 cores, a bfloat16 layer of one
-row takes half the time and a float32 layer of many rows less than half. The packed weight takes the place of the plain
-one. Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the packed form.
+Packing once saves a reorder (or an unpacked product) in every step. There are two formats: that of our own kernels
+(:mod:`common.native`) where they are the faster ones, and oneDNN's. For the few rows of a decode step ours measured 1.1
+to 1.5 times the speed of oneDNN's on AVX-512 cores with bfloat16 instructions, and 0.9 to 1.0 times for many rows. The
+packed weight takes the place of the plain one. Only a weight that is tied to an embedding exists twice, because rows
+cannot be looked up in the packed form.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import nn
+
+from common import device, native
+
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
+"""Activations that a gated linear layer can apply, by their names in transformers; ``enum activation`` of native.c."""
 
 
 class PackedLinear(nn.Module):
@@ -32,8 +41,86 @@ class PackedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, packed"
 
 
+class NativeLinear(nn.Module):
+    """``x @ weight.T + bias`` by our own kernel, for float32 and bfloat16.
+
+    With an ``activation`` the weight [2n, in] is that of a gate over that of the values: the result is
+    ``activation(gate) * values``, of n columns.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
+        super().__init__()
+        library = native.library()
+        assert library is not None
+        self._library, lanes = library, library.lanes()
+        columns, self.in_features = weight.shape
+        self.out_features = columns // 2 if activation else columns
+        padded = -(-columns // lanes) * lanes
+        own_bias = torch.zeros(padded)
+        if bias is not None:
+            own_bias[:columns] = bias.detach().float()
+        if activation:  # vectors of the gate and of the values alternate
+            order = torch.arange(columns).view(2, -1, lanes).transpose(0, 1).flatten()
+            weight, own_bias = weight[order], own_bias[order]
+        weight = weight.detach().contiguous()
+        self.packed = torch.empty(padded * self.in_features, dtype=weight.dtype)
+        self.bias = None if bias is None else own_bias
+        kind = native.TYPES[weight.dtype]
+        library.pack(weight.data_ptr(), columns, self.in_features, kind, self.packed.data_ptr())
+        self._linear = native.Linear(
+            self.packed.data_ptr(), None if bias is None else own_bias.data_ptr(), self.in_features, padded,
+            self.out_features, kind, ACTIVATIONS[activation] if activation else 0,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._linear)
+        self.weight = torch.empty(self.out_features, self.in_features, dtype=weight.dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return self.rows(rows).view(*x.shape[:-1], self.out_features)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [rows, in_features] to [rows, out_features]."""
+        x = _plain(x)
+        out = x.new_empty(x.shape[0], self.out_features)
+        self._library.linear(
+            self._address, x.data_ptr(), out.data_ptr(), None, x.shape[0], x.stride(0), self.out_features,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def add_to(self, to: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the result for ``x`` [rows, in_features] to ``to`` [rows, out_features], which is contiguous."""
+        x = _plain(x)
+        pointer = to.data_ptr()
+        self._library.linear(
+            self._address, x.data_ptr(), pointer, pointer, x.shape[0], x.stride(0), self.out_features,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, native"
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with rows of neighbouring elements that begin at whole words."""
+    return x.contiguous() if x.stride(1) != 1 or x.stride(0) % 2 else x
+
+
+def native_pays(dtype: torch.dtype) -> bool:
+    """Whether our own linear layers of ``dtype`` are the faster ones here.
+
+    They are on AVX-512; for bfloat16 if there are instructions for it, and no tiles (AMX), which only oneDNN uses.
+    """
+    library = native.library()
+    if library is None:
+        return False
+    if dtype == torch.bfloat16:
+        return library.variants[0] == "avx512_bf16" and "amx_bf16" not in device.cpu_flags()
+    return dtype == torch.float32 and "avx512" in library.variants
+
+
 def packing_pays(dtype: torch.dtype, rows: int) -> bool:
-    """Whether packed layers of ``dtype`` are faster here; a single float32 row is quicker with the plain weight."""
+    """Whether oneDNN's packed layers of ``dtype`` pay here; a single float32 row is quicker with the plain weight."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -49,11 +136,19 @@ def pack_linears(model: nn.Module, rows: int) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _linear_weight(child)
-            if weight is not None and weight.device.type == "cpu" and packing_pays(weight.dtype, rows):
-                setattr(parent, name, PackedLinear(weight, child.bias, rows))  # type: ignore[arg-type]
+            if weight is not None and (packed := _packed(weight, child.bias, rows)) is not None:  # type: ignore[arg-type]
+                setattr(parent, name, packed)
                 del weight, child
                 count += 1
     return count
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> nn.Module | None:
+    if weight.device.type != "cpu":
+        return None
+    if native_pays(weight.dtype) and weight.shape[1] % 2 == 0:
+        return NativeLinear(weight, bias)
+    return PackedLinear(weight, bias, rows) if packing_pays(weight.dtype, rows) else None
 
 
 def _linear_weight(module: nn.Module) -> torch.Tensor | None:

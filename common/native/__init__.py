@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 1
+INTERFACE = 2
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -39,7 +39,38 @@ class Spans(ctypes.Structure):
     _fields_ = (*((name, _P) for name in ("row", "length", "start", "table_at", "tables")), ("count", _I64))
 
 
+class Linear(ctypes.Structure):
+    """``struct linear``."""
+
+    _fields_ = (
+        *((name, _P) for name in ("packed", "bias")),
+        *((name, _I64) for name in ("in_features", "columns", "out")),
+        *((name, _I32) for name in ("type", "activation")),
+    )
+
+
+class Norm(ctypes.Structure):
+    """``struct norm``."""
+
+    _fields_ = (("weight", _P), ("dim", _I64), ("epsilon", _F))
+
+
+class Rotary(ctypes.Structure):
+    """``struct rotary``."""
+
+    _fields_ = (
+        *((name, _I64) for name in ("row", "query_heads", "key_heads", "dim", "rotated")),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
+    )
+
+
 _SIGNATURES = {
+    "tandem_lanes": (ctypes.c_int, []),
+    "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
+    "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
+    "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
+    "tandem_rotate": (None, [_P, _P, _I64, _P, _P, ctypes.c_int]),
+    "tandem_store": (None, [_P, _P, _P, _I64, _I64, _I64, _P, _P]),
     "tandem_attend": (ctypes.c_int, [_P, _P, _P, _P, _I64, _I64, ctypes.c_int]),
     "tandem_use": (ctypes.c_int, [ctypes.c_char_p]),
     "tandem_variant": (ctypes.c_char_p, [ctypes.c_int]),
@@ -55,6 +86,12 @@ class Library:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
         self.attend = self._library.tandem_attend
+        self.lanes = self._library.tandem_lanes
+        self.linear = self._library.tandem_linear
+        self.norm = self._library.tandem_norm
+        self.pack = self._library.tandem_pack
+        self.rotate = self._library.tandem_rotate
+        self.store = self._library.tandem_store
         self.variants: tuple[str, ...] = tuple(self._variants())
         """Instruction sets that run here, the fastest first."""
         self.use(self.variants[0])

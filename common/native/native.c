@@ -77,6 +77,36 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
            place * layer->v_dim * layer->element_bytes;
 }
 
+/* -- layers: what Python gives ------------------------------------------------------------------------------------- */
+
+#define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
+
+enum activation { NONE, SILU, GELU_TANH };
+
+struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
+    const uint32_t *packed;
+    const float *bias;                 /* [columns] or NULL */
+    int64_t in, columns, out;          /* columns: of the weight, rounded up to vectors; out: elements that are written */
+    int32_t type, activation;
+};
+
+struct product {
+    const void *from, *add; /* add: [rows, out_row], is added to the result; may be the same as ``to``, or NULL */
+    void *to;
+    int64_t rows, in_row, out_row; /* elements from row to row */
+};
+
+struct norm {
+    const float *weight; /* [dim] or NULL */
+    int64_t dim;
+    float epsilon;
+};
+
+struct rotary {
+    int64_t row, query_heads, key_heads, dim, rotated; /* row: elements from row to row; rotated: of dim, the first */
+    struct norm query_norm, key_norm;                  /* per head; no weight: none */
+};
+
 /* -- the variants -------------------------------------------------------------------------------------------------- */
 
 struct variant {
@@ -84,9 +114,15 @@ struct variant {
     int lanes, panel;
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
+    void (*pack_weight)(const void *, long, long, int, uint32_t *);
+    void (*linear_panels)(const struct linear *, const struct product *, long, long);
+    void (*norm_rows)(const struct norm *, const void *, void *, long, int);
+    void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
 };
 
-#define VARIANT(text) {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows)}
+#define VARIANT(text)                                                                                                  \
+    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(linear_panels), NAME(norm_rows), \
+     NAME(rotate_rows)}
 
 #ifdef X86
 #pragma GCC push_options
@@ -165,7 +201,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 1; }
+EXPORT int tandem_interface(void) { return 2; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -382,4 +418,52 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
     free(parts);
     free(tasks.list);
     return failed ? -1 : 0;
+}
+
+/* -- layers -------------------------------------------------------------------------------------------------------- */
+
+/* Floats per vector of the variant that runs: weights are packed for it. */
+EXPORT int tandem_lanes(void) { return active->lanes; }
+
+/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements; ``in`` is even for bfloat16. */
+EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, uint32_t *to)
+{
+    active->pack_weight(weight, columns, in, type == BFLOAT16, to);
+}
+
+EXPORT void tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
+                          int64_t in_row, int64_t out_row, int threads)
+{
+    struct product product = {from, add, to, rows, in_row, out_row};
+    long panels = (linear->columns + active->panel - 1) / active->panel;
+    if (threads > panels)
+        threads = (int)panels;
+    if (threads <= 1) {
+        active->linear_panels(linear, &product, 0, panels);
+        return;
+    }
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int i = 0; i < threads; i++)
+        active->linear_panels(linear, &product, panels * i / threads, panels * (i + 1) / threads);
+}
+
+EXPORT void tandem_norm(const struct norm *norm, const void *from, void *to, int64_t rows, int type)
+{
+    active->norm_rows(norm, from, to, rows, type);
+}
+
+EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, const void *cos, const void *sin, int type)
+{
+    active->rotate_rows(rotary, x, rows, cos, sin, type);
+}
+
+/* Rows of keys and values into their slots: row i to place ``offset[i]`` of block ``block[i]``. */
+EXPORT void tandem_store(const struct layer *layer, const char *key, const char *value, int64_t rows, int64_t key_row,
+                         int64_t value_row, const int64_t *block, const int64_t *offset)
+{
+    long size = layer->element_bytes, keys = layer->kv_heads * layer->k_dim * size, values = layer->kv_heads * layer->v_dim * size;
+    for (long i = 0; i < rows; i++) {
+        memcpy((char *)layer->keys + block[i] * layer->block_bytes + offset[i] * keys, key + i * key_row * size, keys);
+        memcpy((char *)layer->values + block[i] * layer->block_bytes + offset[i] * values, value + i * value_row * size, values);
+    }
 }

@@ -5,6 +5,7 @@
 #endif
 #include "tiles.h"
 #include "attention.h"
+#include "layers.h"
 
 static const struct variant NAME(variant) = VARIANT(VARIANT_NAME);
 #undef floats

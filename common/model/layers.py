@@ -1,0 +1,186 @@
+"""Surgery on a loaded model: decoder layers of the common shape (Llama, Mistral, Qwen 2 and 3) as a few calls into C.
+
+Norm, rotary embedding and gated activation of transformers are dozens of small operators, which cost a decode step as
+much as its weights do. A layer is replaced only if its parts are exactly the expected ones and it then gives the same
+numbers as before on a trial: who differs in something that we do not know keeps the modelling code of transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import nn
+
+from common import native
+from common.attention.interface import LayerAttention, Params, bind
+from common.attention.torch_ref import attend_one
+from common.model.linears import ACTIVATIONS, NativeLinear, native_pays
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_TRIAL_ROWS = 5
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference of a layer's change to the residual stream, by that change's largest number."""
+
+
+class NativeNorm(nn.Module):
+    """``x / rms(x) * weight``, in float32 inside."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        super().__init__()
+        library = native.library()
+        assert library is not None
+        self._library = library
+        self._weight = weight.detach().float().contiguous()
+        self.norm = native.Norm(self._weight.data_ptr(), weight.shape[0], epsilon)
+        self._address = ctypes.addressof(self.norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._library.norm(self._address, x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], native.TYPES[x.dtype])
+        return out
+
+
+class FusedLayer(nn.Module):
+    """One decoder layer; ``hidden_states`` [1, T, hidden] are changed in place and returned."""
+
+    def __init__(self, layer: Any, activation: str, params: Params) -> None:
+        super().__init__()
+        library = native.library()
+        assert library is not None
+        self._library = library
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.layer_idx: int = attention.layer_idx
+        self.dim: int = attention.head_dim
+        self.query_heads, self.key_heads = (p.out_features // self.dim for p in projections[:2])
+        self.params = params
+        self.input_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.qkv = NativeLinear(torch.cat([p.weight for p in projections]), _bias(projections))
+        self.out = NativeLinear(attention.o_proj.weight, attention.o_proj.bias)
+        gate = mlp.gate_proj, mlp.up_proj
+        self.gate_up = NativeLinear(torch.cat([p.weight for p in gate]), _bias(gate), activation)
+        self.down = NativeLinear(mlp.down_proj.weight, mlp.down_proj.bias)
+        none = native.Norm()
+        self.head_norms = [_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        self._rotary = native.Rotary(
+            self.qkv.out_features, self.query_heads, self.key_heads, self.dim, self.dim,
+            *([norm.norm for norm in self.head_norms] or [none, none]),
+        )  # fmt: skip
+        self._rotary_address = ctypes.addressof(self._rotary)
+        self._type = native.TYPES[attention.q_proj.weight.dtype]
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
+    ) -> torch.Tensor:
+        hidden = hidden_states[0]
+        rows = hidden.shape[0]
+        qkv = self.qkv.rows(self.input_norm(hidden))
+        cos, sin = position_embeddings
+        self._library.rotate(self._rotary_address, qkv.data_ptr(), rows, cos.data_ptr(), sin.data_ptr(), self._type)
+        heads = qkv.view(rows, -1, self.dim)
+        keys, values = self.query_heads, self.query_heads + self.key_heads
+        attention: LayerAttention = self.__dict__["tandem_attention"]
+        attended = attention(self.layer_idx, heads[:, :keys], heads[:, keys:values], heads[:, values:], self.params)
+        self.out.add_to(hidden, attended.reshape(rows, -1))
+        self.down.add_to(hidden, self.gate_up.rows(self.mlp_norm(hidden)))
+        return hidden_states
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Replaces the decoder layers, and the norm behind them, where it pays and changes no numbers; how many."""
+    decoder: Any = getattr(model, "model", None)
+    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    if not isinstance(layers, nn.ModuleList) or rotary is None:
+        return 0
+    count = 0
+    for index, layer in enumerate(layers):
+        activation = _fits(layer)
+        if activation is None:
+            continue
+        if (fused := _try(layer, activation, rotary)) is not None:
+            layers[index] = fused
+            count += 1
+    if count == len(layers) and _is_rms_norm(getattr(decoder, "norm", None)):
+        decoder.norm = _norm(decoder.norm)
+    return count
+
+
+# -- does it fit? -----------------------------------------------------------------------------------------------------
+
+
+def _fits(layer: Any) -> str | None:
+    """The activation's name if the layer has the expected parts and no others, in a type for which it pays."""
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return None
+    attention = {name for name, _ in layer.self_attn.named_children()}
+    if attention not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS):
+        return None
+    if {name for name, _ in layer.mlp.named_children()} != _MLP_PARTS:
+        return None
+    linears = [m for m in layer.modules() if type(m) is nn.Linear]
+    weight = layer.self_attn.q_proj.weight
+    if len(linears) != 7 or weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
+        return None
+    library, config = native.library(), getattr(layer.self_attn, "config", None)
+    if library is None or not native_pays(weight.dtype) or layer.mlp.gate_proj.out_features % library.lanes():
+        return None
+    norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]
+    activation = getattr(config, "hidden_act", None)
+    return activation if activation in ACTIVATIONS and all(map(_is_rms_norm, norms)) else None
+
+
+def _is_rms_norm(module: Any) -> bool:
+    return hasattr(module, "variance_epsilon") and getattr(module, "bias", None) is None
+
+
+def _norm(module: Any) -> NativeNorm:
+    return NativeNorm(module.weight, module.variance_epsilon)
+
+
+def _bias(linears: tuple[Any, ...]) -> torch.Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    zero = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    return torch.cat([bias.float() for bias in zero])
+
+
+class _Dense:
+    """Attention over the rows of the trial themselves; notes how it was asked for."""
+
+    def __init__(self) -> None:
+        self.params: list[Params] = []
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
+    ) -> torch.Tensor:
+        self.params.append(params)
+        return attend_one(query, key, value, 0, params).to(query.dtype)
+
+
+@torch.inference_mode()
+def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
+    """The fused layer, if it changes random rows at positions far apart by the same numbers as ``layer`` does."""
+    dtype, dense = layer.self_attn.q_proj.weight.dtype, _Dense()
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _TRIAL_ROWS, layer.self_attn.q_proj.in_features, generator=generator).to(dtype)
+    positions = torch.arange(_TRIAL_ROWS)[None] * 37
+    try:
+        angles = rotary(hidden, positions)
+        bind(layer, dense)
+        expected = layer(hidden.clone(), attention_mask=None, position_ids=positions, position_embeddings=angles)
+        fused = FusedLayer(layer, activation, *dense.params)
+        bind(fused, dense)
+        got = fused(hidden.clone(), position_embeddings=angles)
+    except Exception:  # whatever a model's own code raises when it is called in this way: it stays as it is
+        return None
+    if not isinstance(expected, torch.Tensor):
+        return None
+    change = (expected - hidden).float().abs().max()
+    return fused if bool((got - expected).float().abs().max() <= _TOLERANCE[dtype] * change) else None

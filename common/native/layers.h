@@ -1,0 +1,173 @@
+/* The parts of a transformer layer outside attention: linear layers over packed weights, norms, rotary embeddings. */
+
+INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
+{
+    if (type == FLOAT32)
+        return *(const floats *)((const float *)from + at);
+#if LANES == 16
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at))), 16);
+#else
+    floats x;
+    for (int i = 0; i < LANES; i++)
+        x[i] = NAME(load)(from, at + i, BFLOAT16);
+    return x;
+#endif
+}
+
+INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
+{
+    if (type == FLOAT32)
+        *(floats *)((float *)to + at) = x;
+    else
+        NAME(store_bf16)((uint16_t *)to + at, x);
+}
+
+/* -- linear -------------------------------------------------------------------------------------------------------- */
+
+/* The weight [columns, in] as panels of words, [in words][width] each; columns behind the last are zero. */
+static void NAME(pack_weight)(const void *weight, long columns, long in, int pairs, uint32_t *to)
+{
+    long steps = pairs ? in / 2 : in, padded = ROUND_UP(columns, LANES);
+    const uint32_t *from = weight;
+    for (long first = 0; first < padded; first += PANEL) {
+        long width = padded - first < PANEL ? padded - first : PANEL;
+        uint32_t *panel = to + first * steps;
+        for (long c = 0; c < width; c++)
+            for (long s = 0; s < steps; s++)
+                panel[s * width + c] = first + c < columns ? from[(first + c) * steps + s] : 0;
+    }
+}
+
+INLINE floats NAME(activate)(floats x, enum activation activation)
+{
+    if (activation == SILU)
+        return x / (NAME(exp)(NAME(select)(x < -80.0f, NAME(splat)(80.0f), -x)) + 1.0f);
+    return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
+}
+
+/* A tile's sums, finished and written: bias, then either the gate of neighbouring vectors or what was there before. */
+INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows, long column,
+                              int width, floats sums[TILE_ROWS][TILE_VECTORS])
+{
+    int step = linear->activation ? 2 : 1;
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < width; v += step) {
+            long at = column + v * LANES;
+            floats x = sums[r][v];
+            if (linear->bias)
+                x += *(const floats *)(linear->bias + at);
+            if (linear->activation) {
+                floats up = sums[r][v + 1];
+                if (linear->bias)
+                    up += *(const floats *)(linear->bias + at + LANES);
+                x = NAME(activate)(x, linear->activation) * up;
+                at /= 2;
+            }
+            long to = (row + r) * product->out_row + at;
+            if (at + LANES <= linear->out) {
+                if (product->add)
+                    x += NAME(load_floats)(product->add, to, linear->type);
+                NAME(store_floats)(product->to, to, linear->type, x);
+            } else
+                for (long i = 0; at + i < linear->out; i++)
+                    NAME(store)(product->to, to + i, linear->type,
+                                x[i] + (product->add ? NAME(load)(product->add, to + i, linear->type) : 0));
+        }
+}
+
+/* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel; a run's
+ * first tiles bring the next panel nearer. */
+static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    int pairs = linear->type == BFLOAT16;
+    long steps = pairs ? linear->in / 2 : linear->in, stride = pairs ? product->in_row / 2 : product->in_row;
+    long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
+    run = run < TILE_ROWS ? TILE_ROWS : run;
+    floats sums[TILE_ROWS][TILE_VECTORS];
+    for (long start = 0; start < product->rows; start += run) {
+        long end = start + run < product->rows ? start + run : product->rows;
+        long tiles = (end - start + TILE_ROWS - 1) / TILE_ROWS;
+        int lines = tiles == 1 ? 4 : tiles <= 3 ? 2 : 1;
+        for (long panel = first; panel < last; panel++) {
+            long column = panel * PANEL, tile = 0;
+            int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
+            const uint32_t *weight = linear->packed + column * steps;
+            for (long row = start; row < end; row += TILE_ROWS, tile++) {
+                int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
+                const char *next = (const char *)(weight + steps * width * LANES) + tile * steps * lines * 64;
+                memset(sums, 0, sizeof sums);
+                NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)product->from + row * stride, stride, weight, steps,
+                                    sums, next, tile * lines < TILE_VECTORS ? lines : 0);
+                NAME(finish_tile)(linear, product, row, rows, column, width, sums);
+            }
+        }
+    }
+}
+
+/* -- norm and rotary embeddings ------------------------------------------------------------------------------------ */
+
+INLINE void NAME(norm_row)(const struct norm *norm, const void *from, long at, void *to, long out, enum type type)
+{
+    long dim = norm->dim, i = 0;
+    floats squares = {};
+    float rest = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        floats x = NAME(load_floats)(from, at + i, type);
+        squares += x * x;
+    }
+    for (; i < dim; i++)
+        rest += NAME(load)(from, at + i, type) * NAME(load)(from, at + i, type);
+    float scale = 1 / sqrtf((NAME(sum)(squares) + rest) / (float)dim + norm->epsilon);
+    for (i = 0; i + LANES <= dim; i += LANES)
+        NAME(store_floats)(to, out + i, type, NAME(load_floats)(from, at + i, type) * scale * *(const floats *)(norm->weight + i));
+    for (; i < dim; i++)
+        NAME(store)(to, out + i, type, NAME(load)(from, at + i, type) * scale * norm->weight[i]);
+}
+
+static void NAME(norm_rows)(const struct norm *norm, const void *from, void *to, long rows, int type)
+{
+    for (long row = 0; row < rows; row++)
+        if (type == FLOAT32)
+            NAME(norm_row)(norm, from, row * norm->dim, to, row * norm->dim, FLOAT32);
+        else
+            NAME(norm_row)(norm, from, row * norm->dim, to, row * norm->dim, BFLOAT16);
+}
+
+INLINE void NAME(rotate_head)(void *x, long at, const void *cos, const void *sin, long angle, long rotated, enum type type)
+{
+    long half = rotated / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        floats low = NAME(load_floats)(x, at + i, type), high = NAME(load_floats)(x, at + half + i, type);
+        floats c = NAME(load_floats)(cos, angle + i, type), s = NAME(load_floats)(sin, angle + i, type);
+        floats c2 = NAME(load_floats)(cos, angle + half + i, type), s2 = NAME(load_floats)(sin, angle + half + i, type);
+        NAME(store_floats)(x, at + i, type, low * c - high * s);
+        NAME(store_floats)(x, at + half + i, type, high * c2 + low * s2);
+    }
+    for (; i < half; i++) {
+        float low = NAME(load)(x, at + i, type), high = NAME(load)(x, at + half + i, type);
+        NAME(store)(x, at + i, type, low * NAME(load)(cos, angle + i, type) - high * NAME(load)(sin, angle + i, type));
+        NAME(store)(x, at + half + i, type,
+                    high * NAME(load)(cos, angle + half + i, type) + low * NAME(load)(sin, angle + half + i, type));
+    }
+}
+
+INLINE void NAME(rotate_typed)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin, enum type type)
+{
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < rotary->query_heads + rotary->key_heads; head++) {
+            long at = row * rotary->row + head * rotary->dim;
+            const struct norm *norm = head < rotary->query_heads ? &rotary->query_norm : &rotary->key_norm;
+            if (norm->weight)
+                NAME(norm_row)(norm, x, at, x, at, type);
+            NAME(rotate_head)(x, at, cos, sin, row * rotary->rotated, rotary->rotated, type);
+        }
+}
+
+/* Queries and keys of rows [rows][query heads, key heads, ...], in place: normed by head if there is a norm, and rotated. */
+static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin, int type)
+{
+    if (type == FLOAT32)
+        NAME(rotate_typed)(rotary, x, rows, cos, sin, FLOAT32);
+    else
+        NAME(rotate_typed)(rotary, x, rows, cos, sin, BFLOAT16);
+}

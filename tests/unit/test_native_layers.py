@@ -1,0 +1,155 @@
+"""Linear layers, norms and decoder layers in C equal those of torch and transformers, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common import native
+from common.checkpoint import open_checkpoint
+from common.model import linears
+from common.model.layers import FusedLayer, NativeNorm, fuse_layers
+from common.model.linears import NativeLinear, PackedLinear, pack_linears
+from common.model.load import load_model
+
+library = native.library()
+VARIANTS = library.variants if library else ()
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert library is not None
+    library.use(request.param)
+    yield request.param
+    library.use(VARIANTS[0])
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (got.double() - expected).abs().max()
+    assert error <= TOLERANCE[got.dtype] * max(1.0, float(expected.abs().max())), float(error)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 7, 16), (6, 64, 64), (13, 200, 130), (40, 96, 48)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer(
+    variant: str, threads: int, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool
+) -> None:
+    rows, out, in_features = shape
+    torch.manual_seed(0)
+    weight, x = torch.randn(out, in_features).to(dtype), torch.randn(rows, in_features).to(dtype)
+    offset = torch.randn(out).to(dtype) if bias else None
+    linear = NativeLinear(weight, offset)
+    expected = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+    assert_near(linear(x[None])[0], expected)
+    assert_near(linear.rows(x.t().contiguous().t()), expected)
+    residual = torch.randn(rows, out).to(dtype)
+    total = residual.clone()
+    linear.add_to(total, x)
+    assert_near(total, residual.double() + expected)
+    assert linear(x[:0]).shape == (0, out)
+
+
+def test_many_rows_go_in_runs(variant: str) -> None:
+    torch.manual_seed(1)
+    weight, x = torch.randn(70, 2048), torch.randn(400, 2048)
+    assert_near(NativeLinear(weight, None).rows(x), x.double() @ weight.double().t())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", linears.ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_linear_layer(variant: str, threads: int, dtype: torch.dtype, name: str, bias: bool) -> None:
+    torch.manual_seed(2)
+    weight, x = torch.randn(2 * 112, 64).to(dtype), (torch.randn(9, 64) * 3).to(dtype)
+    x[0] = 0
+    x[1] *= 30  # where an exponential would overflow
+    offset = torch.randn(2 * 112).to(dtype) if bias else None
+    gate, up = (x.double() @ weight.double().t() + (0 if offset is None else offset.double())).chunk(2, dim=-1)
+    activation = nn.SiLU() if name == "silu" else nn.GELU("tanh")
+    assert_near(NativeLinear(weight, offset, name).rows(x), activation(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [1, 16, 77, 768])
+def test_a_norm(variant: str, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(3)
+    x, weight = (torch.randn(2, 5, dim) * 4).to(dtype), torch.randn(dim).to(dtype)
+    exact = x.double()
+    expected = exact / (exact.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert_near(NativeNorm(weight, 1e-5)(x), expected)
+
+
+def load(path: Path, dtype: str = "float32") -> Any:
+    return load_model(open_checkpoint(str(path)), dtype)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own layers whether or not they are the faster ones on this machine."""
+    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype: True)
+    monkeypatch.setattr(linears, "native_pays", lambda dtype: True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoder_layers_of_the_common_shape_are_fused(
+    kind: str, dtype: str, variant: str, everywhere: None, checkpoint: Callable[[str], Path]
+) -> None:
+    """That a fused layer changes nothing is part of :func:`fuse_layers`, and of the logits in test_engine_logits."""
+    model = load(checkpoint(kind), dtype)
+    assert fuse_layers(model) == len(model.model.layers) > 0
+    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    assert isinstance(model.model.norm, NativeNorm)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt2", "phi3", "mixtral", "deepseek-v3", "gpt-oss"])
+def test_other_layers_stay_as_they_are(kind: str, everywhere: None, checkpoint: Callable[[str], Path]) -> None:
+    assert fuse_layers(load(checkpoint(kind))) == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("self_attn", lambda attention: setattr(attention, "scaling", attention.scaling * 2)),
+        ("mlp", lambda mlp: setattr(mlp, "act_fn", nn.GELU())),
+        ("input_layernorm", lambda norm: norm.weight.data.mul_(1.5)),
+    ],
+)
+def test_a_layer_that_does_something_else_is_found_by_trying(
+    part: str, change: Callable[[Any], None], everywhere: None, checkpoint: Callable[[str], Path]
+) -> None:
+    """What the fused layer reads from the modules it takes over; what it cannot know, the trial finds."""
+    model = load(checkpoint("llama"))
+    change(getattr(model.model.layers[1], part))
+    taken_over = part != "mlp"
+    assert fuse_layers(model) == len(model.model.layers) - (not taken_over)
+    assert isinstance(model.model.layers[1], FusedLayer) is taken_over
+
+
+def test_a_forward_of_its_own_is_found_by_trying(everywhere: None, checkpoint: Callable[[str], Path]) -> None:
+    model = load(checkpoint("llama"))
+    forward = model.model.layers[0].forward
+    model.model.layers[0].forward = lambda *args, **options: forward(*args, **options) * 1.1
+    assert fuse_layers(model) == len(model.model.layers) - 1
+
+
+def test_without_the_kernels_one_dnn_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
+    assert pack_linears(model, 16) == (2 if linears.packing_pays(torch.float32, 16) else 0)
+    assert all(isinstance(layer, PackedLinear | nn.Linear) for layer in model)
