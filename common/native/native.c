@@ -117,12 +117,13 @@ struct variant {
     void (*pack_weight)(const void *, long, long, int, uint32_t *);
     void (*linear_panels)(const struct linear *, const struct product *, long, long);
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
+    uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
 };
 
 #define VARIANT(text)                                                                                                  \
     {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(linear_panels), NAME(norm_rows), \
-     NAME(rotate_rows)}
+     NAME(read_words), NAME(rotate_rows)}
 
 #ifdef X86
 #pragma GCC push_options
@@ -201,7 +202,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 2; }
+EXPORT int tandem_interface(void) { return 3; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -466,4 +467,16 @@ EXPORT void tandem_store(const struct layer *layer, const char *key, const char 
         memcpy((char *)layer->keys + block[i] * layer->block_bytes + offset[i] * keys, key + i * key_row * size, keys);
         memcpy((char *)layer->values + block[i] * layer->block_bytes + offset[i] * values, value + i * value_row * size, values);
     }
+}
+
+/* -- measuring ------------------------------------------------------------------------------------------------------ */
+
+/* Reads every byte of ``words`` [count], a multiple of 32, and returns something that depends on each of them. */
+EXPORT uint64_t tandem_read(const uint64_t *words, int64_t count, int threads)
+{
+    uint64_t total = 0;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(^ : total)
+    for (int part = 0; part < threads; part++)
+        total ^= active->read_words(words, count / 32 * part / threads * 32, count / 32 * (part + 1) / threads * 32);
+    return total;
 }

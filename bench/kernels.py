@@ -1,0 +1,169 @@
+"""The kernels beside their limits: ``python -m bench.kernels``.
+
+Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
+second from memory of that size, with torch's path beside it on the same pool; then the linear layers, as shares of the
+rate at which many rows are multiplied or weights are read. Blocks lie in random order, values are random. What is
+compared is timed in alternation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench.roofline import LLAMA_82M, MIB, best_s, on_threads, product, read_rates, shapes
+from common import device
+from common.attention.interface import AttentionBackend, Params, Span
+from common.attention.select import select_backend
+from common.kv.layout import KvDtype, KvLayout, LayerLayout
+from common.kv.memory import KvMemory
+from common.kv.store import KvStore
+
+BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048, 8192)
+BLOCK = 16
+_POOL_BYTES = 512 * MIB
+_LAYERS = 12
+"""Layers that are attended to in turn, as in a step; fewer where their KV would not fit in memory."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of attention: ``query`` heads over ``kv`` heads of ``dim`` elements."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One decode step's attention, one layer: seconds by backend, and the share of the limit that the best has."""
+
+    batch: int
+    context: int
+    kv_bytes: int
+    seconds: dict[str, float]
+    limit_bytes_per_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.kv_bytes / min(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        return self.bytes_per_s / self.limit_bytes_per_s
+
+
+@contextmanager
+def filled_store(heads: Heads, dtype: KvDtype, layers: int, blocks: int) -> Iterator[KvStore]:
+    """A pool of ``blocks`` blocks with random keys and values."""
+    store = KvStore(KvMemory(KvLayout((LayerLayout(heads.kv, heads.dim, heads.dim),) * layers, dtype, BLOCK), blocks))
+    try:
+        noise = torch.randn(blocks, BLOCK, heads.kv, heads.dim)
+        for layer in range(layers):
+            store.k(layer).copy_(noise)
+            store.v(layer).copy_(noise.flip(0))
+        yield store
+    finally:
+        store.close()
+
+
+@torch.inference_mode()
+def attend(heads: Heads, dtype: KvDtype, batch: int, context: int, read: Callable[[int], float]) -> Attended:
+    """Times all backends over the same random blocks."""
+    each = -(-context // BLOCK)
+    layout = KvLayout((LayerLayout(heads.kv, heads.dim, heads.dim),), dtype, BLOCK)
+    kv_bytes = batch * context * layout.token_bytes
+    layers = max(1, min(_LAYERS, _POOL_BYTES // kv_bytes))
+    ids = random.Random(0).sample(range(batch * each), batch * each)
+    spans = [Span(i, 1, context - 1, ids[i * each : (i + 1) * each]) for i in range(batch)]
+    params = Params(heads.dim**-0.5)
+    with filled_store(heads, dtype, layers, batch * each) as store:
+        query = torch.randn(batch, heads.query, heads.dim).to(store.dtype)
+        best = select_backend("cpu", store)
+        backends: dict[str, AttentionBackend] = {best.name: best, "cpu": select_backend("cpu", store, "cpu")}
+        seconds = dict.fromkeys(backends, float("inf"))
+        for _ in range(3):
+            for name, backend in backends.items():
+                seconds[name] = min(seconds[name], _step_s(backend, spans, query, params, layers))
+    return Attended(batch, context, kv_bytes, seconds, read(kv_bytes * layers))
+
+
+def _step_s(backend: AttentionBackend, spans: list[Span], query: torch.Tensor, params: Params, layers: int) -> float:
+    """Seconds per layer; the plan is made once, as in a step."""
+    plan = backend.plan(spans)
+    return best_s(lambda: [backend.attend(plan, layer, query, params) for layer in range(layers)], 2) / layers
+
+
+def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """All kernels on ``threads`` threads; ``say`` takes each line of the table as it comes."""
+    with on_threads(threads):
+        rates = read_rates()
+
+        def read(size_bytes: int) -> float:
+            """The read rate of the smallest measured size that holds ``size_bytes``."""
+            return rates[min((mib for mib in rates if mib * MIB >= size_bytes), default=max(rates))]
+
+        say(f"{device.cpu_name()}, {threads} threads, {dtype}, {heads.query} heads over {heads.kv} of {heads.dim}")
+        attention = []
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                found = attend(heads, dtype, batch, context, read)
+                attention.append(found)
+                say(
+                    f"attention  batch {batch:3d}  context {context:5d}  {found.bytes_per_s / 1e9:6.1f} GB/s"
+                    f"  {found.share:4.0%} of {found.limit_bytes_per_s / 1e9:5.1f}"
+                    + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
+                )
+        torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        linear = [product(shapes(LLAMA_82M), torch_dtype, rows) for rows in (1, 4, 16, 64, 512)]
+        top = max(each.flops_per_s for each in linear)
+        for each in linear:
+            share = max(each.flops_per_s / top, each.bytes_per_s / read(256 * MIB))
+            say(
+                f"linear     {each.rows:4d} rows  {each.bytes_per_s / 1e9:6.1f} GB/s"
+                f"  {each.flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
+                + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in each.seconds.items())
+            )
+    return {
+        "cpu": device.cpu_name(),
+        "threads": threads,
+        "dtype": dtype,
+        "heads": asdict(heads),
+        "read_bytes_per_s": rates,
+        "attention": [asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share} for each in attention],
+        "linear": [asdict(each) for each in linear],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--heads", default="12/4/64", help="query heads / key-value heads / head size (default: 12/4/64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    options = parser.parse_args(argv)
+    try:
+        heads = Heads(*(int(part) for part in options.heads.split("/")))
+    except (TypeError, ValueError):
+        parser.error(f"--heads {options.heads} is not of the form 12/4/64")
+    stream = sys.stderr if options.json else sys.stdout
+    figures = measure(heads, options.dtype, options.threads, lambda line: print(line, file=stream, flush=True))
+    if options.json:
+        print(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    device.calm_threads()
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What this machine can do at best, so that every other figure has its limit beside it: ``python -m bench.roofline``.
+
+Read bandwidth by the size of what is read, matrix products of a model's shapes, copies within and between processes,
+and a raw loopback socket. Every byte that is timed is random and is really read. Each figure is the best of several
+rounds: a limit is what the machine gives when nobody else has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from common import device, native
+from common.model.linears import NativeLinear, PackedLinear, native_pays, packing_pays
+
+MIB = 1 << 20
+READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROWS = (1, 4, 16, 64, 512, 1024)
+_COPY_BYTES, _SOCKET_BYTES = 256 * MIB, 512 * MIB
+_LEAST_S = 0.02
+"""A round repeats what it times until this long, so that the clock does not count."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A linear layer of a model: ``count`` times [rows, ``inputs``] to [rows, ``outputs``]."""
+
+    name: str
+    outputs: int
+    inputs: int
+    count: int
+
+
+LLAMA_82M: Mapping[str, int] = {
+    "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8192,
+}  # fmt: skip
+"""The shape that all goals for two cores are stated for."""
+
+
+def shapes(config: Mapping[str, Any]) -> list[Shape]:
+    """The merged linear layers of a decoder described by its ``config.json``."""
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    dim = config.get("head_dim") or hidden // heads
+    kv_heads, inner = config.get("num_key_value_heads") or heads, config["intermediate_size"]
+    return [
+        Shape("qkv", (heads + 2 * kv_heads) * dim, hidden, layers),
+        Shape("out", hidden, heads * dim, layers),
+        Shape("gate_up", 2 * inner, hidden, layers),
+        Shape("down", hidden, inner, layers),
+        Shape("lm_head", config["vocab_size"], hidden, 1),
+    ]
+
+
+def best_s(work: Callable[[], object], rounds: int = 5) -> float:
+    """Seconds of one ``work()``, in the fastest of ``rounds`` rounds of at least some milliseconds each."""
+    work()
+    started = time.perf_counter()
+    work()
+    repeats = max(1, int(_LEAST_S / max(time.perf_counter() - started, 1e-9)))
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        best = min(best, (time.perf_counter() - started) / repeats)
+    return best
+
+
+def random_words(count_bytes: int) -> torch.Tensor:
+    """``count_bytes`` random bytes as int64 words, touched."""
+    return torch.from_numpy(np.random.default_rng(0).integers(-(2**62), 2**62, count_bytes // 8))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def read_rates() -> dict[int, float]:
+    """Bytes per second of reading, by size in MiB, all threads together."""
+    words, library, threads = random_words(max(READ_MIB) * MIB), native.library(), torch.get_num_threads()
+
+    def read(part: torch.Tensor) -> Callable[[], object]:
+        if library is None:
+            return part.sum
+        return lambda: library.read(part.data_ptr(), part.numel(), threads)
+
+    return {mib: mib * MIB / best_s(read(words[: mib * MIB // 8])) for mib in READ_MIB}
+
+
+def copy_rate() -> float:
+    """Bytes per second of a copy within the process; each byte is read once and written once, and counted once."""
+    source = random_words(_COPY_BYTES)
+    target = source.clone()
+    return _COPY_BYTES / best_s(lambda: target.copy_(source))
+
+
+def shared_copy_rate() -> float:
+    """Bytes per second of a copy out of memory that another process could share, mapped a second time, read-only."""
+    descriptor = os.memfd_create("roofline", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, _COPY_BYTES)
+        with (
+            mmap.mmap(descriptor, _COPY_BYTES) as written,
+            mmap.mmap(descriptor, _COPY_BYTES, prot=mmap.PROT_READ) as seen,
+        ):
+            return _mapped_copy_rate(written, seen)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped_copy_rate(written: mmap.mmap, seen: mmap.mmap) -> float:
+    np.frombuffer(written, np.int64)[:] = random_words(_COPY_BYTES).numpy()
+    source = np.frombuffer(seen, np.int64)
+    target = np.array(source)
+    return _COPY_BYTES / best_s(lambda: np.copyto(target, source))
+
+
+def socket_rate() -> float:
+    """Bytes per second over a TCP connection on loopback, sender and receiver a thread each."""
+    data = memoryview(random_words(4 * MIB).numpy().tobytes())
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+
+            def send() -> None:
+                for _ in range(_SOCKET_BYTES // len(data)):
+                    sender.sendall(data)
+
+            def once() -> None:
+                thread = threading.Thread(target=send)
+                thread.start()
+                buffer, left = bytearray(len(data)), _SOCKET_BYTES
+                while left:
+                    left -= receiver.recv_into(buffer, min(left, len(buffer)))
+                thread.join()
+
+            return _SOCKET_BYTES / best_s(once, 3)
+
+
+# -- matrix products --------------------------------------------------------------------------------------------------
+
+
+def ways(dtype: torch.dtype, rows: int) -> dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]]:
+    """How a linear layer can be computed here: by name, a weight to a function of its rows."""
+    found: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+        "torch": lambda weight: lambda x: functional.linear(x, weight)
+    }
+    if packing_pays(dtype, rows):
+        found["onednn"] = lambda weight: PackedLinear(weight, None, rows)
+    if native_pays(dtype):
+        found["native"] = lambda weight: NativeLinear(weight, None)
+    return found
+
+
+@dataclass(frozen=True)
+class Product:
+    """The model's linear layers for ``rows`` rows, each as often as it has it: the fastest way, and all of them."""
+
+    dtype: str
+    rows: int
+    flops_per_s: float
+    bytes_per_s: float
+    way: str
+    seconds: dict[str, float]
+
+
+@torch.inference_mode()
+def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
+    """Times all of them behind one another, as a step does, so that weights come from where a step finds them."""
+    inputs = {shape.inputs: torch.randn(rows, shape.inputs).to(dtype) for shape in layers}
+    weights = [
+        (torch.randn(shape.outputs, shape.inputs).mul_(0.05).to(dtype), shape)
+        for shape in layers
+        for _ in range(shape.count)
+    ]
+    seconds: dict[str, float] = {}
+    for name, make in ways(dtype, rows).items():
+        functions = [(make(weight), inputs[shape.inputs]) for weight, shape in weights]
+        seconds[name] = best_s(lambda functions=functions: [each(x) for each, x in functions], 3)  # type: ignore[misc]
+        del functions
+    elements = sum(weight.numel() for weight, _ in weights)
+    way = min(seconds, key=seconds.__getitem__)
+    size = torch.empty((), dtype=dtype).element_size()
+    return Product(
+        str(dtype).removeprefix("torch."),
+        rows,
+        2 * elements * rows / seconds[way],
+        elements * size / seconds[way],
+        way,
+        seconds,
+    )
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """All limits on ``threads`` threads; ``say`` takes each line of the table as it comes."""
+    with on_threads(threads):
+        say(f"{device.cpu_name()}, {threads} of {len(os.sched_getaffinity(0))} cores")
+        reads = read_rates()
+        for mib, rate in reads.items():
+            say(f"read     {mib:5d} MiB             {rate / 1e9:8.1f} GB/s")
+        copies = {"memcpy": copy_rate(), "shared memory": shared_copy_rate(), "loopback socket": socket_rate()}
+        for name, rate in copies.items():
+            say(f"{name:<28} {rate / 1e9:8.1f} GB/s")
+        products = []
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows in ROWS:
+                found = product(layers, dtype, rows)
+                products.append(asdict(found))
+                say(
+                    f"linear   {found.dtype:<9}{rows:5d} rows {found.flops_per_s / 1e9:8.0f} GFLOP/s"
+                    f" {found.bytes_per_s / 1e9:8.1f} GB/s of weights  ({found.way})"
+                )
+    return {
+        "cpu": device.cpu_name(),
+        "threads": threads,
+        "read_bytes_per_s": reads,
+        "copy_bytes_per_s": copies,
+        "linear": products,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", help="a directory with a config.json; default: a Llama of 82 M parameters")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="compute threads (default: 1, as a worker on two cores has)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output, the table on standard error"
+    )
+    options = parser.parse_args(argv)
+    config: Mapping[str, Any] = LLAMA_82M
+    if options.model:
+        with open(os.path.join(options.model, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+    stream = sys.stderr if options.json else sys.stdout
+    figures = measure(shapes(config), options.threads, lambda line: print(line, file=stream, flush=True))
+    if options.json:
+        print(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    device.calm_threads()
+    sys.exit(main())

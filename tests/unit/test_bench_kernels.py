@@ -1,0 +1,80 @@
+"""The limits and the kernels' figures: what is counted, and that what is timed is really done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench import kernels, roofline
+from bench.kernels import Heads, attend
+from bench.roofline import LLAMA_82M, Shape, product, read_rates, shapes
+from common import native
+
+library = native.library()
+
+
+def timed(work: Callable[[], object], rounds: int = 5) -> float:
+    """Does the work, and says that it took half a second."""
+    work()
+    return 0.5
+
+
+def test_the_shapes_are_all_weights_of_a_step() -> None:
+    """W of a decode step: 2 * (L * (2*h*H*d + 2*h*KVH*d + 3*h*ff) + h*V) bytes, of which an element is two."""
+    h, ff, layers, vocabulary = 768, 2048, 12, 8192
+    expected = layers * (2 * h * 12 * 64 + 2 * h * 4 * 64 + 3 * h * ff) + h * vocabulary
+    assert sum(each.outputs * each.inputs * each.count for each in shapes(LLAMA_82M)) == expected
+
+
+@pytest.mark.skipif(library is None, reason="no compiled kernels")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_word_is_read(threads: int) -> None:
+    assert library is not None
+    for variant in library.variants:
+        library.use(variant)
+        words = roofline.random_words(32 * 8 * 7)
+        before = library.read(words.data_ptr(), words.numel(), threads)
+        for index in range(words.numel()) if threads == 1 else (0, 75, 150, 223):
+            words[index] ^= 1 << index % 60
+            assert library.read(words.data_ptr(), words.numel(), threads) != before
+            words[index] ^= 1 << index % 60
+    library.use(library.variants[0])
+
+
+def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (roofline, kernels):
+        monkeypatch.setattr(module, "best_s", timed)
+    monkeypatch.setattr(roofline, "READ_MIB", (1, 2))
+    assert read_rates() == {1: 2 * roofline.MIB, 2: 4 * roofline.MIB}
+    found = product([Shape("a", 64, 32, 3), Shape("b", 128, 32, 1)], torch.bfloat16, 4)
+    assert found.flops_per_s == 2 * 4 * (3 * 64 * 32 + 128 * 32) / 0.5
+    assert found.bytes_per_s == 2 * (3 * 64 * 32 + 128 * 32) / 0.5
+    attended = attend(Heads(6, 2, 32), "bfloat16", 3, 100, lambda size: 1e6)
+    assert attended.kv_bytes == 3 * 100 * 2 * 2 * 32 * 2 and attended.seconds["cpu"] == 0.5 / 12
+    assert attended.share == attended.kv_bytes / (0.5 / 12) / 1e6
+
+
+def test_the_tables_come_as_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (roofline, kernels):
+        monkeypatch.setattr(module, "best_s", timed)
+    for name in ("_COPY_BYTES", "_SOCKET_BYTES"):
+        monkeypatch.setattr(roofline, name, 8 * roofline.MIB)
+    monkeypatch.setattr(roofline, "READ_MIB", (1,))
+    monkeypatch.setattr(roofline, "ROWS", (2,))
+    monkeypatch.setattr(kernels, "BATCHES", (1, 2))
+    monkeypatch.setattr(kernels, "CONTEXTS", (40,))
+    monkeypatch.setattr(kernels, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
+    monkeypatch.setattr(roofline, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
+    assert roofline.main(["--json"]) == 0
+    limits = json.loads(capsys.readouterr().out)
+    assert {"read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
+    assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
+    assert kernels.main(["--json", "--heads", "4/2/16"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [each["batch"] for each in figures["attention"]] == [1, 2]
+    with pytest.raises(SystemExit):
+        kernels.main(["--heads", "many"])
+    assert "12/4/64" in capsys.readouterr().err
