@@ -42,6 +42,7 @@ from common.options import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
 KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
@@ -121,6 +122,12 @@ class EngineOptions:
         "auto",
         "type of weights, activations and KV (auto: the checkpoint's; float32 on CPUs without bf16 instructions)",
         one_of("auto", "float32", "bfloat16", "float16"),
+        "model",
+    )
+    quantization: Quantization = option(
+        "none",
+        "int8: linear layers with weights of one byte (the same on all workers)",
+        one_of("none", "int8"),
         "model",
     )
     kv_cache_memory: int | None = option(

@@ -53,6 +53,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     engine = load_engine(
         checkpoint,
         dtype=config.dtype,
+        quantization=config.quantization,
         max_model_len=config.max_model_len,
         kv_bytes=kv_bytes(config, config.workers_on_host),
         num_kv_blocks=config.num_kv_blocks,

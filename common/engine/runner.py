@@ -29,7 +29,7 @@ from common.kv.store import KvStore
 from common.model.layers import fuse_layers
 from common.model.linears import pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model
-from common.model.probe import Probe, forward, probe, require_equal
+from common.model.probe import QUANTISED_TOLERANCE, Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
 from common.request import Request, SamplingParams
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
@@ -196,8 +196,9 @@ class Engine:
         self.store.clear(blocks)
         return paces
 
-    def verify(self, checkpoint: Checkpoint, expected: Probe) -> None:
-        """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ."""
+    def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
+        """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ by
+        more than ``tolerance`` (by default what the dtype allows)."""
         size = self.layout.block_size
         half = self.layout.blocks_for(len(expected.tokens))
         if self.memory.blocks < 2 * half or self.max_model_len < len(expected.tokens):
@@ -209,7 +210,8 @@ class Engine:
             one, other = sequence_of(expected.tokens[:end]), sequence_of(expected.tokens[:end][::-1])
             segments = Segment(other, start, end - start), Segment(one, start, end - start)
             rows.append(self.logits(Batch(segments, (tables[1], tables[0])))[1])
-        require_equal(checkpoint, torch.stack(rows), expected.logits[[end - 1 for end in ends]], "through paged blocks")
+        wanted = expected.logits[[end - 1 for end in ends]]
+        require_equal(checkpoint, torch.stack(rows), wanted, "through paged blocks", tolerance)
         self.store.clear([*tables[0], *tables[1]])
 
 
@@ -236,6 +238,7 @@ def load_engine(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     attention: str | None = None,
+    quantization: Literal["none", "int8"] = "none",
 ) -> Engine:
     """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
 
@@ -264,14 +267,17 @@ def load_engine(
     model = load_model(checkpoint, chosen, progress, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     seen = probe(model, checkpoint)
-    fused = fuse_layers(model)
-    packed = pack_linears(model, batch_hint)
+    int8 = quantization == "int8"
+    fused = fuse_layers(model, int8)
+    packed = pack_linears(model, batch_hint, int8)
     detach_from_files(model)
     plan = budget(seen.layers)
     assert plan is not None
     store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
     backend = select_backend("cpu", store, attention)
-    engine = Engine(model, store, backend, _fingerprint(checkpoint, rotary), checkpoint.vocab_size, plan.max_model_len)
+    engine = Engine(
+        model, store, backend, _fingerprint(checkpoint, rotary, quantization), checkpoint.vocab_size, plan.max_model_len
+    )
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     if fused:
@@ -279,7 +285,9 @@ def load_engine(
     if packed:
         engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
     device.keep_freed_memory()
-    engine.verify(checkpoint, seen)
+    if int8:
+        engine.notes.append("linear layers quantised to int8: half of the memory of bfloat16, slightly other numbers")
+    engine.verify(checkpoint, seen, QUANTISED_TOLERANCE if int8 else None)
     return engine
 
 
@@ -290,8 +298,10 @@ def _kernels_note(backend: AttentionBackend) -> str:
     return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 
-def _fingerprint(checkpoint: Checkpoint, rotary: str) -> str:
-    """The checkpoint's, and behind a dot the frozen rotary frequencies if there are any: they change what keys mean."""
-    if not rotary:
+def _fingerprint(checkpoint: Checkpoint, rotary: str, quantization: str) -> str:
+    """The checkpoint's, and behind a dot what loading has made of it, if anything that changes what keys mean: frozen
+    rotary frequencies, quantised weights."""
+    made = [part for part in (rotary, "" if quantization == "none" else quantization) if part]
+    if not made:
         return checkpoint.fingerprint
-    return f"{checkpoint.fingerprint}.{hashlib.blake2b(rotary.encode(), digest_size=8).hexdigest()}"
+    return f"{checkpoint.fingerprint}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}"

@@ -49,7 +49,7 @@ class NativeNorm(nn.Module):
 class FusedLayer(nn.Module):
     """One decoder layer; ``hidden_states`` [1, T, hidden] are changed in place and returned."""
 
-    def __init__(self, layer: Any, activation: str, params: Params) -> None:
+    def __init__(self, layer: Any, activation: str, params: Params, int8: bool = False) -> None:
         super().__init__()
         library = native.library()
         assert library is not None
@@ -62,11 +62,11 @@ class FusedLayer(nn.Module):
         self.params = params
         self.input_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
-        self.qkv = NativeLinear(torch.cat([p.weight for p in projections]), _bias(projections))
-        self.out = NativeLinear(attention.o_proj.weight, attention.o_proj.bias)
+        self.qkv = NativeLinear(torch.cat([p.weight for p in projections]), _bias(projections), int8=int8)
+        self.out = NativeLinear(attention.o_proj.weight, attention.o_proj.bias, int8=int8)
         gate = mlp.gate_proj, mlp.up_proj
-        self.gate_up = NativeLinear(torch.cat([p.weight for p in gate]), _bias(gate), activation)
-        self.down = NativeLinear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.gate_up = NativeLinear(torch.cat([p.weight for p in gate]), _bias(gate), activation, int8)
+        self.down = NativeLinear(mlp.down_proj.weight, mlp.down_proj.bias, int8=int8)
         none = native.Norm()
         self.head_norms = [_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         self._rotary = native.Rotary(
@@ -93,7 +93,7 @@ class FusedLayer(nn.Module):
         return hidden_states
 
 
-def fuse_layers(model: nn.Module) -> int:
+def fuse_layers(model: nn.Module, int8: bool = False) -> int:
     """Replaces the decoder layers, and the norm behind them, where it pays and changes no numbers; how many."""
     decoder: Any = getattr(model, "model", None)
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
@@ -101,11 +101,11 @@ def fuse_layers(model: nn.Module) -> int:
         return 0
     count = 0
     for index, layer in enumerate(layers):
-        activation = _fits(layer)
+        activation = _fits(layer, int8)
         if activation is None:
             continue
         if (fused := _try(layer, activation, rotary)) is not None:
-            layers[index] = fused
+            layers[index] = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
             count += 1
     if count == len(layers) and _is_rms_norm(getattr(decoder, "norm", None)):
         decoder.norm = _norm(decoder.norm)
@@ -115,7 +115,7 @@ def fuse_layers(model: nn.Module) -> int:
 # -- does it fit? -----------------------------------------------------------------------------------------------------
 
 
-def _fits(layer: Any) -> str | None:
+def _fits(layer: Any, int8: bool) -> str | None:
     """The activation's name if the layer has the expected parts and no others, in a type for which it pays."""
     if {name for name, _ in layer.named_children()} != _PARTS:
         return None
@@ -129,7 +129,7 @@ def _fits(layer: Any) -> str | None:
     if len(linears) != 7 or weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
         return None
     library, config = native.library(), getattr(layer.self_attn, "config", None)
-    if library is None or not native_pays(weight.dtype) or layer.mlp.gate_proj.out_features % library.lanes():
+    if library is None or not native_pays(weight.dtype, int8) or layer.mlp.gate_proj.out_features % library.lanes():
         return None
     norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]
     activation = getattr(config, "hidden_act", None)
@@ -175,7 +175,8 @@ def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
         angles = rotary(hidden, positions)
         bind(layer, dense)
         expected = layer(hidden.clone(), attention_mask=None, position_ids=positions, position_embeddings=angles)
-        fused = FusedLayer(layer, activation, *dense.params)
+        (params,) = dense.params
+        fused = FusedLayer(layer, activation, params)
         bind(fused, dense)
         got = fused(hidden.clone(), position_embeddings=angles)
     except Exception:  # whatever a model's own code raises when it is called in this way: it stays as it is

@@ -24,6 +24,9 @@ PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest difference of logits, root mean square over the vocabulary by their standard deviation, median over rows."""
 
+QUANTISED_TOLERANCE = 0.25
+"""The same where weights were rounded to int8."""
+
 
 @dataclass
 class Recorder:
@@ -101,12 +104,14 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
     return tuple(layout for _, layout, _ in recorder.calls)
 
 
-def require_equal(checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str) -> None:
-    """StartError unless the logits [rows, vocab] agree within what their dtype allows."""
+def require_equal(
+    checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str, tolerance: float | None = None
+) -> None:
+    """StartError unless the logits [rows, vocab] agree within ``tolerance``, by default what their dtype allows."""
     expected = eager.float()
     error = (ours.float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1).clamp(min=1e-6)
     worst = float(error.median())
-    if not worst <= TOLERANCE[eager.dtype]:
+    if not worst <= (TOLERANCE[eager.dtype] if tolerance is None else tolerance):
         raise _unfit(checkpoint, f"{how} its logits are off by {worst:.2g} standard deviations")
 
 

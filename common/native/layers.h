@@ -38,6 +38,41 @@ static void NAME(pack_weight)(const void *weight, long columns, long in, int pai
     }
 }
 
+/* The same of int8, one for each element of a word. */
+static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
+{
+    long each = pairs ? 2 : 1, steps = in / each, padded = ROUND_UP(columns, LANES);
+    for (long first = 0; first < padded; first += PANEL) {
+        long width = padded - first < PANEL ? padded - first : PANEL;
+        int8_t *panel = to + first * steps * each;
+        for (long c = 0; c < width; c++)
+            for (long s = 0; s < steps; s++)
+                for (long e = 0; e < each; e++)
+                    panel[(s * width + c) * each + e] = first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
+    }
+}
+
+/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. */
+static void NAME(words_of_bytes)(const int8_t *from, long count, int pairs, uint32_t *to)
+{
+    if (!pairs)
+        for (long i = 0; i < count; i++)
+            to[i] = NAME(float_word)((float)from[i]);
+    else
+        for (long i = 0; i < count; i += LANES) {
+#if HAS_DOT
+            __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
+            __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+            __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+            _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+            for (long lane = i; lane < i + LANES; lane++)
+                to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
+                           (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
+#endif
+        }
+}
+
 INLINE floats NAME(activate)(floats x, enum activation activation)
 {
     if (activation == SILU)
@@ -54,10 +89,14 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         for (int v = 0; v < width; v += step) {
             long at = column + v * LANES;
             floats x = sums[r][v];
+            if (linear->scale)
+                x *= *(const floats *)(linear->scale + at);
             if (linear->bias)
                 x += *(const floats *)(linear->bias + at);
             if (linear->activation) {
                 floats up = sums[r][v + 1];
+                if (linear->scale)
+                    up *= *(const floats *)(linear->scale + at + LANES);
                 if (linear->bias)
                     up += *(const floats *)(linear->bias + at + LANES);
                 x = NAME(activate)(x, linear->activation) * up;
@@ -75,10 +114,48 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         }
 }
 
+/* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
+static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end, long panel)
+{
+    int pairs = linear->type == BFLOAT16;
+    long each = pairs ? 2 : 1, steps = linear->in / each, stride = product->in_row / each, column = panel * PANEL;
+    long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
+    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in;
+    const uint32_t *from = product->from;
+    floats sums[BYTE_TILES][TILE_ROWS][TILE_VECTORS];
+    uint32_t some[SOME_STEPS * PANEL];
+    memset(sums, 0, (end - start + TILE_ROWS - 1) / TILE_ROWS * sizeof *sums);
+    for (long done = 0; done < steps; done += SOME_STEPS) {
+        long now = steps - done < SOME_STEPS ? steps - done : SOME_STEPS, bytes = words_wide * now * each;
+        const int8_t *here = weight + words_wide * done * each;
+        for (long line = 0; line < bytes; line += 64)
+            __builtin_prefetch(here + 4 * bytes + line, 0, 2);
+        NAME(words_of_bytes)(here, words_wide * now, pairs, some);
+        for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
+            NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
+                                from + row * stride + done, stride, some, now, sums[tile], NULL, 0);
+    }
+    for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
+        NAME(finish_tile)(linear, product, row, end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, column,
+                          (int)(words_wide / LANES), sums[tile]);
+}
+
+static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    const long run = BYTE_TILES * TILE_ROWS;
+    for (long start = 0; start < product->rows; start += run)
+        for (long panel = first; panel < last; panel++)
+            NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
+}
+
 /* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel; a run's
  * first tiles bring the next panel nearer. */
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
+    if (linear->scale) {
+        NAME(byte_panels)(linear, product, first, last);
+        return;
+    }
     int pairs = linear->type == BFLOAT16;
     long steps = pairs ? linear->in / 2 : linear->in, stride = pairs ? product->in_row / 2 : product->in_row;
     long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
@@ -91,7 +168,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         for (long panel = first; panel < last; panel++) {
             long column = panel * PANEL, tile = 0;
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
-            const uint32_t *weight = linear->packed + column * steps;
+            const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
             for (long row = start; row < end; row += TILE_ROWS, tile++) {
                 int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
                 const char *next = (const char *)(weight + steps * width * LANES) + tile * steps * lines * 64;

@@ -79,13 +79,16 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
+#define SOME_STEPS 64         /* of a panel of bytes that become words in first-level cache, then meet all rows of a run */
+#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 
 enum activation { NONE, SILU, GELU_TANH };
 
 struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
-    const uint32_t *packed;
-    const float *bias;                 /* [columns] or NULL */
+    const void *packed; /* words, or with a scale bytes: an int8 for each element of a word */
+    const float *bias;  /* [columns] or NULL */
+    const float *scale; /* [columns] or NULL: what the weights of a column are multiples of */
     int64_t in, columns, out;          /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
 };
@@ -115,6 +118,7 @@ struct variant {
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_weight)(const void *, long, long, int, uint32_t *);
+    void (*pack_bytes)(const int8_t *, long, long, int, int8_t *);
     void (*linear_panels)(const struct linear *, const struct product *, long, long);
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
     uint64_t (*read_words)(const uint64_t *, long, long);
@@ -122,7 +126,7 @@ struct variant {
 };
 
 #define VARIANT(text)                                                                                                  \
-    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(linear_panels), NAME(norm_rows), \
+    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), \
      NAME(read_words), NAME(rotate_rows)}
 
 #ifdef X86
@@ -202,7 +206,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 3; }
+EXPORT int tandem_interface(void) { return 4; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -430,6 +434,12 @@ EXPORT int tandem_lanes(void) { return active->lanes; }
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, uint32_t *to)
 {
     active->pack_weight(weight, columns, in, type == BFLOAT16, to);
+}
+
+/* The same of int8 [columns, in], for rows of ``type``. */
+EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
+{
+    active->pack_bytes(weight, columns, in, type == BFLOAT16, to);
 }
 
 EXPORT void tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,

@@ -12,10 +12,13 @@ from torch import nn
 
 from common import native
 from common.checkpoint import open_checkpoint
+from common.engine.runner import load_engine, sequence_of
+from common.ids import BlockId
 from common.model import linears
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
-from common.model.linears import NativeLinear, PackedLinear, pack_linears
+from common.model.linears import Int8Linear, NativeLinear, PackedLinear, pack_linears, quantize
 from common.model.load import load_model
+from common.sequence import Batch, Segment
 
 library = native.library()
 VARIANTS = library.variants if library else ()
@@ -64,6 +67,36 @@ def test_a_linear_layer(
     assert linear(x[:0]).shape == (0, out)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (230, 150, 130)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool) -> None:
+    rows, out, in_features = shape
+    torch.manual_seed(4)
+    weight, x = torch.randn(out, in_features).to(dtype), torch.randn(rows, in_features).to(dtype)
+    weight[0] = 0
+    offset = torch.randn(out).to(dtype) if bias else None
+    rounded, scale = quantize(weight)
+    exact = rounded.double() * scale.double()[:, None]
+    assert (exact - weight.double()).abs().max() <= scale.max() * 0.5001
+    expected = x.double() @ exact.t() + (0 if offset is None else offset.double())
+    linear = NativeLinear(weight, offset, int8=True)
+    assert_near(linear.rows(x), expected)
+    residual = torch.randn(rows, out).to(dtype)
+    total = residual.clone()
+    linear.add_to(total, x)
+    assert_near(total, residual.double() + expected)
+    assert_near(Int8Linear(weight, offset)(x), expected)
+
+
+def test_a_gate_of_int8(variant: str) -> None:
+    torch.manual_seed(5)
+    weight, x, offset = torch.randn(2 * 48, 64), torch.randn(9, 64), torch.randn(2 * 48)
+    rounded, scale = quantize(weight)
+    gate, up = (x.double() @ (rounded.double() * scale.double()[:, None]).t() + offset.double()).chunk(2, dim=-1)
+    assert_near(NativeLinear(weight, offset, "silu", int8=True).rows(x), nn.SiLU()(gate) * up)
+
+
 def test_many_rows_go_in_runs(variant: str) -> None:
     torch.manual_seed(1)
     weight, x = torch.randn(70, 2048), torch.randn(400, 2048)
@@ -73,7 +106,7 @@ def test_many_rows_go_in_runs(variant: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", linears.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_linear_layer(variant: str, threads: int, dtype: torch.dtype, name: str, bias: bool) -> None:
+def test_a_gated_linear_layer(variant: str, dtype: torch.dtype, name: str, bias: bool) -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(2 * 112, 64).to(dtype), (torch.randn(9, 64) * 3).to(dtype)
     x[0] = 0
@@ -101,8 +134,8 @@ def load(path: Path, dtype: str = "float32") -> Any:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own layers whether or not they are the faster ones on this machine."""
-    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype: True)
-    monkeypatch.setattr(linears, "native_pays", lambda dtype: True)
+    monkeypatch.setattr("common.model.layers.native_pays", lambda dtype, int8=False: True)
+    monkeypatch.setattr(linears, "native_pays", lambda dtype, int8=False: True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
@@ -115,6 +148,27 @@ def test_decoder_layers_of_the_common_shape_are_fused(
     assert fuse_layers(model) == len(model.model.layers) > 0
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
     assert isinstance(model.model.norm, NativeNorm)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_quantised_engine(compiled: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the bytes of float32, the same kind of logits, and another fingerprint: KV is not exchanged."""
+    path = open_checkpoint(str(checkpoint("llama-untied")))
+    options = {"num_kv_blocks": 8, "dtype": "float32", "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
+    whole = load_engine(path, **options)
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
+    small = load_engine(path, **options, quantization="int8")
+    assert small.fingerprint.startswith(whole.fingerprint + ".")
+    assert any("int8" in note for note in small.notes)
+    batch = Batch((Segment(sequence_of(list(range(20, 60))), 0, 40),), ([BlockId(0), BlockId(1), BlockId(2)],))
+    one, other = whole.logits(batch).double(), small.logits(batch).double()
+    error = float((one - other).pow(2).mean().sqrt() / one.std())
+    assert 0 < error < 0.1
+    kinds = {type(module) for module in small.model.modules()}
+    assert (NativeLinear in kinds) is compiled and (Int8Linear in kinds) is not compiled and PackedLinear not in kinds
+    for engine in (whole, small):
+        engine.close()
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt2", "phi3", "mixtral", "deepseek-v3", "gpt-oss"])
