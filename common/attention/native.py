@@ -56,7 +56,7 @@ class NativeAttention:
         if query.dtype != self.store.dtype or query.stride(2) != 1:
             query = query.to(self.store.dtype).contiguous()
         rows, heads, _ = query.shape
-        shape = self._layer(layer, heads, params)
+        shape = self.shape(layer, heads, params)
         out = query.new_empty(rows, heads, shape.v_dim)
         failed = self._library.attend(
             ctypes.addressof(shape), ctypes.addressof(plan.spans), query.data_ptr(), out.data_ptr(),
@@ -66,7 +66,7 @@ class NativeAttention:
             raise MemoryError("no memory for attention")
         return out
 
-    def _layer(self, layer: int, heads: int, params: Params) -> native.Layer:
+    def shape(self, layer: int, heads: int, params: Params) -> native.Layer:
         """The layer's description in C, made once and again when ``params`` change."""
         found = self._layers.get((layer, heads))
         if found is not None and _same(found[0], params):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from common.attention.interface import AttentionBackend, Params, bind
 from common.attention.select import select_backend
 from common.checkpoint import Checkpoint
 from common.engine.batch import FlatStep, flatten, rows_to_sample
+from common.engine.decoder import FusedDecoder, find_decoder
 from common.engine.sampler import sample
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.kv.budget import Budget, fit
@@ -50,16 +51,22 @@ class PagedAttention:
         self.stored = 0
         """Layers of this step whose keys and values are in the pool and announced."""
 
-    def begin(self, step: FlatStep) -> None:
+    def begin(self, step: FlatStep) -> Any:
+        """The plan of ``step``, which all layers share."""
         self._slots, self._plan, self.stored = step.slots, self.backend.plan(step.spans), 0
+        return self._plan
+
+    def announce(self, layer: int) -> None:
+        """This step's keys and values of ``layer`` are in the pool."""
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        self.stored = layer + 1
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
         self.store.write(layer, key, value, self._slots)
-        if self.on_layer is not None:
-            self.on_layer(layer)
-        self.stored = layer + 1
+        self.announce(layer)
         return self.backend.attend(self._plan, layer, query, params)
 
 
@@ -84,6 +91,7 @@ class Engine:
         self.warm_up_rows = _WARM_UP_ROWS
         self.max_num_seqs = 1
         self._attention = PagedAttention(store, backend)
+        self._decoder: FusedDecoder | None = None
         bind(model, self._attention)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -119,9 +127,11 @@ class Engine:
 
     def _logits(self, step: FlatStep) -> torch.Tensor:
         """Logits of the sampled rows, [len(sampled), vocab]; of one row nobody asked for if there are none."""
-        self._attention.begin(step)
+        plan = self._attention.begin(step)
         keep = step.sample_rows if step.sampled else torch.zeros(1, dtype=torch.int64)
-        return forward(self.model, step.input_ids, step.position_ids, keep)
+        if self._decoder is None:
+            return forward(self.model, step.input_ids, step.position_ids, keep)
+        return self._decoder(step, plan, keep, self._attention.announce if self._attention.on_layer else None)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
         logits = logits.float()  # argmax and amax are several times faster than in bfloat16
@@ -195,6 +205,19 @@ class Engine:
             paces.append((step.length, step.attended, perf_counter() - started))
         self.store.clear(blocks)
         return paces
+
+    def shorten(self, tokens: Sequence[int]) -> bool:
+        """Runs all layers as one call from here on, if that can be done and ``tokens`` get the same logits by it."""
+        found = find_decoder(self.model, self._attention.backend)
+        size = min(len(tokens), self.max_model_len, self.memory.blocks * self.layout.block_size)
+        blocks = [BlockId(block) for block in range(self.layout.blocks_for(size))]
+        batch = Batch((Segment(sequence_of(tokens[:size]), 0, size),), (blocks,))
+        expected = self.logits(batch)
+        self._decoder = found
+        if found is not None and not torch.equal(self.logits(batch), expected):
+            self._decoder = None
+        self.store.clear(blocks)
+        return self._decoder is not None
 
     def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
         """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ by
@@ -281,7 +304,8 @@ def load_engine(
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     if fused:
-        engine.notes.append(f"{fused} layers run as fused kernels in C")
+        at_once = ", all in one call" if engine.shorten(seen.tokens) else ""
+        engine.notes.append(f"{fused} layers run as fused kernels in C{at_once}")
     if packed:
         engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
     device.keep_freed_memory()

@@ -37,12 +37,12 @@ class NativeNorm(nn.Module):
         self._library = library
         self._weight = weight.detach().float().contiguous()
         self.norm = native.Norm(self._weight.data_ptr(), weight.shape[0], epsilon)
-        self._address = ctypes.addressof(self.norm)
+        self.address = ctypes.addressof(self.norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._library.norm(self._address, x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], native.TYPES[x.dtype])
+        self._library.norm(self.address, x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], native.TYPES[x.dtype])
         return out
 
 
@@ -75,6 +75,18 @@ class FusedLayer(nn.Module):
         )  # fmt: skip
         self._rotary_address = ctypes.addressof(self._rotary)
         self._type = native.TYPES[attention.q_proj.weight.dtype]
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Elements per row that :meth:`decoder` needs room for: normed, projected, attended and gated ones."""
+        return (self.qkv.in_features, self.qkv.out_features, self.out.in_features, self.down.in_features)
+
+    def decoder(self, attention: native.Layer) -> native.Decoder:
+        """This layer as C sees it, which attends as ``attention`` says; pointers to what both own."""
+        norms, linears = (self.input_norm, self.mlp_norm), (self.qkv, self.out, self.gate_up, self.down)
+        return native.Decoder(
+            *(each.address for each in (*norms, *linears)), self._rotary_address, ctypes.addressof(attention)
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any

@@ -75,7 +75,7 @@ class NativeLinear(nn.Module):
             self.packed.data_ptr(), _pointer(self.bias), _pointer(self.scale), self.in_features, padded,
             self.out_features, kind, ACTIVATIONS[activation] if activation else 0,
         )  # fmt: skip
-        self._address = ctypes.addressof(self._linear)
+        self.address = ctypes.addressof(self._linear)
         self.weight = torch.empty(self.out_features, self.in_features, dtype=weight.dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class NativeLinear(nn.Module):
         x = _plain(x)
         out = x.new_empty(x.shape[0], self.out_features)
         self._library.linear(
-            self._address, x.data_ptr(), out.data_ptr(), None, x.shape[0], x.stride(0), self.out_features,
+            self.address, x.data_ptr(), out.data_ptr(), None, x.shape[0], x.stride(0), self.out_features,
             torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -97,7 +97,7 @@ class NativeLinear(nn.Module):
         x = _plain(x)
         pointer = to.data_ptr()
         self._library.linear(
-            self._address, x.data_ptr(), pointer, pointer, x.shape[0], x.stride(0), self.out_features,
+            self.address, x.data_ptr(), pointer, pointer, x.shape[0], x.stride(0), self.out_features,
             torch.get_num_threads(),
         )  # fmt: skip
 

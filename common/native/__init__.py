@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 4
+INTERFACE = 5
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -64,8 +64,28 @@ class Rotary(ctypes.Structure):
     )
 
 
+class Decoder(ctypes.Structure):
+    """``struct decoder``: pointers to the parts of one layer."""
+
+    _fields_ = tuple(
+        (name, _P) for name in ("input_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "rotary", "attention")
+    )
+
+
+class Pass(ctypes.Structure):
+    """``struct pass``: the rows of one step on their way through the layers."""
+
+    _fields_ = (
+        *((name, _P) for name in ("hidden", "normed", "qkv", "attended", "gated")),
+        *((name, _P) for name in ("cos", "sin", "block", "offset", "spans")),
+        ("rows", _I64),
+        ("threads", _I32),
+    )
+
+
 _SIGNATURES = {
     "tandem_lanes": (ctypes.c_int, []),
+    "tandem_layers": (ctypes.c_int, [_P, _P, _I64, _I64]),
     "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
     "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
@@ -89,6 +109,7 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.attend = self._library.tandem_attend
         self.lanes = self._library.tandem_lanes
+        self.layers = self._library.tandem_layers
         self.linear = self._library.tandem_linear
         self.norm = self._library.tandem_norm
         self.pack = self._library.tandem_pack

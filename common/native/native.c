@@ -110,6 +110,23 @@ struct rotary {
     struct norm query_norm, key_norm;                  /* per head; no weight: none */
 };
 
+struct decoder { /* one layer of a decoder; the attention's heads are those of the rotary embedding */
+    const struct norm *input_norm, *mlp_norm;
+    const struct linear *qkv, *out, *gate_up, *down;
+    const struct rotary *rotary;
+    const struct layer *attention;
+};
+
+struct pass { /* the rows of one step on their way through the layers */
+    void *hidden;                          /* [rows, hidden size], changed in place */
+    void *normed, *qkv, *attended, *gated; /* room for what a layer computes on the way, [rows, ...] each */
+    const void *cos, *sin;                 /* [rows, rotated] */
+    const int64_t *block, *offset;         /* [rows] each: the place of a row in the pool */
+    const struct spans *spans;
+    int64_t rows;
+    int32_t threads;
+};
+
 /* -- the variants -------------------------------------------------------------------------------------------------- */
 
 struct variant {
@@ -206,7 +223,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 4; }
+EXPORT int tandem_interface(void) { return 5; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -477,6 +494,48 @@ EXPORT void tandem_store(const struct layer *layer, const char *key, const char 
         memcpy((char *)layer->keys + block[i] * layer->block_bytes + offset[i] * keys, key + i * key_row * size, keys);
         memcpy((char *)layer->values + block[i] * layer->block_bytes + offset[i] * values, value + i * value_row * size, values);
     }
+}
+
+/* -- whole layers --------------------------------------------------------------------------------------------------- */
+
+/* The first half of a layer: this step's keys and values into the pool. */
+static void store_keys(const struct decoder *layer, const struct pass *pass)
+{
+    const struct rotary *rotary = layer->rotary;
+    int type = layer->qkv->type;
+    tandem_norm(layer->input_norm, pass->hidden, pass->normed, pass->rows, type);
+    tandem_linear(layer->qkv, pass->normed, pass->qkv, NULL, pass->rows, layer->qkv->in, rotary->row, pass->threads);
+    tandem_rotate(rotary, pass->qkv, pass->rows, pass->cos, pass->sin, type);
+    const char *key = (char *)pass->qkv + rotary->query_heads * rotary->dim * layer->attention->element_bytes;
+    const char *value = key + rotary->key_heads * rotary->dim * layer->attention->element_bytes;
+    tandem_store(layer->attention, key, value, pass->rows, rotary->row, rotary->row, pass->block, pass->offset);
+}
+
+/* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. */
+static int attend_and_gate(const struct decoder *layer, const struct pass *pass)
+{
+    const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
+    const struct rotary *rotary = layer->rotary;
+    if (tandem_attend(layer->attention, pass->spans, pass->qkv, pass->attended, rotary->row, rotary->dim, pass->threads))
+        return -1;
+    tandem_linear(out, pass->attended, pass->hidden, pass->hidden, pass->rows, out->in, out->out, pass->threads);
+    tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, pass->rows, gate_up->type);
+    tandem_linear(gate_up, pass->normed, pass->gated, NULL, pass->rows, gate_up->in, gate_up->out, pass->threads);
+    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, pass->rows, down->in, down->out, pass->threads);
+    return 0;
+}
+
+/* Halves [first, last) of layers, two each. Whoever has something to do between a layer's halves, when its keys and values
+ * are in the pool, calls for some at a time: what Python does between two kernels runs on cold caches and costs a decode
+ * step more than the kernels' call itself. 0, or -1 when there is no memory. */
+EXPORT int tandem_layers(const struct decoder *layers, const struct pass *pass, int64_t first, int64_t last)
+{
+    for (long half = first; half < last; half++)
+        if (half % 2 == 0)
+            store_keys(layers + half / 2, pass);
+        else if (attend_and_gate(layers + half / 2, pass))
+            return -1;
+    return 0;
 }
 
 /* -- measuring ------------------------------------------------------------------------------------------------------ */

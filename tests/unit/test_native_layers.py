@@ -171,6 +171,63 @@ def test_a_quantised_engine(compiled: bool, checkpoint: Callable[[str], Path], m
         engine.close()
 
 
+OPTIONS: Any = {"num_kv_blocks": 8, "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
+AT_ONCE = "all in one call"
+
+
+def chunk_beside_decode(length: int = 40) -> Batch:
+    """A prompt of ``length`` tokens beside a row of another sequence."""
+    prompt, other = sequence_of(list(range(20, 20 + length))), sequence_of(list(range(90, 107)))
+    return Batch(
+        (Segment(prompt, 0, length), Segment(other, 16, 1)),
+        ([BlockId(4), BlockId(0), BlockId(7)], [BlockId(2), BlockId(5)]),
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_all_layers_in_one_call(
+    kind: str, dtype: Any, quantization: Any, threads: int, everywhere: None, checkpoint: Callable[[str], Path]
+) -> None:
+    """The same numbers as layer by layer, and every layer is announced when its keys and no later ones are there."""
+    engine = load_engine(open_checkpoint(str(checkpoint(kind))), dtype=dtype, quantization=quantization, **OPTIONS)
+    assert any(AT_ONCE in note for note in engine.notes)
+    batch, layers = chunk_beside_decode(), range(len(engine.layout.layers))
+    announced: list[list[bool]] = []
+    engine.on_layer = lambda layer: announced.append([bool(engine.store.k(each)[7].any()) for each in layers])
+    tokens = engine.step(batch).tokens
+    assert announced == [[each <= layer for each in layers] for layer in layers]
+    at_once, keys = engine.logits(batch), [engine.store.k(each).clone() for each in layers]
+    engine.store.clear(range(8))
+    engine._decoder = None
+    assert engine.step(batch).tokens == tokens
+    assert torch.equal(engine.logits(batch), at_once)
+    assert all(torch.equal(engine.store.k(each), keys[each]) for each in layers)
+    engine.close()
+
+
+def test_a_model_that_does_more_around_its_layers_keeps_its_own_code(
+    everywhere: None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_scaled(*args: Any) -> Any:
+        model = load_model(*args)
+        forward = model.model.forward
+
+        def scaled(*args: Any, **options: Any) -> Any:
+            out = forward(*args, **options)
+            out.last_hidden_state *= 1.25
+            return out
+
+        model.model.forward = scaled
+        return model
+
+    monkeypatch.setattr("common.engine.runner.load_model", load_scaled)
+    engine = load_engine(open_checkpoint(str(checkpoint("llama"))), dtype="float32", **OPTIONS)
+    assert any("fused" in note for note in engine.notes) and not any(AT_ONCE in note for note in engine.notes)
+    engine.close()
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt2", "phi3", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_other_layers_stay_as_they_are(kind: str, everywhere: None, checkpoint: Callable[[str], Path]) -> None:
     assert fuse_layers(load(checkpoint(kind))) == 0
