@@ -25,6 +25,7 @@ class Sequence:
         "choice",
         "computed",
         "finish",
+        "id",
         "logprobs",
         "max_length",
         "prompt_length",
@@ -35,6 +36,7 @@ class Sequence:
 
     def __init__(self, request: Request, attempt: int, max_length: int, choice: int = 0) -> None:
         self.request, self.attempt, self.choice = request, attempt, choice
+        self.id = SequenceId(request.id, choice, attempt)
         self.tokens: list[int] = request.prompt_tokens()
         self.prompt_length = len(self.tokens)
         self.tokens += request.emitted_tokens(choice)
@@ -44,10 +46,6 @@ class Sequence:
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
         """Of the output tokens that were sampled here, if the request wants any: a lost span must be told again."""
-
-    @property
-    def id(self) -> SequenceId:
-        return SequenceId(self.request.id, self.choice, self.attempt)
 
     @property
     def missing(self) -> int:

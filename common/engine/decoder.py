@@ -51,7 +51,9 @@ class FusedDecoder:
             hidden.shape[0], torch.get_num_threads(),
         )  # fmt: skip
         self._run(step_pass, on_layer)
-        logits: torch.Tensor = self._head(self._norm(hidden[keep]))
+        # a decode step keeps all of its rows, and they are there in order
+        kept = hidden if keep.shape[0] == hidden.shape[0] else hidden[keep]
+        logits: torch.Tensor = self._head(self._norm(kept))
         return logits
 
     def _run(self, step_pass: native.Pass, on_layer: Callable[[int], None] | None) -> None:

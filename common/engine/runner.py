@@ -20,7 +20,7 @@ from common.attention.select import select_backend
 from common.checkpoint import Checkpoint
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
-from common.engine.sampler import sample
+from common.engine.sampler import peaks, sample
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.kv.budget import Budget, fit
 from common.kv.cache import BlockCopy
@@ -134,18 +134,17 @@ class Engine:
         return self._decoder(step, plan, keep, self._attention.announce if self._attention.on_layer else None)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
-        logits = logits.float()  # argmax and amax are several times faster than in bfloat16
-        finite: list[bool] = torch.isfinite(logits.amax(dim=-1)).tolist()
-        if not all(finite):
-            for index, good in zip(sampled, finite, strict=True):
-                if not good:
+        best = peaks(logits)
+        if min(best) < 0:
+            for index, token in zip(sampled, best, strict=True):
+                if token < 0:
                     result.errors[index] = "the model's output is not a number"
-            logits = logits[torch.tensor(finite)]
-            sampled = [index for index, good in zip(sampled, finite, strict=True) if good]
+            good = [place for place, token in enumerate(best) if token >= 0]
+            logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         rows = rows_to_sample(batch, sampled)
         if not rows:
             return
-        tokens, logprobs = sample(logits, rows)
+        tokens, logprobs = sample(logits, rows, best)
         at = 0
         for index in sampled:
             end = at + len(batch.segments[index].sequence.choices)

@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 5
+INTERFACE = 6
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -90,6 +90,7 @@ _SIGNATURES = {
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
     "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_pack_bytes": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
+    "tandem_peaks": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_read": (ctypes.c_uint64, [_P, _I64, ctypes.c_int]),
     "tandem_rotate": (None, [_P, _P, _I64, _P, _P, ctypes.c_int]),
     "tandem_store": (None, [_P, _P, _P, _I64, _I64, _I64, _P, _P]),
@@ -114,6 +115,7 @@ class Library:
         self.norm = self._library.tandem_norm
         self.pack = self._library.tandem_pack
         self.pack_bytes = self._library.tandem_pack_bytes
+        self.peaks = self._library.tandem_peaks
         self.read = self._library.tandem_read
         self.rotate = self._library.tandem_rotate
         self.store = self._library.tandem_store

@@ -248,3 +248,49 @@ static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, c
     else
         NAME(rotate_typed)(rotary, x, rows, cos, sin, BFLOAT16);
 }
+
+/* -- the largest number -------------------------------------------------------------------------------------------- */
+
+/* Index of the largest of ``columns`` numbers from ``at`` on, the first among equals; -1 if one is not a number or the
+ * largest is infinite. */
+INLINE int64_t NAME(peak_row)(const void *from, long at, long columns, enum type type)
+{
+    floats best = NAME(splat)(-INFINITY);
+    ints where = {}, odd = {}, lane;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    long i = 0;
+    for (; i + LANES <= columns; i += LANES) {
+        floats x = NAME(load_floats)(from, at + i, type);
+        ints larger = x > best;
+        odd |= x != x;
+        best = NAME(select)(larger, x, best);
+        where = (where & ~larger) | ((lane + (int)i) & larger);
+    }
+    float top = -INFINITY;
+    int64_t found = -1;
+    int strange = 0;
+    for (int l = 0; l < LANES; l++) {
+        strange |= odd[l];
+        if (best[l] > top || (best[l] == top && where[l] < found)) {
+            top = best[l];
+            found = where[l];
+        }
+    }
+    for (; i < columns; i++) {
+        float x = NAME(load)(from, at + i, type);
+        strange |= x != x;
+        if (x > top) {
+            top = x;
+            found = i;
+        }
+    }
+    return strange || top == INFINITY ? -1 : found;
+}
+
+static void NAME(peak_rows)(const void *from, long rows, long columns, int type, int64_t *peaks)
+{
+    for (long row = 0; row < rows; row++)
+        peaks[row] = type == FLOAT32 ? NAME(peak_row)(from, row * columns, columns, FLOAT32)
+                                     : NAME(peak_row)(from, row * columns, columns, BFLOAT16);
+}

@@ -140,11 +140,12 @@ struct variant {
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
     uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
+    void (*peak_rows)(const void *, long, long, int, int64_t *);
 };
 
 #define VARIANT(text)                                                                                                  \
     {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), \
-     NAME(read_words), NAME(rotate_rows)}
+     NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
 #ifdef X86
 #pragma GCC push_options
@@ -223,7 +224,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 5; }
+EXPORT int tandem_interface(void) { return 6; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -483,6 +484,12 @@ EXPORT void tandem_norm(const struct norm *norm, const void *from, void *to, int
 EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, const void *cos, const void *sin, int type)
 {
     active->rotate_rows(rotary, x, rows, cos, sin, type);
+}
+
+/* To ``peaks`` [rows] where in each row [columns] of ``from`` its largest number stands, -1 if it has none that is finite. */
+EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int type, int64_t *peaks)
+{
+    active->peak_rows(from, rows, columns, type, peaks);
 }
 
 /* Rows of keys and values into their slots: row i to place ``offset[i]`` of block ``block[i]``. */

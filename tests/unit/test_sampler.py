@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common import native
 from common.engine import sampler
 from common.engine.sampler import SampleRow, sample, uniform, uniforms
 from common.request import SamplingParams
@@ -44,6 +46,58 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=maybe((9, 90), ()),
         logprobs=maybe(rng.randint(0, 5), None),
     )
+
+
+VARIANTS = library.variants if (library := native.library()) else ()
+
+
+@pytest.fixture(params=[*VARIANTS, None])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every instruction set, and none."""
+    if library is None or request.param is None:
+        monkeypatch.setattr(native, "library", lambda: None)
+        yield
+    else:
+        library.use(request.param)
+        yield
+        library.use(VARIANTS[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 7, 64, 200, 8192])
+def test_the_peak_is_the_first_of_the_largest(kernels: None, dtype: torch.dtype, columns: int) -> None:
+    torch.manual_seed(columns)
+    logits = (torch.randn(9, columns) * 2).round().to(dtype)  # rounded: many are equal
+    logits[0], logits[1] = -3.0, -torch.inf
+    logits[1, columns // 2] = -5.0
+    expected = [max(range(columns), key=lambda at: (float(row[at]), -at)) for row in logits]
+    assert sampler.peaks(logits) == expected
+    assert sampler.peaks(logits.repeat(1, 2)[:, :columns]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 7, 64, 200])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_no_number_has_no_peak(kernels: None, dtype: torch.dtype, columns: int, bad: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(columns + 2, columns).to(dtype)
+    logits[range(columns), range(columns)] = bad
+    logits[columns] = -torch.inf
+    found = sampler.peaks(logits)
+    assert found[:-1] == [-1] * (columns + 1) and found[-1] == int(logits[-1].argmax())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_known_of_the_peaks_changes_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    plain = rng.random() < 0.5
+    rows = [
+        row_of(index, params() if plain else random_params(rng), [1, 2], [3] * rng.randint(0, 9)) for index in range(12)
+    ]
+    if plain:
+        rows = [SampleRow(row.row, params(temperature=0.0), 0, row.tokens, 2) for row in rows]
+    assert sample(logits, rows, sampler.peaks(logits)) == sample(logits, rows)
 
 
 @pytest.mark.parametrize("seed", range(30))
