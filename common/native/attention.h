@@ -2,8 +2,8 @@
  *
  * A tile's keys and values are packed as panels in a scratch that stays in cache, once for all query rows of the
  * key-value head, and multiplied by the loop of tiles.h; scores, weights' sums and outputs are float32. Decode is the
- * case of one row per sequence: its rows are the query heads of the group. While a tile is packed, the same place of the
- * next one is brought nearer, so that memory is read without a pause.
+ * case of one row per sequence: its rows are the query heads of the group; when these are few nothing is packed. While a
+ * tile is worked on, the same place of the next one is brought nearer, so that memory is read without a pause.
  */
 
 /* Where the groups of a tile lie, of head 0; ``next_keys`` and ``next_values`` those of the tile after it, or NULL. */
@@ -221,6 +221,114 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
     }
 }
 
+#if HAS_DOT
+/* -- few rows ------------------------------------------------------------------------------------------------------
+ *
+ * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied where
+ * they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values are paired in
+ * registers. */
+
+/* sums[i] of the 16 vectors, added across their lanes, as element i of one. */
+INLINE __m512 NAME(sums_of_16)(__m512 *a)
+{
+    UNROLL16 for (int i = 0; i < 8; i++)
+        a[i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]) + _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    UNROLL16 for (int i = 0; i < 4; i++)
+        a[i] = (__m512)(_mm512_unpacklo_pd((__m512d)a[2 * i], (__m512d)a[2 * i + 1])) +
+               (__m512)(_mm512_unpackhi_pd((__m512d)a[2 * i], (__m512d)a[2 * i + 1]));
+    UNROLL16 for (int i = 0; i < 2; i++)
+        a[i] = _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xDD);
+    return _mm512_shuffle_f32x4(a[0], a[1], 0x88) + _mm512_shuffle_f32x4(a[0], a[1], 0xDD);
+}
+
+/* Scores of one query row [dim] against the 16 positions of a group. */
+INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stride, long dim, float *scores)
+{
+    __m512 sums[GROUP];
+    UNROLL16 for (int t = 0; t < GROUP; t++)
+        sums[t] = _mm512_setzero_ps();
+    for (long d = 0; d < dim; d += 32) {
+        __m512bh part = (__m512bh)_mm512_loadu_si512(query + d);
+        UNROLL16 for (int t = 0; t < GROUP; t++)
+            sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2), part);
+    }
+    _mm512_storeu_ps(scores, NAME(sums_of_16)(sums));
+}
+
+/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions from ``column`` on. */
+INLINE void NAME(add_values)(const struct layer *layer, const struct NAME(places) *at, long inside, const struct scratch *s,
+                             float *out, long padded, long column, long valid, int rows, int parts)
+{
+    long stride = (long)layer->kv_heads * layer->v_dim * 2;
+    __m512 sums[FEW_ROWS][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2 * parts; v++)
+            sums[r][v] = _mm512_loadu_ps(out + r * padded + column + v * 16) * s->shrink[r];
+    for (long t = 0; t < valid; t += 2) {
+        const char *from = at->values[t / GROUP] + inside + t % GROUP * stride + column * 2;
+        const char *next = at->next_values[t / GROUP];
+        __m512i pairs[4];
+        if (next) {
+            next += inside + t % GROUP * stride + column * 2;
+            UNROLL for (int p = 0; p < parts; p++) {
+                __builtin_prefetch(next + p * 64, 0, 2);
+                __builtin_prefetch(next + stride + p * 64, 0, 2);
+            }
+        }
+        UNROLL for (int p = 0; p < parts; p++)
+            NAME(interleave)(from + p * 64, stride, (int)(valid - t), pairs + p * 2, pairs + p * 2 + 1);
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m512bh weight = (__m512bh)_mm512_set1_epi32(((const int *)s->weights)[r * TOKENS + t / 2]);
+            UNROLL for (int v = 0; v < 2 * parts; v++)
+                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2 * parts; v++)
+            _mm512_storeu_ps(out + r * padded + column + v * 16, sums[r][v]);
+}
+
+/* One tile of positions for the few rows of one key-value head: what attend_tile does, without packing. */
+INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                             const struct NAME(places) *at, long first, long tokens, long valid, int head, int rows)
+{
+    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), stride = (long)layer->kv_heads * dim * 2;
+    const uint16_t *query = (const uint16_t *)(s->query + (long)head * rows * dim / 2);
+    float *out = s->out + (long)head * rows * padded;
+    for (long g = 0; g < tokens / GROUP; g++) {
+        const char *keys = at->keys[g] + head * dim * 2, *next = at->next_keys[g] ? at->next_keys[g] + head * dim * 2 : NULL;
+        UNROLL for (int r = 0; r < rows; r++)
+            NAME(score_group)(query + r * dim, keys, stride, dim, s->scores + r * TOKENS + g * GROUP);
+        if (next)
+            for (int t = 0; t < GROUP; t++)
+                NAME(bring)(next + t * stride, dim * 2);
+    }
+    for (int r = 0; r < rows; r++) {
+        long position = task->position + r / layer->group;
+        long low = layer->window ? position - layer->window + 1 - first : 0;
+        long high = position + 1 - first < valid ? position + 1 - first : valid;
+        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, (char *)s->weights + r * TOKENS * 4, tokens, low, high, 1,
+                                   s->highest + head * rows + r, s->total + head * rows + r);
+    }
+    long column = 0, inside = (long)head * layer->v_dim * 2;
+    for (; column + 64 <= layer->v_dim; column += 64)
+        NAME(add_values)(layer, at, inside, s, out, padded, column, valid, rows, 2);
+    if (column < layer->v_dim)
+        NAME(add_values)(layer, at, inside, s, out, padded, column, valid, rows, 1);
+}
+
+static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                  const struct NAME(places) *at, long first, long tokens, long valid, int head, long rows)
+{
+    switch (rows) {
+        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 1); break;
+        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 2); break;
+        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 3); break;
+        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 4); break;
+    }
+}
+#endif
+
 INLINE void NAME(attend_words)(const struct layer *layer, const struct task *task, const struct scratch *s, int pairs)
 {
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
@@ -236,6 +344,12 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
         NAME(find)(layer, task, first, &at);
         for (int head = 0; head < task->heads; head++) {
+#if HAS_DOT
+            if (pairs && count <= FEW_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
+                NAME(attend_few_rows)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
+                continue;
+            }
+#endif
             NAME(pack)(layer, &at, head, ROUND_UP(valid, GROUP), valid, pairs, s);
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }

@@ -26,6 +26,7 @@ enum type { FLOAT32, BFLOAT16, FLOAT16 };
 #define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
 #define MAX_ROWS 192 /* query rows times heads of a group that are worked on at a time */
+#define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
 #define PART 512     /* least positions of a part when the positions of a sequence are split over threads */
 
 struct layer {

@@ -139,6 +139,35 @@ def test_equals_the_oracle(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dims", [(64, 64), (32, 96), (160, 32)], ids=str)
+@pytest.mark.parametrize("fast", VARIANTS[:1], indirect=True)
+def test_few_rows_of_bfloat16_in_whole_vectors(
+    option: str,
+    group: int,
+    dims: tuple[int, int],
+    fast: Callable[[KvStore], AttentionBackend],
+    make_store: MakeStore,
+) -> None:
+    """The shapes of models, for which a decode row's keys are multiplied where they lie; what nobody has written in the
+    last block may be anything."""
+    torch.manual_seed(group)
+    store = make_store(LayerLayout(2, *dims), 300, "bfloat16")
+    spans = random_spans(random.Random(group), 300, [*SHAPES["decode-long-and-short"], (62, 2), (63, 4), (127, 1)])
+    for span in spans:
+        store.k(0)[span.blocks[-1], (span.end - 1) % BLOCK + 1 :] = torch.nan
+        store.v(0)[span.blocks[-1], (span.end - 1) % BLOCK + 1 :] = torch.nan
+    fields = dict(OPTIONS[option])
+    sinks = torch.randn(2 * group) if fields.pop("sinks", False) else None
+    params = Params(0.3, sinks=sinks, **fields)
+    query = torch.randn(sum(span.length for span in spans), 2 * group, dims[0]).to(store.dtype)
+    backend, oracle = fast(store), TorchReference(store)
+    got = backend.attend(backend.plan(spans), 0, query, params)
+    expected = oracle.attend(oracle.plan(spans), 0, query, params)
+    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE["bfloat16"], rtol=TOLERANCE["bfloat16"])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("heads", ["gqa", "wide", "odd"])
 @pytest.mark.parametrize("shape", ["mixed", "chunks", "decode-long-and-short"])
