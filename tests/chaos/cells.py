@@ -18,7 +18,7 @@ from typing import Literal
 from tests.chaos import faults
 from tests.chaos.faults import Fault, frame, lost
 from tests.chaos.scenes import OUTPUT, Arranged, Phase
-from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY
+from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY, RAISES
 
 KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
 """The bounds of a stream's largest gap (a death noticed within 0.2 s, silence within 2 s, and a new start), and what a
@@ -118,6 +118,8 @@ CELLS: list[Cell] = [
           arranged="idle"),
     *_row("poison request kills its workers", partial(faults.engine_fails, KILLS, 2), "error request_quarantined",
           {"P": 5.0}, measure="answer", arranged="idle"),
+    *_row("poison request ends its workers by an error", partial(faults.engine_fails, RAISES, 2),
+          "error request_quarantined", {"P": 5.0}, measure="answer", arranged="idle"),
     *_row("poison request kills whom it streams from", partial(faults.poison, "D"), "error request_quarantined",
           {"D": 5.0}, measure="answer", arranged="idle"),
     *_row("poison request kills whom it streams from", partial(faults.poison, "S"), "error request_quarantined",

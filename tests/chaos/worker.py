@@ -39,7 +39,7 @@ from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine
 
-FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE = 990, 991, 992, 993, 994
+FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE, RAISES = 990, 991, 992, 993, 994, 995
 """Prompts with such a token fail the first time or always, find no memory the first time, kill the worker, or kill it
 when LATE tokens of output are computed."""
 LATE = 6
@@ -102,6 +102,8 @@ class ChaosEngine(OracleEngine):
         tell("fault", token=token, request=sequence.request.id.hex(), attempt=sequence.attempt)
         if token in (KILLS, KILLS_LATE):
             os.kill(os.getpid(), signal.SIGKILL)
+        if token == RAISES:
+            raise ArithmeticError("an invariant is broken")  # no fault of one request: the worker ends
         return "MemoryError" if token == OUT_OF_MEMORY else "RuntimeError: impossible numbers"
 
 

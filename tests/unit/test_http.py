@@ -522,6 +522,35 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
         assert (await asked)[0].status == 200 and ticket.life.attempt == 0
 
 
+async def test_requests_whose_clients_left_do_not_stay_behind_one_that_waits(model: Path) -> None:
+    async with open_house(model, "decode", no_prefill_policy="wait", max_queued_requests=1000) as house:
+        first = asyncio.create_task(house.post(CHAT, HELLO))
+        for _ in range(4):
+            tasks = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(50)]
+            await until(lambda: len(house.dispatcher.tickets) == 51, "all wait")
+            for task in tasks:
+                task.cancel()
+            await until(lambda: len(house.dispatcher.tickets) == 1, "they are forgotten")
+        assert len(house.dispatcher._queue) < 100
+        await house.add("prefill")
+        response, _ = await first
+        assert response.status == 200
+
+
+async def test_how_a_stream_went_on_elsewhere_is_no_part_of_its_usage(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", step_s=0.05)
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20}))
+        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.tickets.values()), "it runs")
+        [ticket] = house.dispatcher.tickets.values()
+        [worker] = [each for each in house.dispatcher.registry if each.id == decode.hello.incarnation]
+        ticket.life.attempt += 1
+        house.dispatcher.timing(worker, Timing(ticket.id, ticket.life.attempt, {"cached_tokens": 80.0}))
+        ticket.life.attempt -= 1
+        _, body = await asked
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 async def test_two_crashes_are_enough(model: Path) -> None:
     async with open_house(model) as house:
         workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]

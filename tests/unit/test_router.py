@@ -14,7 +14,7 @@ from common.ids import new_request_id
 from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import Cached
-from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Pair
+from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
 from coordinator.limits import MAX_RETRY_S, Admission
 from coordinator.registry import Registry, Worker
 from coordinator.router import HORIZON_TOKENS, LOCAL_QUEUE_TOKENS, Need, NoWorkers, Placement, Promise, Router, Wait
@@ -294,6 +294,41 @@ def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
     fail(router, first, decode)
     placement = router.place(Need(100, 10, 1))
     assert isinstance(placement, Placement) and placement.prefill is second
+
+
+def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -> None:
+    router, (_, sick, sound) = house(decodes=2)
+    for _ in range(FAILURES):
+        router.breakers.failed(Alone(sick.id), new_request_id(), 0.0)
+    for _ in range(40):
+        verdict = router.place(Need(100, 10, 1))
+        if isinstance(verdict, Wait):
+            break
+        assert isinstance(verdict, Placement) and verdict.decode is sound
+        router.promise(Need(100, 10, 1), verdict)
+    else:
+        pytest.fail("the sound one is never full")
+    router.breakers.tick(FIRST_COOL_DOWN_S)
+    placement = router.place(Need(100, 10, 1))
+    assert isinstance(placement, Placement) and placement.decode is sick, "one request tries it"
+    router.breakers.placed(Alone(sick.id), new_request_id())
+    assert isinstance(router.place(Need(100, 10, 1)), Wait)
+
+
+def test_a_worker_that_fails_everything_is_better_than_none() -> None:
+    router, (prefill, decode) = house()
+    for worker in (prefill, decode):
+        for _ in range(FAILURES):
+            router.breakers.failed(Alone(worker.id), new_request_id(), 0.0)
+    assert isinstance(router.place(Need(100, 10, 1)), Placement)
+
+
+def test_suspects_are_placed_apart() -> None:
+    router, (first, second, one, other) = house(prefills=2, decodes=2)
+    placement = router.place(Need(100, 10, 1, apart_from=frozenset({first.id, one.id})))
+    assert isinstance(placement, Placement)
+    assert (placement.prefill, placement.decode) == (second, other)
+    assert isinstance(router.place(Need(100, 10, 1, apart_from=frozenset({one.id, other.id}))), Wait)
 
 
 def test_rather_another_decode_worker_than_a_failing_pair() -> None:
