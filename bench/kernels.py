@@ -1,4 +1,4 @@
-"""The kernels beside their limits: ``python -m bench.kernels``.
+"""``tandem bench kernels``: attention and linear layers beside their limits.
 
 Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
 second from memory of that size, with torch's path beside it on the same pool; then the linear layers, as shares of the
@@ -8,21 +8,22 @@ compared is timed in alternation.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import results
 from bench.roofline import LLAMA_82M, MIB, best_s, on_threads, product, read_rates, shapes
 from common import device
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.select import select_backend
+from common.config import BenchKernelsConfig
+from common.errors import StartError
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
@@ -144,26 +145,15 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
-    parser.add_argument(
-        "--heads", default="12/4/64", help="query heads / key-value heads / head size (default: 12/4/64)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
-    options = parser.parse_args(argv)
+def run(config: BenchKernelsConfig) -> int:
+    """Prints each line of the tables as it comes. StartError for heads that are none."""
     try:
-        heads = Heads(*(int(part) for part in options.heads.split("/")))
-    except (TypeError, ValueError):
-        parser.error(f"--heads {options.heads} is not of the form 12/4/64")
-    stream = sys.stderr if options.json else sys.stdout
-    figures = measure(heads, options.dtype, options.threads, lambda line: print(line, file=stream, flush=True))
-    if options.json:
-        print(json.dumps(figures, indent=1))
+        heads = Heads(*(int(part) for part in config.heads.split("/")))
+    except (TypeError, ValueError) as error:
+        why = "they are query heads, key-value heads and head size"
+        raise StartError(f"--heads {config.heads} cannot be read", why, "give them as in 12/4/64") from error
+    dtype, _ = device.choose_dtype(config.dtype, "bfloat16", device.probe_cpu())
+    figures = measure(heads, dtype, config.threads, lambda line: print(line, flush=True))
+    if config.save:
+        results.save(Path(config.save), figures)
     return 0
-
-
-if __name__ == "__main__":
-    device.calm_threads()
-    sys.exit(main())

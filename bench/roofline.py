@@ -1,4 +1,4 @@
-"""What this machine can do at best, so that every other figure has its limit beside it: ``python -m bench.roofline``.
+"""``tandem bench roofline``: what this machine can do at best, so that every other figure has its limit beside it.
 
 Read bandwidth by the size of what is read, matrix products of a model's shapes, copies within and between processes,
 and a raw loopback socket. Every byte that is timed is random and is really read. Each figure is the best of several
@@ -7,24 +7,25 @@ rounds: a limit is what the machine gives when nobody else has it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from common import device, native
+from bench import results
+from common import builtin, device, native
+from common.checkpoint import open_checkpoint
+from common.config import BenchRooflineConfig
 from common.model.linears import NativeLinear, PackedLinear, native_pays, packing_pays
 
 MIB = 1 << 20
@@ -246,27 +247,10 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", nargs="?", help="a directory with a config.json; default: a Llama of 82 M parameters")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="compute threads (default: 1, as a worker on two cores has)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output, the table on standard error"
-    )
-    options = parser.parse_args(argv)
-    config: Mapping[str, Any] = LLAMA_82M
-    if options.model:
-        with open(os.path.join(options.model, "config.json"), encoding="utf-8") as file:
-            config = json.load(file)
-    stream = sys.stderr if options.json else sys.stdout
-    figures = measure(shapes(config), options.threads, lambda line: print(line, file=stream, flush=True))
-    if options.json:
-        print(json.dumps(figures, indent=1))
+def run(config: BenchRooflineConfig) -> int:
+    """Prints each figure as it comes."""
+    checkpoint = open_checkpoint(config.model or str(builtin.path()))
+    figures = measure(shapes(checkpoint.config), config.threads, lambda line: print(line, flush=True))
+    if config.save:
+        results.save(Path(config.save), figures)
     return 0
-
-
-if __name__ == "__main__":
-    device.calm_threads()
-    sys.exit(main())

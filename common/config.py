@@ -619,6 +619,36 @@ class BenchPlanConfig(ArrivalOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """What every measurement of this machine, without a server, is told."""
+
+    threads: int = option(1, "compute threads; a worker on one of two cores has one", count(1, 4096), "cores")
+    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRooflineConfig(LimitOptions):
+    """``tandem bench roofline``: what this machine can do at best."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchKernelsConfig(LimitOptions):
+    """``tandem bench kernels``: attention and linear layers beside what the machine can do."""
+
+    dtype: Dtype = option(
+        "auto",
+        "element type (auto: bfloat16; float32 on CPUs without bf16 instructions)",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "model",
+    )
+    heads: str = option("12/4/64", "query heads, key-value heads and head size", TEXT, "model")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeygenConfig:
     """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
 
@@ -647,7 +677,7 @@ class KeygenConfig:
 CONFIGS: tuple[type[Any], ...] = (
     UpConfig, CoordinatorConfig, WorkerConfig, ChatConfig, ScaleConfig, EvalConfig, BenchServeConfig,
     BenchGoodputConfig, BenchCompareConfig, BenchBatchingConfig,
-    BenchPlanConfig, KeygenConfig,
+    BenchPlanConfig, BenchRooflineConfig, BenchKernelsConfig, KeygenConfig,
 )  # fmt: skip
 C = TypeVar("C")
 

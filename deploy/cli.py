@@ -19,7 +19,9 @@ from common.config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
+    BenchKernelsConfig,
     BenchPlanConfig,
+    BenchRooflineConfig,
     BenchServeConfig,
     C,
     ChatConfig,
@@ -287,6 +289,26 @@ def _bench_plan(given: dict[str, Any]) -> int:
     return run(config)
 
 
+def _bench_roofline(given: dict[str, Any]) -> int:
+    config = _load(BenchRooflineConfig, given)
+    from common.device import calm_threads
+
+    calm_threads()
+    from bench.roofline import run
+
+    return run(config)
+
+
+def _bench_kernels(given: dict[str, Any]) -> int:
+    config = _load(BenchKernelsConfig, given)
+    from common.device import calm_threads
+
+    calm_threads()
+    from bench.kernels import run
+
+    return run(config)
+
+
 def _keygen(given: dict[str, Any]) -> int:
     config = _load(KeygenConfig, given)
     from common import keys
@@ -333,6 +355,8 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
     "bench plan": ("the same for pools that are not there, by simulation", BenchPlanConfig, _bench_plan),
     "bench batching": ("what continuous batching brings over static", BenchBatchingConfig, _bench_batching),
+    "bench roofline": ("what this machine can do at best", BenchRooflineConfig, _bench_roofline),
+    "bench kernels": ("attention and linear layers beside that", BenchKernelsConfig, _bench_kernels),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""

@@ -13,7 +13,9 @@ from common.config import (
     BenchBatchingConfig,
     BenchCompareConfig,
     BenchGoodputConfig,
+    BenchKernelsConfig,
     BenchPlanConfig,
+    BenchRooflineConfig,
     BenchServeConfig,
     ChatConfig,
     CoordinatorConfig,
@@ -38,6 +40,8 @@ _COMMANDS: tuple[tuple[str, type[Any]], ...] = (
     ("bench compare", BenchCompareConfig),
     ("bench plan", BenchPlanConfig),
     ("bench batching", BenchBatchingConfig),
+    ("bench roofline", BenchRooflineConfig),
+    ("bench kernels", BenchKernelsConfig),
     ("keygen", KeygenConfig),
 )
 

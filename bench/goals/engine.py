@@ -7,7 +7,6 @@ the same client has measured of both, each with its compute thread on that core.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import statistics
 import time
@@ -75,7 +74,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     from common import device
 
     device.pin((core,), 1)
-    roofline, kernels = importlib.import_module("bench.roofline"), importlib.import_module("bench.kernels")
+    from bench import kernels, roofline
     from common.engine.runner import load_engine
 
     checkpoint = open_checkpoint(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from bench import kernels, roofline
 from bench.kernels import Heads, attend
 from bench.roofline import LLAMA_82M, Shape, product, read_rates, shapes
 from common import native
+from common.config import BenchKernelsConfig, BenchRooflineConfig
+from common.errors import StartError
 
 library = native.library()
 
@@ -57,7 +60,7 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert attended.share == attended.kv_bytes / (0.5 / 12) / 1e6
 
 
-def test_the_tables_come_as_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "best_s", timed)
     for name in ("_COPY_BYTES", "_SOCKET_BYTES"):
@@ -68,13 +71,14 @@ def test_the_tables_come_as_json_too(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(kernels, "CONTEXTS", (40,))
     monkeypatch.setattr(kernels, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
     monkeypatch.setattr(roofline, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
-    assert roofline.main(["--json"]) == 0
-    limits = json.loads(capsys.readouterr().out)
-    assert {"read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
+    saved = tmp_path / "limits.json"
+    assert roofline.run(BenchRooflineConfig(model="", save=str(saved))) == 0
+    limits = json.loads(saved.read_text())
+    assert {"commit", "machine", "read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
     assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
-    assert kernels.main(["--json", "--heads", "4/2/16"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    assert kernels.run(BenchKernelsConfig(heads="4/2/16", save=str(saved))) == 0
+    figures = json.loads(saved.read_text())
     assert [each["batch"] for each in figures["attention"]] == [1, 2]
-    with pytest.raises(SystemExit):
-        kernels.main(["--heads", "many"])
-    assert "12/4/64" in capsys.readouterr().err
+    with pytest.raises(StartError, match="many") as refused:
+        kernels.run(BenchKernelsConfig(heads="many"))
+    assert "12/4/64" in refused.value.todo
