@@ -599,7 +599,7 @@ class Dispatcher:
                 self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
                 self._renew_leases()
             for ticket in self.tickets.values():
-                ticket.heard_at += late  # who was away himself has not heard a silence
+                ticket.heard_at = min(now, ticket.heard_at + late)  # who was away himself has not heard a silence
             for worker in list(self.registry):
                 self._look_for_stalls(worker, now)
             if self._workerless_since is not None:

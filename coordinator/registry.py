@@ -195,7 +195,7 @@ class Registry:
         self._swept_at = now_s
         silent = []
         for worker in list(self._workers.values()):
-            worker.heard_at += lag
+            worker.heard_at = min(now_s, worker.heard_at + lag)
             if now_s - worker.heard_at > SILENCE_S:
                 self.gone(worker)
                 silent.append(worker)

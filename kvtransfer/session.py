@@ -204,7 +204,7 @@ class SenderSession(Session):
         """
         away, self._ticked_at = now - self._ticked_at - self.limits.lag_s, now
         if away > 0:
-            self.progress_at += away
+            self.progress_at = min(now, self.progress_at + away)  # what waited for us meanwhile was heard just now
         asked = self.state in (TransferState.RESERVED, TransferState.COMMITTING) or bool(self._unacked)
         if self.over or not asked:
             self.progress_at = now

@@ -519,6 +519,9 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
             ticket.heard_at -= 5.0  # as if this process had been stopped for so long
             house.dispatcher._due -= 5.0
             house.dispatcher._tick()
+        house.dispatcher._due -= 5.0
+        house.dispatcher._tick()
+        assert ticket.heard_at <= house.dispatcher._clock(), "what waited for it meanwhile was read before"
         assert (await asked)[0].status == 200 and ticket.life.attempt == 0
 
 

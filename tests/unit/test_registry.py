@@ -141,6 +141,20 @@ def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
     assert now - (SWEEP_S + 10) <= SILENCE_S + 2 * SWEEP_S
 
 
+def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_again() -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    registry.sweep(0.0)
+    registry.heard(worker, 10.0)  # what waited for us is read before the sweep
+    assert registry.sweep(10.0) == [] and worker.heard_at == 10.0
+    assert registry.sweep(10.0 + SWEEP_S) == []
+    now = 10.0 + SWEEP_S
+    while registry.get(worker.id) is not None and now < 100:
+        now += SWEEP_S
+        registry.sweep(now)
+    assert now - 10.0 <= SILENCE_S + 2 * SWEEP_S
+
+
 def test_a_heartbeat_keeps_a_worker() -> None:
     registry = Registry("f")
     worker = join(registry)

@@ -112,6 +112,17 @@ def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
     assert turn(session, 30.0, 60.0) < 32.2 and session.state is TransferState.EXPIRED
 
 
+def test_what_was_heard_after_our_own_absence_does_not_excuse_a_silence_as_long_again() -> None:
+    session = waiting(grant_at=0.0)
+    session.computed(32, 1, 0.0)
+    session.sent(session.next_cells(), 1024, 1)  # type: ignore[arg-type]
+    session.tick(0.1)
+    session.heard(0.0, 30.0)  # it waited for us, and is read before the timers run
+    session.tick(30.0)
+    assert session.progress_at == 30.0
+    assert 32.0 < turn(session, 30.0, 90.0) < 32.2 and session.state is TransferState.EXPIRED
+
+
 def beat(turn_ms: int, expected_ms: int) -> Heartbeat:
     return Heartbeat("d", 0, b"", 1, 0, 0, 1, 0, 0, turn_ms, False, {}, expected_ms)  # type: ignore[arg-type]
 
