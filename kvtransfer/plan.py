@@ -54,12 +54,19 @@ class Outbox:
         for span in self._spans:
             span.ready = max(span.ready, layers)
 
-    def next(self) -> Rectangle | None:
-        """The next rectangle worth sending, or None until more is computed.
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`next` has a rectangle to give."""
+        return self._find() is not None
 
-        A layer of a later span waits for the same layer of the span before it: the receiver takes a layer's tokens in
-        order.
-        """
+    def next(self) -> Rectangle | None:
+        """The next rectangle worth sending, or None until more is computed."""
+        found = self._find()
+        return self._take(*found) if found is not None else None
+
+    def _find(self) -> tuple[_Span, int] | None:
+        """The span to send of, and up to which layer. A layer of a later span waits for the same layer of the span
+        before it: the receiver takes a layer's tokens in order."""
         before = self._layers
         for span in self._spans:
             last, size, ready = span.sent, 0, min(span.ready, before)
@@ -67,7 +74,7 @@ class Outbox:
                 size += self.layout.range_bytes(last, last + 1, span.last_token - span.first_token)
                 last += 1
             if size >= self.target_bytes or (last == self._layers and last > span.sent):
-                return self._take(span, last)
+                return span, last
             before = span.sent
         return None
 

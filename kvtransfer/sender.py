@@ -92,13 +92,15 @@ class _Line:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first."""
+    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first.
+    ``commit_due``: the commit leaves again, behind the frames that do."""
 
     session: SenderSession
     line: _Line
     table: Sequence[BlockId]
     token: bytes
     first: FirstTokens | None = None
+    commit_due: bool = False
     ends: dict[int, int] = field(default_factory=dict)
 
     def passed(self, frame: int) -> None:
@@ -140,7 +142,7 @@ class Sender:
         self._ended: list[Shipped | Lost] = []
         self._until = math.inf
         self.behind = False
-        """Whether the last :meth:`pump` ended for want of time: there may be more to send at once."""
+        """Whether the last :meth:`pump` ended for want of time: there is more to send at once."""
         self.bad_messages = 0
         self.strikes = Strikes()
 
@@ -192,13 +194,15 @@ class Sender:
             send(outgoing.line.socket, Cancel(transfer.request, transfer.attempt, reason))
 
     def pump(self, now: float, budget_s: float = math.inf) -> list[Shipped | Lost]:
-        """Takes what decode workers sent, runs the timers and sends what may leave, for about ``budget_s`` seconds at
-        most; returns what ended."""
-        self.behind, self._until = False, self._channels.clock() + budget_s
+        """Takes what decode workers sent, runs all timers, then sends what may leave, for about ``budget_s`` seconds
+        at most; returns what ended."""
         for line in list(self._lines.values()):
             self._drain(line, now)
         for outgoing in list(self._outgoing.values()):
             self._tick(outgoing, now)
+        self.behind, self._until = False, self._channels.clock() + budget_s
+        for outgoing in [each for each in self._outgoing.values() if each.commit_due or self._may_send(each)]:
+            self._push_in_turn(outgoing, now)
         self._until = math.inf
         self._close_idle(now)
         ended, self._ended = self._ended, []
@@ -306,11 +310,8 @@ class Sender:
                 if session.accepted(message.bytes, now):
                     outgoing.passed(session.frames)
                     self._shipped(outgoing)
-                return
             case Cancel():
                 self._lose(outgoing, message.reason, told=True)
-                return
-        self._push(outgoing, now)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -336,21 +337,34 @@ class Sender:
         )
         send(outgoing.line.socket, message)
 
+    def _push_in_turn(self, outgoing: _Outgoing, now: float) -> None:
+        """Whoever has sent something is the last to send the next time: when time is short, all come round."""
+        transfer, before = outgoing.session.transfer, outgoing.line.handed
+        self._push(outgoing, now)
+        if outgoing.line.handed > before:
+            self._outgoing[transfer] = self._outgoing.pop(transfer)
+
     def _push(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
-        while self._has_room(outgoing):
+        while self._may_send(outgoing):
             if self._channels.clock() >= self._until:
                 self.behind = True
-                break
+                return
             asks, before = session.repeats_oldest, outgoing.line.handed
             if (what := session.next_cells()) is None:
-                break
+                raise InvariantBroken(f"{session.transfer} has nothing of what it was ready to send")
             self._send_cells(outgoing, what)
             if asks:
                 outgoing.line.asked += outgoing.line.handed - before
         if outgoing.first is not None and session.may_commit():
             session.committed(now)
+            outgoing.commit_due = True
+        if outgoing.commit_due:
+            outgoing.commit_due = False
             self._send_commit(outgoing)
+
+    def _may_send(self, outgoing: _Outgoing) -> bool:
+        return outgoing.session.ready and self._has_room(outgoing)
 
     def _has_room(self, outgoing: _Outgoing) -> bool:
         """Whether the queue of this peer has room. A transfer with nothing on its way is never held up, and neither,
@@ -396,16 +410,14 @@ class Sender:
 
     def _tick(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
-        commit_again = session.tick(now)
+        if session.tick(now):
+            outgoing.commit_due = True
         if session.state is TransferState.EXPIRED:
             self._lose(outgoing, session.why_ended, told=False)
             if outgoing.line.heard_at <= session.progress_at:
                 self._hang_up(outgoing.line, now)
             return
         self._announce(session.transfer, now)
-        self._push(outgoing, now)
-        if commit_again:
-            self._send_commit(outgoing)
 
     def _shipped(self, outgoing: _Outgoing) -> None:
         session = outgoing.session

@@ -137,15 +137,22 @@ class SenderSession(Session):
         if self._outbox is not None:
             self._outbox.computed(tokens, layers)
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`next_cells` has something to give."""
+        if self._again and self.state in (TransferState.SENDING, TransferState.COMMITTING):
+            return True
+        if self.state is not TransferState.SENDING or self._outbox is None:
+            return False
+        if self._unacked and self.bytes >= self.limit_bytes:
+            return False  # without any credit there is still one frame at a time
+        return self._outbox.ready
+
     def next_cells(self) -> Rectangle | FrameHeader | None:
         """What to send now: fresh cells (then call :meth:`sent`), a frame to repeat, or None."""
-        if self._again and self.state in (TransferState.SENDING, TransferState.COMMITTING):
-            return self._again.popleft()
-        if self.state is not TransferState.SENDING or self._outbox is None:
+        if not self.ready or self._outbox is None:
             return None
-        if self._unacked and self.bytes >= self.limit_bytes:
-            return None  # without any credit there is still one frame at a time
-        return self._outbox.next()
+        return self._again.popleft() if self._again else self._outbox.next()
 
     @property
     def repeats_oldest(self) -> bool:

@@ -67,10 +67,15 @@ class Meeting:
         self.link = Counting(zeromq.ZmqSendLink(self.memory))
         self.sender._links[zeromq.NAME] = self.link
 
-    def ship(self) -> TransferId:
-        """A new hand-off of a prompt that is computed."""
+    def wait(self) -> TransferId:
+        """A new hand-off of a prompt that is not computed yet."""
         transfer = TransferId(new_request_id(), 1)
         self.sender.open(transfer, self.peer, TOKENS, self.table, self.now)
+        return transfer
+
+    def ship(self) -> TransferId:
+        """A new hand-off of a prompt that is computed."""
+        transfer = self.wait()
         self.sender.computed(transfer, self.table, TOKENS, 4, self.now)
         return transfer
 
@@ -180,3 +185,44 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
         _, message = meeting.read()
         if isinstance(message, Cancel) and message.request == busy.request:
             break
+
+
+def test_who_has_nothing_to_send_is_not_behind_however_short_the_time(meeting: Meeting) -> None:
+    for _ in range(20):
+        meeting.wait()
+    meeting.sender.pump(meeting.now, 0.0)
+    assert not meeting.sender.behind
+    busy = meeting.ship()
+    meeting.grant(busy)
+    sent = meeting.link.handed_bytes
+    meeting.now += 0.25
+    meeting.sender.pump(meeting.now, 0.0)
+    assert meeting.sender.behind and meeting.link.handed_bytes == sent, "its repetitions are due"
+    meeting.sender.pump(meeting.now)
+    assert not meeting.sender.behind and meeting.link.handed_bytes == sent + KV_BYTES
+
+
+def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time for one frame in each turn: all of three transfers repeat what was lost, not the oldest again and again."""
+    meeting.sender._queue_bytes = 16 * KV_BYTES
+    transfers = [meeting.ship() for _ in range(2)]
+    for _ in range(20):
+        meeting.wait()
+    transfers.append(meeting.ship())
+    for transfer in transfers:
+        meeting.grant(transfer)
+    left: list[TransferId] = []
+    send_cells = meeting.sender._send_cells
+
+    def sends(outgoing: Any, what: Any) -> None:
+        left.append(outgoing.session.transfer)
+        send_cells(outgoing, what)
+
+    monkeypatch.setattr(meeting.sender, "_send_cells", sends)
+    frames = iter(range(1 << 20))
+    monkeypatch.setattr(meeting.here, "clock", lambda: float(next(frames)))
+    meeting.now += 0.25
+    for _ in range(6):
+        meeting.sender.pump(meeting.now, 1.5)  # the second look at the clock is in time, the third is not
+        assert meeting.sender.behind
+    assert left == transfers * 2
