@@ -33,8 +33,9 @@ log = logging.getLogger("tandem.kv")
 
 IDLE_SOCKET_S = 60.0
 COPY_BELOW_BYTES = 65536
-QUEUE_BYTES = 128 << 20
-"""Handed to the socket of one peer, once or again, of which it is not known that it has left."""
+QUEUE_BYTES = 256 << 20
+"""Handed to the sockets of all peers, once or again, of which it is not known that it has left. One socket may have as
+much as all together leave free, so a peer that hangs gets half at most and there is always something for the next."""
 ASKING_BYTES = 16 << 20
 """Beyond that, repetitions of a hand-off's oldest frame, which ask whether the peer is there and what it has."""
 
@@ -82,6 +83,10 @@ class _Line:
     handed: int = 0
     passed: int = 0
     asked: int = 0
+
+    @property
+    def queued(self) -> int:
+        return self.handed - self.passed
 
     def pass_on(self, end: int) -> None:
         """The first ``end`` bytes have left."""
@@ -367,13 +372,14 @@ class Sender:
         return outgoing.session.ready and self._has_room(outgoing)
 
     def _has_room(self, outgoing: _Outgoing) -> bool:
-        """Whether the queue of this peer has room. A transfer with nothing on its way is never held up, and neither,
+        """Whether the queue of this peer has room. A hand-off with nothing on its way is never held up, and neither,
         for a while, is the repetition of its oldest frame: when frames were lost, only that can empty a full queue."""
         line, session = outgoing.line, outgoing.session
-        queued = line.handed - line.passed
         if session.repeats_oldest and line.asked < ASKING_BYTES:
             return True
-        return not session.unacked_bytes or queued < self._queue_bytes
+        if not session.unacked_bytes:
+            return True
+        return line.queued < self._queue_bytes - sum(each.queued for each in self._lines.values())
 
     def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
         cells = what.cells if isinstance(what, FrameHeader) else what

@@ -83,7 +83,7 @@ class House:
             "host",
             transport=transport,
             limits=LIMITS,
-            queue_bytes=4 * FRAME_BYTES,
+            queue_bytes=8 * FRAME_BYTES,
         )
         self.peer = Peer(WorkerName("decode"), Incarnation("decode"), self.receiver.address, "host", "float32")
         self.held: dict[TransferId, int] = {}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -59,7 +60,7 @@ class Meeting:
             "elsewhere",
             transport="zmq",
             limits=Limits(frame_bytes=FRAME_BYTES),
-            queue_bytes=QUEUE_BYTES,
+            queue_bytes=2 * QUEUE_BYTES,  # of which one line may have half
         )
         self.router, address = self.there.router("tcp://127.0.0.1:*")
         self.peer = Peer("decode", new_incarnation(), address, "here", "float32", TOKEN)  # type: ignore[arg-type]
@@ -145,6 +146,29 @@ def test_a_peer_that_hangs_is_queued_no_more_than_is_said_and_nothing_is_kept(me
     assert {each.transfer for each in lost} == set(transfers) and not any(each.told for each in lost)
 
 
+def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meeting: Meeting) -> None:
+    """Each new line gets as much as is still free: a half, a quarter, an eighth of the whole."""
+    queued, homes = [], [meeting.router]
+    try:
+        for _ in range(3):
+            meeting.router, address = meeting.there.router("tcp://127.0.0.1:*")
+            homes.append(meeting.router)
+            meeting.peer = msgspec.structs.replace(meeting.peer, incarnation=new_incarnation(), address=address)
+            for transfer in [meeting.ship() for _ in range(6)]:  # more than the whole
+                meeting.grant(transfer)
+            meeting.sender.pump(meeting.now)
+            queued.append(meeting.sender._lines[meeting.peer.incarnation].queued)
+            meeting.now += TURN_S
+    finally:
+        for router in homes[:-1]:
+            router.close(linger=0)
+    slack = 6 * FRAME_BYTES  # a hand-off with nothing on its way is never held up
+    for peers, bytes_ in enumerate(queued, 1):
+        share = 2 * QUEUE_BYTES >> peers
+        assert share - FRAME_BYTES <= bytes_ <= share + slack, peers
+    assert sum(queued) <= 2 * QUEUE_BYTES + len(queued) * slack
+
+
 def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeting) -> None:
     early = meeting.ship()
     meeting.grant(early)
@@ -204,7 +228,7 @@ def test_who_has_nothing_to_send_is_not_behind_however_short_the_time(meeting: M
 
 def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time for one frame in each turn: all of three transfers repeat what was lost, not the oldest again and again."""
-    meeting.sender._queue_bytes = 16 * KV_BYTES
+    meeting.sender._queue_bytes = 32 * KV_BYTES
     transfers = [meeting.ship() for _ in range(2)]
     for _ in range(20):
         meeting.wait()
