@@ -22,6 +22,8 @@ Holder = NewType("Holder", str)
 """Who keeps a KV block alive. The attempt is part of the name, so a late drop of attempt 1 cannot free attempt 2."""
 
 REQUEST_ID_BYTES = 16
+MAX_ATTEMPT = (1 << 32) - 1
+"""Attempts travel in four bytes where many of them do."""
 MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64
 """libzmq knows peers by at most 255 bytes, in which both stand."""
 CACHE = Holder("cache")
@@ -93,8 +95,17 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """The inverse of :func:`pack_tokens`; ValueError if ``data`` is not a whole number of tokens."""
+    return _unpacked(data).tolist()
+
+
+def max_token(*packed: bytes) -> int:
+    """The greatest token id in any of these, -1 if there is none; ValueError as in :func:`unpack_tokens`."""
+    return max((max(_unpacked(tokens)) for tokens in packed if tokens), default=-1)
+
+
+def _unpacked(data: bytes) -> array[int]:
     unpacked = array("I")
     unpacked.frombytes(data)
     if sys.byteorder == "big":
         unpacked.byteswap()
-    return unpacked.tolist()
+    return unpacked

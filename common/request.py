@@ -13,6 +13,9 @@ import msgspec
 
 from common.ids import REQUEST_ID_BYTES, RequestId, unpack_tokens
 
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_TOKENS = 1 << 31
 Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
 
 
@@ -34,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     ``stop_token_ids`` can be sampled. ``seed`` is always set (the coordinator draws one if the client did not).
     """
 
-    max_tokens: int
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     seed: int
     temperature: float = 1.0
     top_k: int = 0
@@ -48,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -62,18 +65,28 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ``prompt`` is little-endian uint32 token ids. ``emitted`` holds, per choice, the output ids that the client already
     has (same packing): a retry or migration computes them again as if they were prompt, but samples only after them,
     and penalties count them as output. ``ended`` are choices that need nothing more. ``priority``: lower is earlier.
-    ``deadline_ms`` is what remains at sending.
+    ``deadline_ms`` is what remains at sending. ValueError for columns that do not fit together, which makes the message
+    around it a malformed one.
     """
 
     id: Id
     prompt: bytes
     sampling: SamplingParams
-    n: int = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     emitted: tuple[bytes, ...] = ()
     cache_salt: str = ""
     priority: int = 0
     deadline_ms: int = 600_000
     ended: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt or any(len(tokens) % 4 for tokens in (self.prompt, *self.emitted)):
+            raise ValueError("a prompt without tokens, or bytes that are not whole tokens")
+        if self.emitted and len(self.emitted) != self.n:
+            raise ValueError(f"output of {len(self.emitted)} choices, of {self.n}")
+        ended = set(self.ended)
+        if ended and not (self.emitted and ended < set(range(self.n))):
+            raise ValueError("choices have ended that are not there, that have no output, or that are all")
 
     @property
     def prompt_length(self) -> int:

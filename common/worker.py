@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from common.channel import Channels
 from common.engine.planner import Planner, Sampled
 from common.errors import OutOfBlocks, StartError, WireError
-from common.ids import TransferId, transfer_holder, unpack_transfers
+from common.ids import MAX_ATTEMPT, TransferId, max_token, transfer_holder, unpack_transfers
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
@@ -234,8 +234,13 @@ class Worker(abc.ABC):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
-        """Whether this worker takes the request; if not it has said why. ``tokens`` is the most it can come to hold."""
+        """Whether this worker takes the request; if not it has said why. ``tokens`` is the most it can come to hold.
+        WireError for a request that no coordinator sends: its attempt or its tokens are out of range."""
         transfer = TransferId(request.id, attempt)
+        if attempt > MAX_ATTEMPT:
+            raise WireError(f"attempt {attempt}")
+        if (most := max_token(request.prompt, *request.emitted)) >= self.engine.vocab_size:
+            raise WireError(f"token {most} of a vocabulary of {self.engine.vocab_size}")
         if transfer in self._deadlines:
             return False  # a repeated message
         if self.draining_until is not None:

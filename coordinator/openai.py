@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from common.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.fields import INT64, Fields, Json, checked_integer, checked_number, refuse, wrong_type
 from coordinator.messages import parse_messages
 
-MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
-MAX_LOGPROBS = 20
 MAX_BIASES = 4096
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 """vLLM takes all above 0; there logits leave the range of float32 before the penalty means anything."""
-MAX_TOKENS = 1 << 31
 MAX_TOKEN_ID = (1 << 32) - 1
 
 _TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")

@@ -83,7 +83,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         inner, meta = annotation.__origin__, annotation.__metadata__[0]
         if inner is not int:
             return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
-        return st.integers(meta.ge, meta.lt - 1)
+        return st.integers(meta.ge, meta.lt - 1 if meta.le is None else meta.le)
     if isinstance(annotation, typing.NewType):
         return values(annotation.__supertype__)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -96,6 +96,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if origin is dict:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
+    if annotation is Request:
+        return requests()
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return st.builds(annotation, **{field.name: values(field.type) for field in msgspec.structs.fields(annotation)})
     return {
@@ -106,6 +108,17 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         type(None): st.none(),
     }[annotation]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """Columns that fit together."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(Request)}
+    drawn = {name: draw(values(kind)) for name, kind in fields.items() if name not in ("prompt", "emitted", "ended")}
+    tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=3).map(pack_tokens)
+    emitted = tuple(draw(st.lists(tokens, min_size=drawn["n"], max_size=drawn["n"]) | st.just([])))
+    ended = draw(st.sets(st.integers(0, drawn["n"] - 1), max_size=drawn["n"] - 1)) if emitted else set()
+    return Request(prompt=draw(tokens.filter(bool)), emitted=emitted, ended=tuple(ended), **drawn)
 
 
 @pytest.mark.parametrize("tag", sorted(TAGGED))

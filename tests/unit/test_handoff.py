@@ -48,7 +48,7 @@ from common.messages import (
     Welcome,
 )
 from common.request import FinishReason, Request, SamplingParams
-from common.wire import decode
+from common.wire import decode, seal
 from common.worker import Worker, WorkerSettings
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -598,6 +598,49 @@ def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
     bench.until(lambda: (request.id, 1) in bench.failed)
     failed = bench.failed[request.id, 1]
     assert failed.code == "too_long" and "200 tokens" in failed.detail and not failed.retriable
+
+
+_SENSE: dict[str, Any] = {"prompt": pack_tokens([1, 2, 3]), "sampling": [8, 1], "n": 2, "emitted": [], "ended": []}
+_NONSENSE: dict[str, dict[str, Any]] = {
+    "no whole tokens": {"prompt": b"abc"},
+    "no prompt": {"prompt": b""},
+    "a strange token": {"prompt": pack_tokens([1, 1 << 31])},
+    "no output": {"sampling": [0, 1]},
+    "no choice": {"n": 0},
+    "choices without end": {"n": 1 << 40},
+    "no whole tokens of output": {"emitted": [b"", b"abc"]},
+    "a strange token of output": {"emitted": [b"", pack_tokens([1 << 31])]},
+    "output of too many": {"emitted": [b"", b"", b""]},
+    "output of too few": {"emitted": [b""]},
+    "ended without output": {"ended": [0]},
+    "nobody has ended": {"emitted": [b"", b""], "ended": [2]},
+    "all have ended": {"emitted": [b"", b""], "ended": [0, 1]},
+    "an attempt without end": {"attempt": 1 << 40},
+}
+
+
+@pytest.mark.parametrize("wrong", _NONSENSE.values(), ids=_NONSENSE)
+def test_a_request_that_makes_no_sense_harms_nobody(pair: Bench, wrong: dict[str, Any]) -> None:
+    """Messages of the right type with wrong content: each is counted, and the next one is served."""
+    said = {**_SENSE, **wrong}
+    fields = [bytes(16), said["prompt"], said["sampling"], said["n"], said["emitted"], "", 0, 1000, said["ended"]]
+    attempt = said.get("attempt", 1)
+    peers = {name: msgspec.to_builtins(pair.peer(name), builtin_types=(bytes,)) for name in pair.hellos}
+    for worker, message in (
+        ("decode-1", ["reserve", fields, attempt, peers["prefill-0"]]),
+        ("decode-1", ["generate", fields, attempt]),
+        ("prefill-0", ["prefill", fields, attempt, peers["decode-1"]]),
+    ):
+        before = pair.workers[worker].membership.bad_messages
+        hello = pair.hellos[worker]
+        pair.socket.send_multipart(
+            [f"{hello.name}|{hello.incarnation}".encode(), seal(msgspec.msgpack.encode(message))]
+        )
+        pair.until(lambda: pair.workers[worker].membership.bad_messages > before)  # noqa: B023
+    request = make_request(20, 3)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
 
 
 def test_nonsense_on_the_wire_harms_nobody(pair: Bench) -> None:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RequestError
+from common.request import MAX_CHOICES
 from coordinator.fields import parse_json
 from coordinator.messages import MAX_ENTRIES, MAX_MESSAGES
-from coordinator.openai import MAX_BIASES, MAX_CHOICES, MAX_PROMPTS, parse_chat, parse_completion
+from coordinator.openai import MAX_BIASES, MAX_PROMPTS, parse_chat, parse_completion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
