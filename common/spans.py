@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from common.ids import pack_tokens, unpack_tokens
+from common.ids import SequenceId, pack_tokens, unpack_tokens
 from common.messages import Logprobs, Tokens
 from common.request import FinishReason
 from common.sequence import Sequence, TokenLogprobs
@@ -44,18 +45,48 @@ class SpanWriter:
 
     def add(self, sequence: Sequence, start: int) -> None:
         """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
-        tokens = sequence.tokens[sequence.prompt_length + start :]
-        self.requests.append(sequence.request.id)
+        logprobs = sequence.logprobs[max(0, start - sequence.output_length + len(sequence.logprobs)) :]
+        self._add(
+            sequence.id,
+            start,
+            sequence.tokens[sequence.prompt_length + start :],
+            sequence.finish,
+            stop_id(sequence),
+            [to_wire(entry) for entry in logprobs],
+        )
+
+    def again(
+        self,
+        sequence: SequenceId,
+        start: int,
+        output: list[int],
+        finish: FinishReason,
+        stop_id: int,
+        logprobs: Seq[Logprobs | None],
+    ) -> None:
+        """The same of a finished sequence: its whole ``output`` is known, and ``logprobs`` of its last tokens."""
+        told = logprobs[max(0, start - len(output) + len(logprobs)) :]
+        self._add(sequence, start, output[start:], finish, stop_id, told)
+
+    def _add(
+        self,
+        sequence: SequenceId,
+        start: int,
+        tokens: list[int],
+        finish: FinishReason,
+        stop_id: int,
+        logprobs: Seq[Logprobs | None],
+    ) -> None:
+        self.requests.append(sequence.request)
         self.choices.append(sequence.choice)
         self.attempts.append(sequence.attempt)
         self.starts.append(start)
         self.counts.append(len(tokens))
-        self.finish.append(sequence.finish)
-        self.stop_ids.append(stop_id(sequence))
+        self.finish.append(finish)
+        self.stop_ids.append(stop_id)
         self.ids += tokens
-        told = len(sequence.logprobs[max(0, start - sequence.output_length + len(sequence.logprobs)) :])
-        self.logprobs += [None] * (len(tokens) - told)
-        self.logprobs += [to_wire(entry) for entry in sequence.logprobs[len(sequence.logprobs) - told :]]
+        self.logprobs += [None] * (len(tokens) - len(logprobs))
+        self.logprobs += logprobs
 
     def message(self) -> Tokens | None:
         """Everything collected, or None if there is nothing."""

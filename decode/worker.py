@@ -21,11 +21,11 @@ import msgspec
 
 from common.engine.planner import Sampled
 from common.errors import InvariantBroken
-from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing
+from common.ids import SequenceId, TransferId, pack_tokens, sequence_holder, unpack_tokens
+from common.messages import Abort, Commit, Generate, Hello, Logprobs, Measure, Resend, Reserve, Timing
 from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence, TokenLogprobs
-from common.spans import SpanWriter, from_wire
+from common.spans import SpanWriter, from_wire, stop_id, to_wire
 from common.worker import Worker
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Failed, Landed, Receiver
@@ -34,7 +34,10 @@ log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
 """Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
-KEPT_FOR_RESEND = 256
+KEPT_FOR_RESEND, KEPT_S = 256, 5.0
+"""Finished sequences whose tokens can be told again, and for how long: a coordinator that has seen a gap asks every
+0.2 s, and an end that it was not told of it misses with the third heartbeat, 1.5 s later, and has the request computed
+again."""
 
 
 @dataclass(slots=True)
@@ -48,12 +51,23 @@ class _Life:
     landed_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a Resend may ask of a sequence that has finished at ``at``: no prompt, which is most of one."""
+
+    at: float
+    output: bytes
+    finish: FinishReason
+    stop_id: int
+    logprobs: tuple[Logprobs | None, ...]
+
+
 class DecodeWorker(Worker):
     """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
 
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
-        self._done: OrderedDict[SequenceId, Sequence] = OrderedDict()
+        self._done: OrderedDict[SequenceId, _Told] = OrderedDict()
         self.reservations = Reservations(self.cache)
         self.receiver = Receiver(
             self.channels,
@@ -137,17 +151,21 @@ class DecodeWorker(Worker):
         self.over(transfer)
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
-        sequence = self._done.get(sequence_id) or next(
-            (each for each in self.sequences(sequence_id.transfer) if each.id == sequence_id), None
-        )
-        if sequence is not None and sequence.output_length > start:
-            writer = SpanWriter()
-            writer.add(sequence, start)
-            self._send(writer)
+        writer = SpanWriter()
+        if told := self._done.get(sequence_id):
+            output = unpack_tokens(told.output)
+            if len(output) > start:
+                writer.again(sequence_id, start, output, told.finish, told.stop_id, told.logprobs)
+        else:
+            for sequence in self.sequences(sequence_id.transfer):
+                if sequence.id == sequence_id and sequence.output_length > start:
+                    writer.add(sequence, start)
+        self._send(writer)
 
     # -- KV that arrives ----------------------------------------------------------------------------------------------
 
     def move_kv(self, now: float) -> None:
+        self._forget(now)
         self.receiver.step_s = self.pace.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUDGET_S):
@@ -247,14 +265,23 @@ class DecodeWorker(Worker):
         if sequence.finish is FinishReason.RUNNING:
             return
         self.planner.finish(sequence)
-        self._done[sequence.id] = sequence
-        if len(self._done) > KEPT_FOR_RESEND:
-            self._done.popitem(last=False)
+        self._keep(sequence)
         life = self._lives[sequence.id.transfer]
         life.running.discard(sequence.id)
         if not life.running:
             del self._lives[sequence.id.transfer]
             self.over(sequence.id.transfer)
+
+    def _keep(self, sequence: Sequence) -> None:
+        logprobs = tuple(to_wire(entry) for entry in sequence.logprobs)
+        output = pack_tokens(sequence.output)
+        self._done[sequence.id] = _Told(self.clock(), output, sequence.finish, stop_id(sequence), logprobs)
+        if len(self._done) > KEPT_FOR_RESEND:
+            self._done.popitem(last=False)
+
+    def _forget(self, now: float) -> None:
+        while self._done and now - next(iter(self._done.values())).at > KEPT_S:
+            self._done.popitem(last=False)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
         life = self._lives[sequence.id.transfer]

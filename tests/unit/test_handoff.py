@@ -42,6 +42,7 @@ from common.messages import (
     Message,
     Peer,
     Prefill,
+    Resend,
     Reserve,
     Timing,
     Tokens,
@@ -50,7 +51,7 @@ from common.messages import (
 from common.request import FinishReason, Request, SamplingParams
 from common.wire import decode, seal
 from common.worker import Worker, WorkerSettings
-from decode.worker import DecodeWorker
+from decode.worker import KEPT_S, DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
 
@@ -598,6 +599,30 @@ def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
     bench.until(lambda: (request.id, 1) in bench.failed)
     failed = bench.failed[request.id, 1]
     assert failed.code == "too_long" and "200 tokens" in failed.detail and not failed.retriable
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_what_has_finished_can_be_told_again_for_a_while_and_keeps_no_prompt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    worker = bench.add("colocated", OracleEngine(64))
+    request = make_request(90, 6, n=2, logprobs=logprobs)
+    bench.tell("colocated-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    told = {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()}
+    bench.finished.clear()
+    for choice in range(2):
+        bench.streams[request.id, 1, choice] = told[request.id, 1, choice][0][:2]
+        bench.tell("colocated-0", Resend(request.id, 1, choice, 2))
+    bench.until(lambda: len(bench.finished) == 2)
+    assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == told
+    kept = worker._done  # type: ignore[attr-defined]
+    assert [len(each.output) for each in kept.values()] == [4 * 6, 4 * 6]
+    assert [len(each.logprobs) for each in kept.values()] == [6 if logprobs else 0] * 2
+    now = worker.clock() + KEPT_S + 1
+    monkeypatch.setattr(worker, "clock", lambda: now)
+    bench.turn()
+    assert not kept
 
 
 _SENSE: dict[str, Any] = {"prompt": pack_tokens([1, 2, 3]), "sampling": [8, 1], "n": 2, "emitted": [], "ended": []}
