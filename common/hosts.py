@@ -12,9 +12,20 @@ def is_loopback(host: str) -> bool:
     """
     if host.lower() == "localhost":
         return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether ``host`` is where a socket listens and not where anybody can dial it: 0.0.0.0, [::] or *."""
+    address = _address(host)
+    return host == "*" or (address is not None and address.is_unspecified)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False
+        return None
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return mapped or address

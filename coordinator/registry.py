@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import InvariantBroken
+from common.hosts import is_loopback, is_unspecified
 from common.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
@@ -221,7 +222,8 @@ class Registry:
             )
         if not _is_data_address(hello.data_address, hello.role):
             return (
-                f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT, others may have none"
+                f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT that others "
+                "can dial, and the rest may have none"
             )
         others = [worker.hello for worker in self if worker.id != hello.incarnation]
         ends = [other for other in others if {hello.role, other.role} == {"prefill", "decode"}]
@@ -234,9 +236,19 @@ class Registry:
             if not set(end.links) & set(hello.links):
                 told, theirs = ", ".join(hello.links), ", ".join(end.links)
                 return f"--kv-transport {told}, but {theirs} of {end.name}: a hand-off needs one that both ends have"
+            decode, prefill = (hello, end) if hello.role == "decode" else (end, hello)
+            if decode.host != prefill.host and is_loopback(_data_host(decode.data_address)):
+                return (
+                    f"data address {decode.data_address} of {decode.name} on {decode.host}, which {prefill.name} on "
+                    f"{prefill.host} cannot reach: start {decode.name} with an address of its host"
+                )
         for other in others:
-            if other.name == hello.name and other.host != hello.host:
+            if other.name != hello.name:
+                continue
+            if other.host != hello.host:
                 return f"{other.host} has a worker {hello.name} too: give every worker a name of its own with --name"
+            if other.role != hello.role:
+                return f"{hello.name} is a {other.role} worker here: give every worker a name of its own with --name"
         return _difference(hello, others[0]) if others else None
 
 
@@ -256,10 +268,14 @@ def _is_data_address(address: str, role: Role) -> bool:
     if not address:
         return role != "decode"
     try:
-        parse_address(address.removeprefix("tcp://"))
+        host = _data_host(address)
     except ValueError:
         return False
-    return address.startswith("tcp://")
+    return address.startswith("tcp://") and not is_unspecified(host)
+
+
+def _data_host(address: str) -> str:
+    return parse_address(address.removeprefix("tcp://"))[0]
 
 
 def _checkpoint(fingerprint: str) -> str:

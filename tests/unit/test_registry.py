@@ -53,6 +53,7 @@ def beat(incarnation: str, **changes: Any) -> Heartbeat:
 
 
 _NO_ADDRESSES = ("", "nonsense", "tcp://", "tcp://h", "tcp://h:", "tcp://h:0", "tcp://h:65536", "tcp://h:x", "h:1")
+_NOWHERE = ("tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://[::ffff:0.0.0.0]:1", "tcp://*:1")
 
 
 def test_a_worker_is_ready_once_it_was_welcomed() -> None:
@@ -77,7 +78,8 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
         ({"dtype": "bfloat16", "layout": "other"}, "layout other against l of d0"),
         ({"fingerprint": "f.2", "model": "n"}, r"fingerprint f.2 against f of d0 (n here, m there)"),
         ({"host": "elsewhere", "name": "d0"}, "--name"),
-        *(({"data_address": address}, "data address") for address in _NO_ADDRESSES),
+        ({"role": "prefill", "name": "d0", "data_address": ""}, "d0 is a decode worker here"),
+        *(({"data_address": address}, "data address") for address in (*_NO_ADDRESSES, *_NOWHERE)),
     ],
 )
 def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
@@ -107,6 +109,21 @@ def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
     assert isinstance(verdict, Refused) and "--kv-transport zmq, but shm of p0" in verdict.reason
     join(registry, "d1", "i2", links=("shm", "zmq"))
     join(registry, "c0", "i3", "colocated", links=("zmq",))  # hands nothing over
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1"])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_it(first: Role, address: str) -> None:
+    registry = Registry("f")
+    hellos = [hello("p0", "i0", "prefill", host="a"), hello("d0", "i1", "decode", host="b", data_address=address)]
+    if first == "decode":
+        hellos.reverse()
+    assert isinstance(registry.join(hellos[0], 0.0), Joined)
+    verdict = registry.join(hellos[1], 0.0)
+    assert isinstance(verdict, Refused) and f"{address} of d0 on b, which p0 on a cannot reach" in verdict.reason
+    join(registry, "c0", "i2", "colocated", host="b")  # nobody dials it
+    near = {"host": "b"} if first == "decode" else {"host": "a", "data_address": address}
+    join(registry, "x0", "i3", hellos[1].role, **near)
 
 
 def test_a_name_that_libzmq_cannot_carry_is_refused() -> None:
