@@ -22,6 +22,8 @@ MAX_NAME = 256
 MAX_DRAIN_S = 86_400.0
 MAX_DETOKENIZED = 1 << 20
 """Token ids in one POST /detokenize."""
+SHOWN_DIGITS = 8
+"""Of an incarnation, which all but names a worker to the coordinator's socket: enough to tell a restart."""
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -195,8 +197,8 @@ def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[st
 
 def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
     """``links``: what was measured, else the transports that the worker speaks, best first. ``avoids``: whom it gets no
-    hand-offs to, as several failed. ``turn_ms``: how long the running turn of its loop has taken so far, None while it
-    waits."""
+    hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another. ``turn_ms``:
+    how long the running turn of its loop has taken so far, None while it waits."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -212,7 +214,7 @@ def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
         "waiting": beat.waiting if beat else 0,
         "waiting_tokens": beat.waiting_tokens if beat else 0,
         "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
-        "incarnation": hello.incarnation,
+        "incarnation": hello.incarnation[:SHOWN_DIGITS],
         "links": links.of(worker) or hello.links,
         "avoids": avoids,
         "device": hello.device,

@@ -418,7 +418,7 @@ class House:
             return all(
                 worker.incarnation
                 and name in shown
-                and shown[name]["incarnation"] == worker.incarnation
+                and worker.incarnation.startswith(shown[name]["incarnation"])
                 and shown[name]["state"] == "ready"
                 for name, worker in self.workers.items()
                 if worker.wanted
