@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 HIGH_WATER_MESSAGES = 100_000
 """Control messages are small and must not be dropped by a busy second; memory stays bounded by the message size."""
 BEAT_SUFFIX = "|hb"
-ADMITS: dict[Party, tuple[Party, ...]] = {"coordinator": ("prefill", "decode", "colocated"), "decode": ("prefill",)}
+ADMITS: dict[Party, tuple[Party, ...]] = {
+    "coordinator": ("prefill", "decode", "colocated"),
+    "decode": ("prefill",),
+    "prefill": (),
+    "colocated": (),
+}
 """Whose keys the router of each role lets in."""
 _Secure = Callable[[zmq.Socket[Any]], None]
 
@@ -56,7 +61,7 @@ def is_local(address: str) -> bool:
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
 
 
-def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int) -> None:
+def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int, secure: _Secure) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
@@ -65,6 +70,11 @@ def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    try:
+        secure(socket)
+    except BaseException:
+        socket.close()
+        raise
 
 
 def _in_plain_text(_: zmq.Socket[Any]) -> None: ...
@@ -79,11 +89,10 @@ def bind_router(
 ) -> zmq.Socket[Any]:
     """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises."""
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
-    _prepare(socket, max_frame_bytes)
+    _prepare(socket, max_frame_bytes, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    secure(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -105,9 +114,8 @@ def connect_dealer(
 ) -> zmq.Socket[Any]:
     """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
-    _prepare(socket, max_frame_bytes)
+    _prepare(socket, max_frame_bytes, secure)
     socket.setsockopt(zmq.IDENTITY, name)
-    secure(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -279,7 +287,11 @@ def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthentica
 
     door = ThreadAuthenticator(context)
     door.start()
-    door.configure_curve_callback(keys.party, _Allowed(keys))
+    try:
+        door.configure_curve_callback(keys.party, _Allowed(keys))
+    except BaseException:
+        door.stop()  # its thread has a socket, which closing the context would wait for
+        raise
     return door
 
 

@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
+import pytest
 import zmq
 
-from common.channel import bind_router, connect_dealer
+from common import channel, keys
+from common.channel import Channels, bind_router, connect_dealer, is_local
+from common.keys import PARTIES, Party
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    keys.make(tmp_path / "cluster.key")
+    return tmp_path / "cluster.key"
+
+
+@pytest.mark.parametrize("party", PARTIES)
+def test_every_role_can_bind_a_router_with_its_key(cluster: Path, party: Party) -> None:
+    channels = Channels(keys.load(cluster, party))
+    try:
+        _, address = channels.router("tcp://127.0.0.1:*")
+        assert is_local(address)
+    finally:
+        channels.close()
+
+
+def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "ADMITS", {})
+    channels = Channels(keys.load(cluster, "decode"))
+    with pytest.raises(KeyError):
+        channels.router("tcp://127.0.0.1:*")
+    closing = threading.Thread(target=channels.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_read_yet() -> None:
