@@ -33,12 +33,14 @@ Rank = tuple[int, bool, int]
 @dataclass(slots=True)
 class _Entry:
     """A sequence and its place; ``table`` is None while it waits. ``turn`` is the number of the last turn
-    that it had, or that others had before it came. ``chain`` keeps its prefix keys between attempts."""
+    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``chain`` keeps
+    its prefix keys between attempts."""
 
     rank: Rank
     sequence: Sequence
     table: BlockTable | None = None
     turn: int = 0
+    parked: bool = False
     chain: list[ChainKey] = field(default_factory=list)
 
 
@@ -103,8 +105,9 @@ class Planner:
 
     @property
     def parked(self) -> bool:
-        """Whether a sequence that had already started waits for blocks: it outranks new reservations."""
-        return any(entry.sequence.output_length for entry in self._waiting)
+        """Whether a sequence that had already started here waits for blocks: it outranks new reservations. One that
+        lost another worker had none here yet, and may wait for a slot only."""
+        return any(entry.parked for entry in self._waiting)
 
     def resting(self) -> set[RequestId]:
         """Requests that have begun and get no tokens now: parked, computed again after that, or outranked by as many
@@ -253,7 +256,7 @@ class Planner:
             self._short = True
             return False
         self.cache.admit(table, len(sequence.tokens))
-        entry.table, sequence.computed = table, table.cached_tokens
+        entry.table, sequence.computed, entry.parked = table, table.cached_tokens, False
         return True
 
     def _room(self, entry: _Entry) -> bool:
@@ -270,7 +273,7 @@ class Planner:
         if entry.table is None:
             raise InvariantBroken(f"{entry.sequence} is parked without blocks")
         self.cache.close(entry.table)
-        entry.table, entry.sequence.computed = None, 0
+        entry.table, entry.sequence.computed, entry.parked = None, 0, True
         self._running.remove(entry)
         bisect.insort(self._waiting, entry, key=lambda each: each.rank)
         self.preemptions += 1
@@ -282,7 +285,7 @@ class Planner:
             table, copies = self.cache.fork(self.table(sequence), sequence_holder(other.id), sequence.computed)
         except OutOfBlocks:
             other.computed = 0
-            self._insert(self._waiting, _Entry(rank, other))
+            self._insert(self._waiting, _Entry(rank, other, parked=True))
             return []
         self._insert(self._running, _Entry(rank, other, table))
         return copies

@@ -395,6 +395,16 @@ def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None
         assert {s.sequence for s in advance(planner).segments} == {old}, "nobody overtakes what was parked"
     planner.finish(old)
     assert advance(planner).segments[0].sequence is new
+    assert not planner.parked
+
+
+def test_who_lost_another_worker_and_waits_for_a_slot_was_not_parked() -> None:
+    planner = small(blocks=60, max_sequences=1)
+    planner.add(simple(8, 5))
+    advance(planner)
+    planner.add(simple(8, 5, index=1, emitted=[7, 8]))
+    advance(planner)
+    assert (planner.waiting, planner.parked) == (1, False)
 
 
 def test_a_failed_segment_is_not_counted_as_computed() -> None:
