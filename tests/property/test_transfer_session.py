@@ -110,12 +110,10 @@ def test_a_lossy_link_delays_but_never_corrupts(
                     sender.accepted(size, now)
         if sender.state is TransferState.ACCEPTED:
             break
-    assert sender.state in (TransferState.ACCEPTED, TransferState.EXPIRED), "it hangs"
-    if trouble == 0:
-        assert sender.state is TransferState.ACCEPTED
-    if receiver.state is TransferState.ACCEPTED:
-        wanted = {(layer, token): 1 for layer in range(layers) for token in range(have, total)}
-        assert received == wanted, "a cell is missing or was written twice"
+    # of ten messages three are lost at most, and it is given up after 25 repetitions in vain
+    assert sender.state is receiver.state is TransferState.ACCEPTED, sender.why_ended
+    wanted = {(layer, token): 1 for layer in range(layers) for token in range(have, total)}
+    assert received == wanted, "a cell is missing or was written twice"
 
 
 def push(sender: SenderSession, layout: KvLayout, forth: Network) -> None:
