@@ -82,13 +82,6 @@ class KvCache:
             self.queried_tokens += tokens
             self.hit_tokens += table.cached_tokens
 
-    def cached_prefix(self, tokens: Sequence[int], cache_salt: str) -> int:
-        """Tokens that :meth:`open` would find cached now; changes nothing."""
-        if not self.prefix_caching:
-            return 0
-        chain = extend_chain(chain_root(cache_salt, self._fingerprint, self._kv_dtype), [], tokens)
-        return len(self.prefix.match(chain, len(tokens) - 1)) * self.block_size
-
     def grow(self, table: BlockTable, tokens: int) -> None:
         """Makes room for ``tokens`` tokens in all; OutOfBlocks leaves the table as it was."""
         if lacking := table.lacking(tokens):
@@ -130,12 +123,6 @@ class KvCache:
             raise InvariantBroken(f"{table.holder} closes a table that is not open")
         self.pool.drop(reversed(table.blocks), table.holder)
         table.blocks = []
-
-    def clear_prefixes(self) -> None:
-        """Forgets every cached prefix; blocks that only the cache held are free."""
-        for block in list(self.prefix.blocks()):
-            self.prefix.forget(block)
-            self.pool.drop([block], CACHE)
 
     def strays(self) -> int:
         """How many blocks are held by somebody whose table is closed; always 0."""

@@ -10,7 +10,7 @@ user's KV to another.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from common.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP, KvDtype
@@ -79,9 +79,6 @@ class PrefixIndex:
         key = self._key_of.pop(block)
         del self._block_of[key]
         self._removed.append(key)
-
-    def blocks(self) -> Iterable[BlockId]:
-        return self._key_of.keys()
 
     def take_changes(self) -> tuple[list[ChainKey], list[ChainKey]]:
         """Keys that came and went since the last call, each at most once and in its final state."""
