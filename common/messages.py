@@ -246,8 +246,9 @@ class Resend(Message, tag="resend"):
 
 
 class Measure(Message, tag="measure"):
-    """Try the link: prefill sends ``tokens`` tokens of whatever lies in free blocks to ``peer``, decode takes them from
-    ``peer`` and drops them. Goes to both, decode first; a worker that is short of blocks stays silent."""
+    """Try the link: prefill sends ``tokens`` tokens of whatever lies in blocks that nobody holds (cached prefixes give
+    way) to ``peer``, decode takes them from ``peer`` and drops them. Goes to both, decode first; a worker that is short
+    of blocks stays silent."""
 
     request: Id
     attempt: Count

@@ -1,13 +1,14 @@
 """The two state machines of one hand-off.
 
-Pure: events in, effects out, time as an argument. What they decide is in ``handoff.md``'s terms:
+Pure: events in, effects out, time as an argument. ``PROTOCOL.md`` says what travels between them:
 
     sender    RESERVED ─ granted ► SENDING ─ all sent, first tokens known ► COMMITTING ─ accept ► ACCEPTED ► RELEASED
     receiver  RESERVED ─ first frame ► SENDING ─ commit, everything right ► ACCEPTED ─ released ► RELEASED
     either    any ─► EXPIRED (lease or no progress) | FAILED (what arrived is wrong) | CANCELLED (somebody gave up)
 
-Frames are numbered and taken strictly in order: a duplicate is dropped, a gap is answered with the last good number and
-the sender goes back to it. Nothing the receiver got is visible to anybody before ACCEPTED.
+Frames are numbered and taken strictly in order: a duplicate is dropped, a gap is answered with the last good number.
+The sender repeats by its own timer: once all that is not acknowledged, then the oldest frame. Nothing the receiver got
+is visible to anybody before ACCEPTED.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Session:
         self.state = TransferState.RESERVED
         self.have = 0
         self.frames = self.bytes = self.checksum = 0
-        self.opened_at = self.progress_at = now
+        self.progress_at = now
         self.why_ended = ""
 
     def move(self, to: TransferState, why: str = "") -> None:
@@ -256,7 +257,6 @@ class ReceiverSession(Session):
     ) -> None:
         super().__init__(transfer, tokens, now, limits)
         self.layout, self.have = layout, have
-        self.first_frame_at = 0.0
         self._upto = [have] * len(layout.layers)
 
     def judge(self, header: FrameHeader, now: float) -> Verdict:
@@ -278,7 +278,6 @@ class ReceiverSession(Session):
         """The frame's bytes are in place and their checksum was right."""
         if self.state is TransferState.RESERVED:
             self.move(TransferState.SENDING)
-            self.first_frame_at = now
         for layer in header.cells.layers:
             self._upto[layer] = header.cells.last_token
         self.frames += 1

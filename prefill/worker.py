@@ -276,7 +276,7 @@ class PrefillWorker(Worker):
             self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _measure(self, message: Measure, now: float) -> None:
-        """Ships free blocks as they are: the same frames and checks as a real hand-off, without a model."""
+        """Ships blocks of nobody as they are: the same frames and checks as a real hand-off, without a model."""
         transfer = TransferId(message.request, message.attempt)
         if (table := self.open_trial(transfer, message.tokens, now)) is None:
             return

@@ -1,8 +1,8 @@
 """What a link promises: KV cells of a sender's pool arrive in a receiver's pool, or an error says so.
 
 A link decides how the bytes of one frame travel beside its header: in the message itself, or as directions to where the
-receiver can pull them. The receiver writes its own memory (never the sender), and only after :meth:`Link.place` has
-seen the right checksum over the bytes it holds itself do they count as arrived.
+receiver can pull them. The receiver writes its own memory (never the sender), and only after :meth:`ReceiveLink.place`
+has seen the right checksum over the bytes it holds itself do they count as arrived.
 """
 
 from __future__ import annotations
