@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import zmq
@@ -26,7 +26,7 @@ from kvtransfer.credit import CreditBook
 from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
-from kvtransfer.links.pull import PullReceiveLink
+from kvtransfer.links.pull import PullReceiveLink, SourcePool
 from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
 from kvtransfer.sources import Knocking, Sources
@@ -90,7 +90,7 @@ class Receiver:
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
         self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
-        self._sources = Sources(channels, self._nixl)
+        self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | Failed] = []
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
@@ -303,8 +303,6 @@ class Receiver:
         near = self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id
         if near or (self._transport == nixl.NAME and message.agent):
             pool = self._sources.reach(message, travels, now)
-            links = (each.link for each in self._incoming.values())
-            self._sources.forget_one(link.source for link in links if isinstance(link, PullReceiveLink))
             if isinstance(pool, Knocking):
                 return pool
             if pool is not None:
@@ -330,6 +328,12 @@ class Receiver:
                 self._forget(incoming, session.why_ended, tell=True)
             elif incoming.link is None and (said := incoming.announced) and self._connect(incoming, said, now):
                 self._answer(incoming)
+        self._sources.let_go(self._uses(), now)
+
+    def _uses(self) -> Iterator[tuple[SourcePool, float]]:
+        for incoming in self._incoming.values():
+            if isinstance(incoming.link, PullReceiveLink) and not self._settled(incoming):
+                yield incoming.link.source, incoming.session.progress_at
 
     def _fail(self, incoming: _Incoming, to: TransferState, reason: str, *, tell: bool = True) -> None:
         if self._settled(incoming):

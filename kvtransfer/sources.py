@@ -2,7 +2,8 @@
 
 Nothing here waits. At a door it is knocked, and whether somebody has opened is looked at between other things: the
 sender may be stopped, and streams must not stand still for it. What could not be reached is tried again after a pause
-that doubles, since the cause may be gone by then.
+that doubles, since the cause may be gone by then. A pool is held no longer than a lease after its last use: it may be
+what is left of a process that died, and all its memory with it.
 """
 
 from __future__ import annotations
@@ -38,20 +39,23 @@ class Knocking:
 
 @dataclass(slots=True)
 class _Source:
-    """One pool: within reach, knocked at until ``until``, or not tried before ``retry_at``."""
+    """One pool: within reach and last of use at ``used_at``, knocked at until ``until``, or not tried before
+    ``retry_at``."""
 
     pool: SourcePool | None = None
     knock: Knock | None = None
     until: float = 0.0
     retry_at: float = 0.0
     pause_s: float = PAUSE_S
+    used_at: float = 0.0
 
 
 class Sources:
-    """The pools that were announced to one receiver; ``reader`` reaches them over NIXL, else they are on this host."""
+    """The pools that were announced to one receiver; ``reader`` reaches them over NIXL, else they are on this host.
+    What no hand-off has used for ``lease_s``, which is how long one may be silent, is let go."""
 
-    def __init__(self, channels: Channels, reader: NixlReader | None = None) -> None:
-        self._channels, self._reader = channels, reader
+    def __init__(self, channels: Channels, lease_s: float, reader: NixlReader | None = None) -> None:
+        self._channels, self._lease_s, self._reader = channels, lease_s, reader
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
     def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Knocking | None:
@@ -63,6 +67,7 @@ class Sources:
         key = (announced.sender, announced.pool, announced.agent, layout, announced.pool_blocks)
         source = self._sources.setdefault(key, _Source())
         self._sources.move_to_end(key)
+        source.used_at = now
         if source.pool is not None and source.pool.lost:
             source.pool.close()
             source.pool = None
@@ -76,17 +81,20 @@ class Sources:
             if source.knock is not None:
                 self._look(key, source, now)
 
-    def forget_one(self, used: Iterable[SourcePool]) -> None:
-        """Lets the pool go that was longest out of use, if there are too many. Not one of ``used``."""
-        if len(self._sources) <= MAX_POOLS:
-            return
-        kept = {id(pool) for pool in used}
-        for key, source in list(self._sources.items())[:-1]:
-            if source.knock is None and id(source.pool) not in kept:
+    def let_go(self, uses: Iterable[tuple[SourcePool, float]], now: float) -> None:
+        """Closes what is not used any more, and what was longest out of use if there still are too many. ``uses``: the
+        pools of all hand-offs that go on, and when each of these was last heard of (within the lease)."""
+        heard: dict[int, float] = {}
+        for pool, at in uses:
+            heard[id(pool)] = max(at, heard.get(id(pool), at))
+        for key, source in list(self._sources.items()):
+            source.used_at = max(source.used_at, heard.get(id(source.pool), 0.0))
+            used = source.knock is not None or id(source.pool) in heard
+            idle = source.pool is not None and now - source.used_at > self._lease_s
+            if not used and (idle or len(self._sources) > MAX_POOLS):
                 del self._sources[key]
                 if source.pool is not None:
                     source.pool.close()
-                return
 
     def close(self) -> None:
         for source in self._sources.values():

@@ -18,6 +18,7 @@ from common.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
 from kvtransfer.links.shm import PoolDoor
 from kvtransfer.proof import proof
 from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.session import Limits
 from kvtransfer.sources import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
 
 LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
@@ -162,3 +163,50 @@ def test_pauses_grow_and_end(meeting: Meeting) -> None:
         meeting.now += 0.5
     pauses = [after - before for before, after in itertools.pairwise(tries)]
     assert pauses[:6] == [1, 2, 4, 8, 16, 30] and set(pauses[6:]) == {LONGEST_PAUSE_S}
+
+
+def mapped_pools() -> int:
+    """Mappings of KV pools that this process holds."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:tandem-kv" in line for line in maps)
+
+
+def granted(meeting: Meeting) -> TransferId:
+    """A new hand-off that reads the sender's pool."""
+    answer = meeting.answer(transfer := meeting.announce())
+    while isinstance(answer, Heard):  # the door has a thread of its own, which may not have run yet
+        answer = meeting.answer(transfer)
+    assert isinstance(answer, Grant) and answer.link == "shm"
+    return transfer
+
+
+def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be_silent(meeting: Meeting) -> None:
+    lease_s = Limits().lease_s
+    before = mapped_pools()
+    meeting.open_door()
+    transfer = granted(meeting)
+    assert mapped_pools() == before + 1
+    meeting.now += lease_s - 0.5
+    meeting.repeat(transfer)
+    assert isinstance(meeting.answer(transfer), Grant)
+    meeting.close_door()
+    meeting.now += lease_s - 0.5
+    meeting.receiver.pump(meeting._clock, 1.0)
+    assert mapped_pools() == before + 1, "it may still send"
+    meeting.now += 1.0
+    assert isinstance(meeting.answer(transfer), Cancel)
+    assert mapped_pools() == before, "less than 10 s after its last sign of life"
+
+
+def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest(meeting: Meeting) -> None:
+    before = mapped_pools()
+    meeting.open_door()
+    meeting.receiver.cancel(granted(meeting), "no longer wanted")
+    meeting.now += Limits().lease_s / 2
+    meeting.receiver.pump(meeting._clock, 1.0)
+    assert mapped_pools() == before + 1
+    for _ in range(2):
+        meeting.receiver.cancel(granted(meeting), "no longer wanted")
+        meeting.now += Limits().lease_s + 0.1
+        meeting.receiver.pump(meeting._clock, 1.0)
+        assert mapped_pools() == before
