@@ -6,6 +6,7 @@ a thread of its own because the sender's engine may be in the middle of a long s
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -14,8 +15,12 @@ import threading
 from common.ids import Incarnation
 from common.kv.memory import KvMemory
 
+log = logging.getLogger("tandem.kv")
+
 NAME = "shm"
 _UCRED = struct.Struct("3i")
+_PAUSE_S = 0.1
+"""Until a door that could let nobody in, for want of descriptors or memory, tries again: who knocks waits longer."""
 
 
 class PoolDoor:
@@ -27,15 +32,22 @@ class PoolDoor:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(16)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-pool-door", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        stuck = False
+        while not self._closed.is_set():
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if not stuck and not self._closed.is_set():
+                    log.warning("the door of the KV pool lets nobody in for now: %s", error)
+                stuck = True
+                self._closed.wait(_PAUSE_S)
+                continue
+            stuck = False
             with peer:
                 credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
                 if _UCRED.unpack(credentials)[1] == os.getuid():
@@ -45,6 +57,7 @@ class PoolDoor:
                         continue
 
     def close(self) -> None:
+        self._closed.set()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         finally:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -188,6 +192,36 @@ def test_a_pool_that_was_withdrawn_is_not_reached() -> None:
     pools.withdraw(owner)
     with pytest.raises(OSError, match="gone"):
         pools.reach(owner, memory)
+    memory.close()
+
+
+def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has used up its descriptors for a moment must not be out of reach for the rest of its life."""
+    refused = threading.Semaphore(0)
+
+    class Exhausted(socket.socket):
+        left = 3
+
+        def accept(self) -> Any:
+            if self.left:
+                self.left -= 1
+                refused.release()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().accept()
+
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shm.socket, "socket", Exhausted)
+        door = shm.PoolDoor(memory, new_incarnation())
+    for _ in range(3):
+        assert refused.acquire(timeout=20)
+    knock = shm.Knock(door.address)
+    assert select.select([knock], [], [], 20)[0]
+    descriptor = knock.answer()
+    assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.fstat(memory.fd))
+    os.close(descriptor)
+    knock.close()
+    door.close()
     memory.close()
 
 
