@@ -24,7 +24,8 @@ Table = Sequence[BlockId] | npt.NDArray[np.int64]
 """Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
 # fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
-_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
+_F_ADD_SEALS, _F_GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1034, 1, 2, 4, 16
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
 def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
@@ -85,17 +86,23 @@ class KvMemory(BlockArray):
         self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
         self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
     @classmethod
     def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
-        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong."""
+        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong or
+        may still change (who reads beyond a file's end dies of SIGBUS), OSError if it is no memory file."""
         memory = cls.__new__(cls)
         memory.fd = fd
-        if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+        try:
+            if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("the shared pool is not sealed")
+            if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+                raise ValueError("the shared pool's size does not match its layout")
+            memory._map(layout, blocks, mmap.PROT_READ)
+        except BaseException:
             os.close(fd)
-            raise ValueError("the shared pool's size does not match its layout")
-        memory._map(layout, blocks, mmap.PROT_READ)
+            raise
         return memory
 
     def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,36 @@ def test_a_pool_of_another_size_is_refused_and_its_descriptor_closed() -> None:
             os.fstat(copy)
     finally:
         memory.close()
+
+
+def test_a_pool_that_its_owner_could_still_shrink_is_refused_and_its_descriptor_closed(tmp_path: Path) -> None:
+    """Whoever reads beyond the end of a mapped file dies of SIGBUS."""
+    memory = KvMemory(LAYOUT, 2)
+    size = os.fstat(memory.fd).st_size
+    memory.close()
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    on_disk = os.open(tmp_path / "pool", os.O_RDWR | os.O_CREAT)
+    for descriptor, error in ((unsealed, ValueError), (on_disk, OSError)):
+        os.ftruncate(descriptor, size)
+        with pytest.raises(error):
+            KvMemory.attach(descriptor, LAYOUT, 2)
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+def test_a_descriptor_that_cannot_be_mapped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = KvMemory(LAYOUT, 2)
+    copy = os.dup(memory.fd)
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no address space")
+
+    monkeypatch.setattr(KvMemory, "_map", refuse)
+    with pytest.raises(OSError, match="address space"):
+        KvMemory.attach(copy, LAYOUT, 2)
+    with pytest.raises(OSError):
+        os.fstat(copy)
+    memory.close()
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("int4", 16), ("float32", 0), ("float32", 24), ("float32", -16)])
