@@ -55,8 +55,18 @@ class Failed:
 
 
 @dataclass(slots=True)
+class _Early:
+    """An announcement for which nothing is reserved yet; ``told_ms`` as in :class:`_Incoming`."""
+
+    peer: bytes
+    said: Open
+    told_ms: int = 0
+
+
+@dataclass(slots=True)
 class _Incoming:
-    """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``."""
+    """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``. ``told_ms``: how long the sender was
+    told last that a step of ours may take."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -64,6 +74,7 @@ class _Incoming:
     peer: bytes = b""
     announced: Open | None = None
     link: ReceiveLink | None = None
+    told_ms: int = 0
 
 
 class Receiver:
@@ -88,7 +99,7 @@ class Receiver:
         self._socket, self.address = channels.router(address)
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
-        self._early: OrderedDict[TransferId, tuple[bytes, Open]] = OrderedDict()
+        self._early: OrderedDict[TransferId, _Early] = OrderedDict()
         self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
         self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | Failed] = []
@@ -113,9 +124,9 @@ class Receiver:
         self._incoming[transfer] = _Incoming(session, table, peer.token)
         if early := self._early.pop(transfer, None):
             try:
-                self._grant(*early, now)
+                self._grant(early.peer, early.said, now)
             except WireError as error:
-                self._bad(early[0], str(error))
+                self._bad(early.peer, str(error))
 
     def cancel(self, transfer: TransferId, reason: str) -> None:
         """Gives a hand-off up; nothing comes back for it. Unknown ones are fine."""
@@ -149,13 +160,15 @@ class Receiver:
 
     def away(self, step_s: float) -> None:
         """A step of about ``step_s`` seconds begins, in which nothing is answered here: whoever would lose patience is
-        told."""
-        if step_s <= self.step_s or step_s * self._limits.busy_steps <= self._limits.no_progress_s:
+        told, unless it was told of one that long."""
+        self.step_s = max(self.step_s, step_s)
+        if step_s * self._limits.busy_steps <= self._limits.no_progress_s:
             return
-        self.step_s = step_s
-        for (request, attempt), incoming in self._incoming.items():
-            if incoming.peer and not self._settled(incoming):
-                self._reply(incoming.peer, Heard(request, attempt, int(step_s * 1000)))
+        waiting: list[tuple[TransferId, _Early | _Incoming]] = [*self._early.items()]
+        waiting += [(id, each) for id, each in self._incoming.items() if each.peer and not self._settled(each)]
+        for transfer, sender in waiting:
+            if sender.told_ms < int(step_s * 1000):
+                self._heard(transfer, sender)
 
     def close(self) -> None:
         for transfer in list(self._incoming):
@@ -204,11 +217,11 @@ class Receiver:
     def _opened(self, peer: bytes, message: Open, incoming: _Incoming | None, now: float) -> None:
         transfer = TransferId(message.request, message.attempt)
         if incoming is None:
-            self._early[transfer] = (peer, message)
+            early = self._early[transfer] = _Early(peer, message)
             self._early.move_to_end(transfer)
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)
-            self._reply(peer, Heard(message.request, message.attempt, int(self.step_s * 1000)))
+            self._heard(transfer, early)
         elif not incoming.peer:
             self._grant(peer, message, now)
         elif incoming.peer == peer and not self._settled(incoming):
@@ -246,14 +259,19 @@ class Receiver:
     def _answer(self, incoming: _Incoming) -> None:
         """To an Open: the grant, or that it was heard."""
         session, link = incoming.session, incoming.link
-        transfer, step_ms = session.transfer, int(self.step_s * 1000)
+        transfer = session.transfer
         if link is None:
-            self._reply(incoming.peer, Heard(transfer.request, transfer.attempt, step_ms))
+            self._heard(transfer, incoming)
             return
+        incoming.told_ms = int(self.step_s * 1000)
         shown = proof(incoming.token, transfer, "grant")
         credit = self.credit.open(transfer, incoming.peer)
-        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, step_ms, shown)
+        grant = Grant(transfer.request, transfer.attempt, session.have, link.name, credit, incoming.told_ms, shown)
         self._reply(incoming.peer, grant)
+
+    def _heard(self, transfer: TransferId, sender: _Early | _Incoming) -> None:
+        sender.told_ms = int(self.step_s * 1000)
+        self._reply(sender.peer, Heard(transfer.request, transfer.attempt, sender.told_ms))
 
     def _frame(self, peer: bytes, header: FrameHeader, payload: memoryview, now: float) -> None:
         incoming = self._incoming.get(header.transfer)

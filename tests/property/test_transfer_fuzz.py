@@ -316,3 +316,28 @@ def test_a_sender_has_patience_with_a_step_that_it_was_told_of(step_s: float, wa
         ended = house.sender.pump(house.clock.now)
     assert isinstance(ended[0], Lost) and waits_s <= house.clock.now - began < waits_s + 0.5
     house.close()
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_who_was_told_of_shorter_steps_is_told_of_a_long_one(granted: bool) -> None:
+    """A step took 3 s without warning, so this worker knows such steps; who was greeted before it does not."""
+    house = House("zmq", 1)
+    transfer, now = TransferId(RequestId(bytes(16)), 1), house.clock.now
+    house.sender.open(transfer, house.peer, TOKENS, house.table(0, 6), now)
+    if granted:
+        house.held[transfer] = 0
+        house.receiver.expect(transfer, TOKENS, 0, house.table(0, 3), house.peer, now)
+        house.sender.computed(transfer, house.table(0, 6), TOKENS // 2, 2, now)
+    for _ in range(5):
+        house.turn()
+    assert house.sender.granted(transfer) is granted
+    house.receiver.step_s = 3.0
+    if granted:
+        house.sender.computed(transfer, house.table(0, 6), TOKENS, 2, house.clock.now)
+    house.receiver.away(3.0)
+    began, ended = house.clock.now, []
+    while not ended:
+        house.travel(0.05)
+        ended = house.sender.pump(house.clock.now)
+    assert isinstance(ended[0], Lost) and 12.0 <= house.clock.now - began < 12.5
+    house.close()
