@@ -11,6 +11,7 @@ import json
 import pickle
 import struct
 import sys
+import tracemalloc
 import types
 import typing
 from pathlib import Path
@@ -63,7 +64,7 @@ from common.messages import (
     Welcome,
 )
 from common.request import Request, SamplingParams
-from common.wire import MAX_MESSAGE_BYTES, decode, encode
+from common.wire import MAX_MESSAGE_BYTES, decode, encode, seal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
 UNIONS = (FromWorker, ToWorker, ToDecode, ToPrefill)
@@ -330,6 +331,16 @@ def test_a_message_that_goes_the_other_way() -> None:
 
 
 _DEEP = 100_000
+_COMMIT = msgpack.packb(["commit", _ID, 1, 500, 32, 4, 65_536, 7, "1" * 16, bytes(4), [], [], []])[:-3]
+"""A Commit as far as its columns."""
+
+
+def _wide(items: int) -> bytes:
+    """An array of arrays, ``items`` in all, each an object of its own to whoever builds it first and looks later."""
+    row = b"\xdd" + struct.pack(">I", 1 << 10) + b"\x90" * (1 << 10)
+    return b"\xdd" + struct.pack(">I", items >> 10) + row * (items >> 10)
+
+
 HOSTILE = {
     "empty": b"",
     "nil": b"\xc0",
@@ -344,6 +355,11 @@ HOSTILE = {
     "extension type": b"\x92\xa6turned" + msgpack.packb(msgpack.ExtType(5, b"x")),
     "empty extension": b"\x92\xa6turned\xc7\x00\x05",
     "timestamp": b"\x92\xa6turned" + msgpack.packb(msgpack.Timestamp(1, 2)),
+    "wide and nested": _wide(1 << 20),
+    "huge array header in a field": b"\x93\xa5hello" + b"\xdd\xff\xff\xff\xff",
+    "huge array header of choices": _COMMIT + b"\xdd\xff\xff\xff\xff\x01",
+    "huge map header in a field": b"\x95\xa6timing\xc4\x10" + _ID + b"\x01\xdf\xff\xff\xff\xff",
+    "nested in a column": _COMMIT + b"\x91" * _DEEP + b"\xc0",
     "reserved byte": b"\xc1",
     "pickle": pickle.dumps({"cmd": "run"}),
     "pickle with code": b"cos\nsystem\n(S'true'\ntR.",
@@ -373,7 +389,15 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to worker", "to decode", "to prefill"])
 def test_hostile_bytes(name: str, kind: Any) -> None:
+    """Behind a right digest, as somebody who means it sends them; nothing is built of them before they are refused."""
     refused(HOSTILE[name], kind)
+    data = seal(HOSTILE[name])
+    tracemalloc.start()
+    try:
+        refused(data, kind)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_too_large_a_message_is_refused_before_it_is_read() -> None:
