@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from common.ids import Incarnation, WorkerName
+from common.ids import MAX_INCARNATION_BYTES, Incarnation, WorkerName
 from common.kv.layout import KvDtype
 from common.request import Id, Request
 
@@ -23,6 +23,8 @@ PROTOCOL = 6
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
+Short = Annotated[str, msgspec.Meta(max_length=128)]
+"""A name or a fingerprint; the address of an abstract socket has at most 107 bytes."""
 TokenBytes = bytes
 """For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
 
@@ -275,12 +277,12 @@ class Open(Message, tag="open"):
 
     request: Id
     attempt: Count
-    sender: Incarnation
+    sender: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     tokens: Count
-    layout: str
+    layout: Short
     dtype: KvDtype
-    host_id: str
-    pool: str
+    host_id: Annotated[str, msgspec.Meta(max_length=512)]
+    pool: Short
     pool_blocks: Count
     pool_block_size: Count
     pool_shards: Count
@@ -296,7 +298,7 @@ class Grant(Message, tag="grant"):
     request: Id
     attempt: Count
     have: Count
-    link: str
+    link: Short
     credit_bytes: Count
     step_ms: Count = 0
     proof: Secret = b""
@@ -332,7 +334,7 @@ class Commit(Message, tag="commit"):
     frames: Count
     bytes: Count
     checksum: int
-    layout: str
+    layout: Short
     first: TokenBytes
     finish: tuple[int, ...]
     stop_ids: tuple[int, ...]

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import zmq
 
 from common.channel import Channels, send
@@ -21,7 +22,7 @@ from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
 from common.strikes import Strikes
-from common.wire import decode
+from common.wire import MAX_HANDOFF_BYTES, decode
 from kvtransfer.credit import CreditBook
 from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
@@ -34,7 +35,8 @@ from kvtransfer.sources import Knocking, Sources
 log = logging.getLogger("tandem.kv")
 
 MAX_EARLY = 4096
-"""Announcements that came before their reservation; the oldest are forgotten, their senders announce again."""
+"""Announcements that came before their reservation; the oldest are forgotten, their senders announce again. One takes
+some 5 KB at most, and 64 KiB more where it says how NIXL reads a pool and this side can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class Receiver:
         if len(parts) == 2:
             self._frame(peer, FrameHeader.unpack(parts[0].bytes), parts[1].buffer, now)
         elif len(parts) == 1:
-            self._message(peer, decode(parts[0].buffer, ToDecode), now)
+            self._message(peer, decode(parts[0].buffer, ToDecode, MAX_HANDOFF_BYTES), now)
         else:
             raise WireError(f"{len(parts)} parts are neither a message nor a frame")
 
@@ -217,6 +219,8 @@ class Receiver:
     def _opened(self, peer: bytes, message: Open, incoming: _Incoming | None, now: float) -> None:
         transfer = TransferId(message.request, message.attempt)
         if incoming is None:
+            if self._nixl is None:
+                message = msgspec.structs.replace(message, agent=b"")
             early = self._early[transfer] = _Early(peer, message)
             self._early.move_to_end(transfer)
             if len(self._early) > MAX_EARLY:

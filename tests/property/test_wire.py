@@ -64,7 +64,8 @@ from common.messages import (
     Welcome,
 )
 from common.request import Request, SamplingParams
-from common.wire import MAX_MESSAGE_BYTES, decode, encode, seal
+from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, decode, encode, seal
+from coordinator.openai import MAX_CHOICES, MAX_LOGPROBS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
 UNIONS = (FromWorker, ToWorker, ToDecode, ToPrefill)
@@ -82,6 +83,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     """A strategy for everything that ``annotation`` allows, NaN apart (it equals nothing)."""
     if typing.get_origin(annotation) is typing.Annotated:
         inner, meta = annotation.__origin__, annotation.__metadata__[0]
+        if inner is str or getattr(inner, "__supertype__", None) is str:
+            return st.text(max_size=8)
         if inner is not int:
             return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
         return st.integers(meta.ge, meta.lt - 1 if meta.le is None else meta.le)
@@ -403,6 +406,27 @@ def test_hostile_bytes(name: str, kind: Any) -> None:
 def test_too_large_a_message_is_refused_before_it_is_read() -> None:
     with pytest.raises(WireError, match="allowed"):
         decode(bytes(MAX_MESSAGE_BYTES + 1), ToWorker)
+
+
+def test_the_largest_messages_of_a_hand_off_are_far_below_their_limit() -> None:
+    shown = Logprobs(-0.5, pack_tokens(range(MAX_LOGPROBS)), (-0.5,) * MAX_LOGPROBS)
+    first = pack_tokens([7] * MAX_CHOICES)
+    columns = ((0,) * MAX_CHOICES, (-1,) * MAX_CHOICES, (shown,) * MAX_CHOICES)
+    host_id, pool, agent = "h" * 512, "p" * 128, bytes(1 << 16)
+    for message in (
+        Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, first, *columns),  # type: ignore[arg-type]
+        Open(_ID, 1, "i" * 64, 500, "1" * 16, "bfloat16", host_id, pool, 1024, 16, 2, bytes(64), agent),  # type: ignore[arg-type]
+    ):
+        assert decode(encode(message), ToDecode, MAX_HANDOFF_BYTES) == message
+        assert len(encode(message)) < MAX_HANDOFF_BYTES / 3
+
+
+@pytest.mark.parametrize("field", ["sender", "layout", "host_id", "pool", "proof", "agent"])
+def test_an_announcement_with_more_than_any_sender_says_is_refused(field: str) -> None:
+    """Announcements are kept until blocks are reserved for them."""
+    example = next(each for each in EXAMPLES if isinstance(each, Open))
+    much: Any = bytes(70_000) if field in ("proof", "agent") else "x" * 600
+    refused(encode(msgspec.structs.replace(example, **{field: much})), ToDecode)
 
 
 if __name__ == "__main__":
