@@ -33,13 +33,21 @@ from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
 from common.messages import Message
-from common.wire import MAX_MESSAGE_BYTES, decode, encode
+from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, decode, encode
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 HIGH_WATER_MESSAGES = 100_000
-"""Control messages are small and must not be dropped by a busy second; memory stays bounded by the message size."""
+"""Of control messages, per connection: they are small, and a busy second must not drop them. This bounds their number,
+and not what they take: a peer that is let in could fill memory with large ones before they are read."""
+KV_HIGH_WATER_MESSAGES = 128
+MAX_FRAME_BYTES = 8 << 20
+"""What a decode worker may hold unread of one connection, whatever its peer thinks of credit (:mod:`kvtransfer.credit`,
+by which it is 128 MiB at most). A frame has less than 2 MiB, or is one layer of one block. The rest waits in the
+connection."""
+ANSWERS_HIGH_WATER_MESSAGES = 1024
+"""What a prefill worker may hold unread of one decode worker's answers."""
 BEAT_SUFFIX = "|hb"
 ADMITS: dict[Party, tuple[Party, ...]] = {
     "coordinator": ("prefill", "decode", "colocated"),
@@ -61,11 +69,11 @@ def is_local(address: str) -> bool:
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
 
 
-def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int, secure: _Secure) -> None:
+def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int, unread: int, secure: _Secure) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, unread)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -85,11 +93,13 @@ def bind_router(
     address: str,
     *,
     max_frame_bytes: int = MAX_MESSAGE_BYTES,
+    unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
 ) -> zmq.Socket[Any]:
-    """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises."""
+    """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises. It takes
+    parts of ``max_frame_bytes`` at most, and holds ``unread`` messages of each connection."""
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
-    _prepare(socket, max_frame_bytes, secure)
+    _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -110,11 +120,12 @@ def connect_dealer(
     name: bytes,
     *,
     max_frame_bytes: int = MAX_MESSAGE_BYTES,
+    unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
 ) -> zmq.Socket[Any]:
     """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
-    _prepare(socket, max_frame_bytes, secure)
+    _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.IDENTITY, name)
     try:
         socket.connect(address)
@@ -164,14 +175,23 @@ class Channels:
         """Seconds, monotonic."""
         return time.monotonic()
 
-    def router(self, address: str) -> tuple[zmq.Socket[Any], str]:
-        """A ROUTER bound to ``address``, and the address that it got."""
-        socket = bind_router(self.context, address, secure=self._as_server)
+    def router(self, address: str, *, kv: bool = False) -> tuple[zmq.Socket[Any], str]:
+        """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV."""
+        size, unread = (MAX_FRAME_BYTES, KV_HIGH_WATER_MESSAGES) if kv else (MAX_MESSAGE_BYTES, HIGH_WATER_MESSAGES)
+        socket = bind_router(self.context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def dealer(self, address: str, name: bytes, *, to: Party = "coordinator") -> zmq.Socket[Any]:
         """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer."""
-        return connect_dealer(self.context, address, name, secure=functools.partial(self._as_client, to))
+        kv = to == "decode"
+        return connect_dealer(
+            self.context,
+            address,
+            name,
+            max_frame_bytes=MAX_HANDOFF_BYTES if kv else MAX_MESSAGE_BYTES,
+            unread=ANSWERS_HIGH_WATER_MESSAGES if kv else HIGH_WATER_MESSAGES,
+            secure=functools.partial(self._as_client, to),
+        )
 
     def handshakes(self, dealer: zmq.Socket[Any]) -> Handshakes:
         """Whether ``dealer``, made here, is let in, and why not."""

@@ -98,7 +98,7 @@ class Receiver:
         self._limits = limits or Limits()
         self.credit = credit or CreditBook()
         self._channels = channels
-        self._socket, self.address = channels.router(address)
+        self._socket, self.address = channels.router(address, kv=True)
         channels.register(self._socket)
         self._incoming: dict[TransferId, _Incoming] = {}
         self._early: OrderedDict[TransferId, _Early] = OrderedDict()

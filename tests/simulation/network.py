@@ -428,7 +428,7 @@ class SimulatedChannels(Channels):
     def clock(self) -> float:  # type: ignore[override]
         return self.process.time()
 
-    def router(self, address: str) -> Any:
+    def router(self, address: str, *, kv: bool = False) -> Any:
         bound = self.network.address(address)
         return Router(self.network, self.process, bound), bound
 

@@ -9,7 +9,14 @@ import pytest
 import zmq
 
 from common import channel, keys
-from common.channel import Channels, bind_router, connect_dealer, is_local
+from common.channel import (
+    KV_HIGH_WATER_MESSAGES,
+    MAX_FRAME_BYTES,
+    Channels,
+    bind_router,
+    connect_dealer,
+    is_local,
+)
 from common.keys import PARTIES, Party
 
 
@@ -59,3 +66,29 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
                 assert router.poll(5000) and router.recv_multipart() == [b"peer", b"after"]
                 router.send_multipart([b"peer", b"answer"])
                 assert new.poll(5000) and new.recv() == b"answer"
+
+
+def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:
+    """Somebody sends frame after frame while the worker is in a long step."""
+    here, there = Channels(), Channels()
+    router, address = here.router("tcp://127.0.0.1:*", kv=True)
+    dealer = there.dealer(address, b"peer", to="decode")
+    dealer.setsockopt(zmq.SNDHWM, 1)  # counts for connections that are made from here on
+    dealer.disconnect(address)
+    dealer.connect(address)
+    frame, sent, most = bytes(1 << 20), 0, KV_HIGH_WATER_MESSAGES + 64
+    while sent < most and dealer.poll(1000, zmq.POLLOUT):
+        dealer.send_multipart([b"header", frame])
+        sent += 1
+    assert KV_HIGH_WATER_MESSAGES <= sent < most, "the rest waits at its sender"
+    for _ in range(sent):
+        assert router.poll(5000) and len(router.recv_multipart(copy=False)) == 3
+    dealer.send_multipart([b"header", bytes(MAX_FRAME_BYTES + 1)])
+    with there.dealer(address, b"other", to="decode") as other:
+        other.send_multipart([b"header", frame])
+        assert router.poll(5000) and router.recv_multipart()[0] == b"other"
+        assert not router.poll(100), "what no frame can be is not read at all"
+    for socket in (router, dealer):
+        socket.close(linger=0)
+    here.close()
+    there.close()
