@@ -325,7 +325,8 @@ class Ack(Message, tag="ack"):
 
 class Commit(Message, tag="commit"):
     """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded
-    in order give ``checksum``. ``first`` are the first tokens (uint32) and ``finish`` their reasons, one per choice."""
+    in order give ``checksum``. ``first`` are the first tokens (uint32) and ``finish`` their reasons, one per choice.
+    ``proof`` is over all of it."""
 
     request: Id
     attempt: Count
@@ -339,6 +340,7 @@ class Commit(Message, tag="commit"):
     finish: tuple[int, ...]
     stop_ids: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...] = ()
+    proof: Secret = b""
 
 
 class Accept(Message, tag="accept"):

@@ -28,7 +28,7 @@ from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink, SourcePool
-from kvtransfer.proof import proof, proves
+from kvtransfer.proof import is_proven, proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
 from kvtransfer.sources import Knocking, Sources
 
@@ -208,7 +208,8 @@ class Receiver:
             case Commit():
                 self._commit(peer, message, incoming, now)
             case Cancel():
-                self._early.pop(transfer, None)
+                if (early := self._early.get(transfer)) is not None and early.peer == peer:
+                    del self._early[transfer]
                 if incoming is not None and incoming.peer == peer:
                     self._fail(incoming, TransferState.CANCELLED, message.reason, tell=False)
             case Released():
@@ -221,8 +222,11 @@ class Receiver:
         if incoming is None:
             if self._nixl is None:
                 message = msgspec.structs.replace(message, agent=b"")
-            early = self._early[transfer] = _Early(peer, message)
-            self._early.move_to_end(transfer)
+            early = _Early(peer, message)
+            # what is said again by somebody else may have been read on its way: whoever said it first keeps the place
+            if transfer not in self._early or self._early[transfer].peer == peer:
+                self._early[transfer] = early
+                self._early.move_to_end(transfer)
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)
             self._heard(transfer, early)
@@ -303,6 +307,8 @@ class Receiver:
             self._reply(peer, Cancel(transfer.request, transfer.attempt, "no such reservation"))
             return
         session = incoming.session
+        if not is_proven(commit, incoming.token):
+            raise WireError(f"the commit of {transfer} is not the one that its sender has sent")
         if session.state is TransferState.ACCEPTED:  # our answer was lost
             self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
             return

@@ -26,7 +26,7 @@ from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import SendLink
 from kvtransfer.links.pull import PullSendLink
-from kvtransfer.proof import proof, proves
+from kvtransfer.proof import proof, proven, proves
 from kvtransfer.session import Limits, SenderSession, TransferState
 
 log = logging.getLogger("tandem.kv")
@@ -410,7 +410,7 @@ class Sender:
             first.stop_ids,
             first.logprobs,
         )
-        send(outgoing.line.socket, commit)
+        send(outgoing.line.socket, proven(commit, outgoing.token))
 
     # -- endings and timers -------------------------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ EXAMPLES: list[Message] = [
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
     Heard(_ID, 1, 40),  # type: ignore[arg-type]
     Ack(_ID, 1, 3, 65_536, 1_048_576),  # type: ignore[arg-type]
-    Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,)),  # type: ignore[arg-type]
+    Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,), bytes(16)),  # type: ignore[arg-type]
     Accept(_ID, 1, 65_536),  # type: ignore[arg-type]
     Released(_ID, 1),  # type: ignore[arg-type]
     Cancel(_ID, 1, "aborted"),  # type: ignore[arg-type]
@@ -414,7 +414,7 @@ def test_the_largest_messages_of_a_hand_off_are_far_below_their_limit() -> None:
     columns = ((0,) * MAX_CHOICES, (-1,) * MAX_CHOICES, (shown,) * MAX_CHOICES)
     host_id, pool, agent = "h" * 512, "p" * 128, bytes(1 << 16)
     for message in (
-        Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, first, *columns),  # type: ignore[arg-type]
+        Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, first, *columns, bytes(64)),  # type: ignore[arg-type]
         Open(_ID, 1, "i" * 64, 500, "1" * 16, "bfloat16", host_id, pool, 1024, 16, 2, bytes(64), agent),  # type: ignore[arg-type]
     ):
         assert decode(encode(message), ToDecode, MAX_HANDOFF_BYTES) == message

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -18,18 +19,18 @@ from common import keys
 from common.channel import Channels, identity, receive, send
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError, WireError
-from common.ids import Incarnation, TransferId, WorkerName, new_incarnation, new_request_id
+from common.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.keys import PARTIES, Party
 from common.membership import Membership
-from common.messages import Cancel, Goodbye, Open, Peer, ToPrefill, ToWorker, Turned, Welcome
+from common.messages import Ack, Cancel, Commit, Goodbye, Grant, Heard, Open, Peer, ToPrefill, ToWorker, Turned, Welcome
 from common.strikes import REMEMBERED, STRIKES, Strikes
 from common.wire import seal
 from coordinator.gateway import Gateway
 from coordinator.registry import Registry
 from deploy import cli
-from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.proof import proof, proves
-from kvtransfer.receiver import Receiver
+from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
+from kvtransfer.proof import proof, proven, proves
+from kvtransfer.receiver import Failed, Receiver
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.fakes.worker import FakeWorker
@@ -412,6 +413,60 @@ def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party
         receiver.close()
         outside.close()
         inside.close()
+        engine.memory.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) -> None:
+    """Without CURVE, over a connection of its own, before the blocks are reserved. If it is later than the sender it is
+    not heard, and if it is ``first`` it is granted, and its Commit is not believed."""
+    engine, here, there = OracleEngine(blocks=8), Channels(), Channels()
+    receiver = Receiver(here, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
+    transfer, token, layout = TransferId(new_request_id(), 1), b"t" * 16, engine.layout
+    words = transfer.request, transfer.attempt, "sender", 16, layout.fingerprint, layout.dtype, "there", "", 8, 16, 1
+    announced = Open(*words, proof(token, transfer, "open"))  # type: ignore[arg-type]
+    thief, sender = (there.dealer(receiver.address, name, to="decode") for name in (b"thief", b"sender"))
+
+    def hear(socket: zmq.Socket[Any]) -> Any:
+        until(lambda: receiver.pump(time.monotonic, 0.01) or socket.poll(0), "there is an answer")
+        return receive(socket, ToPrefill)
+
+    try:
+        for socket in (thief, sender) if first else (sender, thief):
+            send(socket, announced)
+            assert isinstance(hear(socket), Heard)
+        send(thief, Cancel(*transfer, "not its own"))
+        peer = Peer(WorkerName("prefill-0"), Incarnation("sender"), "", "there", layout.dtype, token)
+        if not first:
+            send(thief, announced)  # after its Cancel, which took nothing away
+            assert isinstance(hear(thief), Heard)
+            receiver.expect(transfer, 16, 0, [BlockId(0)], peer, time.monotonic())
+            assert isinstance(hear(sender), Grant) and not thief.poll(0)
+            return
+        send(thief, announced)
+        assert isinstance(hear(thief), Heard)
+        receiver.expect(transfer, 16, 0, [BlockId(0)], peer, time.monotonic())
+        assert isinstance(hear(thief), Grant)
+        size = layout.range_bytes(0, len(layout.layers), 16)
+        header = FrameHeader(
+            transfer, 0, Rectangle(0, len(layout.layers), 0, 16), size, checksum_of(np.zeros(size, "u1"))
+        )
+        thief.send_multipart([header.pack(), bytes(size)])
+        assert isinstance(hear(thief), Ack)
+        counts = (16, 0, 1, size, fold(0, header.checksum), layout.fingerprint)
+        commit = Commit(*transfer, *counts, pack_tokens([666]), (0,), (-1,))
+        own = proven(commit, token)
+        for forged in (commit, proven(commit, b"guessed"), msgspec.structs.replace(own, first=pack_tokens([667]))):
+            send(thief, forged)
+        ended: list[Any] = []
+        until(lambda: ended.extend(receiver.pump(time.monotonic, 0.01)) or ended, "it is cut off")
+        assert isinstance(ended[0], Failed) and receiver.strikes.cut_off == 1
+    finally:
+        for socket in (thief, sender):
+            socket.close(0)
+        receiver.close()
+        here.close()
+        there.close()
         engine.memory.close()
 
 
