@@ -18,6 +18,7 @@ A simulation gives another one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -199,7 +200,7 @@ class Channels:
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
-        return Heart(lambda: self.dealer(address, name), interval_s, beat)
+        return Heart(lambda: self.dealer(address, name), self.handshakes, interval_s, beat)
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
         """The next message on a router, its parts after the sender's identity, and the role that the sender's key
@@ -271,20 +272,28 @@ class Channels:
 
 
 class Heart:
-    """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat."""
+    """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat. It dials anew
+    when libzmq does not: a coordinator that comes back hears of a worker by its heart alone."""
 
-    def __init__(self, connect: Callable[[], zmq.Socket[Any]], interval_s: float, beat: Callable[[], Message]) -> None:
-        self._connect, self._interval_s, self._beat = connect, interval_s, beat
+    def __init__(
+        self,
+        connect: Callable[[], zmq.Socket[Any]],
+        watch: Callable[[zmq.Socket[Any]], Handshakes],
+        interval_s: float,
+        beat: Callable[[], Message],
+    ) -> None:
+        self._connect, self._watch, self._interval_s, self._beat = connect, watch, interval_s, beat
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        with self._connect() as socket:
-            while True:
-                send(socket, self._beat())
-                if self._stop.wait(self._interval_s):
-                    return
+        while not self._stop.is_set():
+            with self._connect() as socket, contextlib.closing(self._watch(socket)) as handshakes:
+                while not (handshakes.final or self._stop.is_set()):
+                    send(socket, self._beat())
+                    self._stop.wait(self._interval_s)
+                    handshakes.look()
 
     def stop(self) -> None:
         self._stop.set()

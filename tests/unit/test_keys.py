@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from common import keys
-from common.channel import Channels, identity, receive, send
+from common.channel import Channels, Heart, identity, receive, send
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError, WireError
 from common.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
@@ -314,6 +314,30 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
         until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
     finally:
         member.close()
+        door.close()
+
+
+def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path) -> None:
+    """Of a worker's two connections only that of the heart has met the wrong coordinator."""
+    door = Door(None)
+    channels, hello, dials = Channels(keys.load(cluster, "decode")), hello_of("decode"), []
+
+    def dial() -> zmq.Socket[Any]:
+        dials.append(1)
+        return channels.dealer(f"tcp://127.0.0.1:{door.port}", identity(hello.name, hello.incarnation, beats=True))
+
+    heart = Heart(dial, channels.handshakes, 0.02, lambda: Goodbye(hello.incarnation, "a beat"))
+    try:
+        until(lambda: len(dials) > 2, "it is turned away, and dials again")
+        port = door.port
+        door.close()
+        heard: list[Any] = []
+        door = Door(cluster, port)
+        door.gateway._stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
+        until(lambda: door.gateway._read() or heard, "its beat arrives")
+    finally:
+        heart.stop()
+        channels.close()
         door.close()
 
 
