@@ -21,6 +21,7 @@ RETRY_SHARE, MIN_RETRIES = 0.2, 10
 _SMOOTHING = 0.2
 _SPREADS = 2.0
 """So many mean deviations above its mean a service may take, as of TCP's retransmission timer (RFC 6298, with four)."""
+_ENOUGH = 8
 _ASSUMED_TOKENS_PER_S = 2_000.0
 """Before anything was measured."""
 
@@ -36,7 +37,7 @@ class Admission:
         self._service_s = self._spread_s = 0.0
         self._by_priority: Counter[int] = Counter()
         self._since: float | None = None
-        self._placed = 0
+        self._placed = self._placements = 0
 
     def enter(self, requests: int, tokens: int, *, priority: int = 0, within_s: float = math.inf) -> None:
         """``requests`` with ``tokens`` prompt tokens in all want to queue; RequestError 429 if they do not fit, or if
@@ -103,17 +104,19 @@ class Admission:
         return min(MAX_RETRY_S, max(MIN_RETRY_S, (self.tokens + tokens) / self._rate))
 
     def _measure(self, tokens: int, now_s: float) -> None:
-        """Updates the drain rate about every half second while there is a queue."""
+        """Updates the drain rate about every half second while there is a queue. A few placements tell nothing: the
+        first answers after a start come late, and whoever is refused for that does not show that it was wrong."""
         if self._since is None or self.requests == 0:
-            self._since, self._placed = now_s, 0
+            self._since, self._placed, self._placements = now_s, 0, 0
             return
         self._placed += tokens
+        self._placements += 1
         elapsed = now_s - self._since
-        if elapsed >= 0.5:
+        if elapsed >= 0.5 and self._placements >= _ENOUGH:
             rate = max(1.0, self._placed / elapsed)
             self._rate = self._rate + _SMOOTHING * (rate - self._rate) if self._measured else rate
             self._measured = True
-            self._since, self._placed = now_s, 0
+            self._since, self._placed, self._placements = now_s, 0, 0
 
 
 class RetryBudget:

@@ -284,6 +284,14 @@ def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
     admission.enter(1, 100, within_s=0.1)
 
 
+def test_the_first_answers_of_a_start_refuse_nobody() -> None:
+    admission = Admission(100, 1_000_000)
+    admission.enter(6, 600)
+    for second in (0.0, 1.0, 2.0):  # a rate of 100 tokens a second, by three placements
+        admission.leave(100, second, placed=True)
+    admission.enter(1, 100, within_s=0.5)
+
+
 def fail(router: Router, prefill: Worker, decode: Worker) -> None:
     for _ in range(FAILURES):
         router.breakers.failed(Pair(prefill.id, decode.id), new_request_id(), 0.0)
