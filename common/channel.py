@@ -49,6 +49,8 @@ by which it is 128 MiB at most). A frame has less than 2 MiB, or is one layer of
 connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
 """What a prefill worker may hold unread of one decode worker's answers."""
+HANDSHAKE_MS = 2000
+"""A handshake that stands still for so long is broken off and tried again; libzmq would wait for half a minute."""
 BEAT_SUFFIX = "|hb"
 ADMITS: dict[Party, tuple[Party, ...]] = {
     "coordinator": ("prefill", "decode", "colocated"),
@@ -77,6 +79,7 @@ def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int, unread: int, secure:
     socket.setsockopt(zmq.RCVHWM, unread)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     try:
@@ -289,11 +292,19 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            with self._connect() as socket, contextlib.closing(self._watch(socket)) as handshakes:
-                while not (handshakes.final or self._stop.is_set()):
-                    send(socket, self._beat())
-                    self._stop.wait(self._interval_s)
-                    handshakes.look()
+            try:
+                self._beat_until_refused()
+            except zmq.ContextTerminated:
+                return
+            except zmq.ZMQError:  # a monitor has the name of its socket's descriptor, which the last one may still have
+                self._stop.wait(self._interval_s)
+
+    def _beat_until_refused(self) -> None:
+        with self._connect() as socket, contextlib.closing(self._watch(socket)) as handshakes:
+            while not (handshakes.final or self._stop.is_set()):
+                send(socket, self._beat())
+                self._stop.wait(self._interval_s)
+                handshakes.look()
 
     def stop(self) -> None:
         self._stop.set()
