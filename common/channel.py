@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ ADMITS: dict[Party, tuple[Party, ...]] = {
     "colocated": (),
 }
 """Whose keys the router of each role lets in."""
+_WATCHED = itertools.count()
 _Secure = Callable[[zmq.Socket[Any]], None]
 
 
@@ -126,12 +128,15 @@ def connect_dealer(
     max_frame_bytes: int = MAX_MESSAGE_BYTES,
     unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
+    watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
 ) -> zmq.Socket[Any]:
-    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address."""
+    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address.
+    ``watch`` gets the socket before it dials."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.IDENTITY, name)
     try:
+        watch(socket)
         socket.connect(address)
     except zmq.ZMQError as error:
         socket.close()
@@ -185,8 +190,16 @@ class Channels:
         socket = bind_router(self.context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def dealer(self, address: str, name: bytes, *, to: Party = "coordinator") -> zmq.Socket[Any]:
-        """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer."""
+    def dealer(
+        self,
+        address: str,
+        name: bytes,
+        *,
+        to: Party = "coordinator",
+        watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
+    ) -> zmq.Socket[Any]:
+        """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer. ``watch`` gets it
+        before it dials."""
         kv = to == "decode"
         return connect_dealer(
             self.context,
@@ -195,15 +208,24 @@ class Channels:
             max_frame_bytes=MAX_HANDOFF_BYTES if kv else MAX_MESSAGE_BYTES,
             unread=ANSWERS_HIGH_WATER_MESSAGES if kv else HIGH_WATER_MESSAGES,
             secure=functools.partial(self._as_client, to),
+            watch=watch,
         )
 
-    def handshakes(self, dealer: zmq.Socket[Any]) -> Handshakes:
-        """Whether ``dealer``, made here, is let in, and why not."""
-        return Handshakes(dealer, dealer.get_monitor_socket(Handshakes.EVENTS), keyed=self.keys is not None)
+    def watched_dealer(self, address: str, name: bytes) -> tuple[zmq.Socket[Any], Handshakes]:
+        """A DEALER connected to the coordinator at ``address``, and whether it is let in there, and why not. A refusal
+        for good is told once, and may come sooner than this thread runs again: somebody listens before it dials."""
+        watched: list[Handshakes] = []
+
+        def watch(dealer: zmq.Socket[Any]) -> None:
+            # not pyzmq's name for it: that has the socket's descriptor, whose last owner's monitor may still be there
+            monitor = dealer.get_monitor_socket(Handshakes.EVENTS, f"inproc://handshakes-{next(_WATCHED)}")
+            watched.append(Handshakes(dealer, monitor, keyed=self.keys is not None))
+
+        return self.dealer(address, name, watch=watch), watched[0]
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
-        return Heart(lambda: self.dealer(address, name), self.handshakes, interval_s, beat)
+        return Heart(lambda: self.watched_dealer(address, name), interval_s, beat)
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
         """The next message on a router, its parts after the sender's identity, and the role that the sender's key
@@ -280,12 +302,11 @@ class Heart:
 
     def __init__(
         self,
-        connect: Callable[[], zmq.Socket[Any]],
-        watch: Callable[[zmq.Socket[Any]], Handshakes],
+        dial: Callable[[], tuple[zmq.Socket[Any], Handshakes]],
         interval_s: float,
         beat: Callable[[], Message],
     ) -> None:
-        self._connect, self._watch, self._interval_s, self._beat = connect, watch, interval_s, beat
+        self._dial, self._interval_s, self._beat = dial, interval_s, beat
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -296,11 +317,12 @@ class Heart:
                 self._beat_until_refused()
             except zmq.ContextTerminated:
                 return
-            except zmq.ZMQError:  # a monitor has the name of its socket's descriptor, which the last one may still have
+            except (zmq.ZMQError, WireError):  # no descriptor is free, say; the next beat tries again
                 self._stop.wait(self._interval_s)
 
     def _beat_until_refused(self) -> None:
-        with self._connect() as socket, contextlib.closing(self._watch(socket)) as handshakes:
+        socket, handshakes = self._dial()
+        with socket, contextlib.closing(handshakes):
             while not (handshakes.final or self._stop.is_set()):
                 send(socket, self._beat())
                 self._stop.wait(self._interval_s)

@@ -80,8 +80,8 @@ class Membership:
             self._say_hello()
 
     def _dial(self) -> None:
-        self._socket = self._channels.dealer(self._address, identity(self.hello.name, self.hello.incarnation))
-        self._handshakes = self._channels.handshakes(self._socket)
+        name = identity(self.hello.name, self.hello.incarnation)
+        self._socket, self._handshakes = self._channels.watched_dealer(self._address, name)
         self._channels.register(self._socket)
 
     def _hang_up(self, goodbye: Message | None = None) -> None:

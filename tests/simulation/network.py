@@ -432,11 +432,12 @@ class SimulatedChannels(Channels):
         bound = self.network.address(address)
         return Router(self.network, self.process, bound), bound
 
-    def dealer(self, address: str, name: bytes, *, to: str = "coordinator") -> Any:
+    def dealer(self, address: str, name: bytes, *, to: str = "coordinator", watch: Any = None) -> Any:
         return Dealer(self.network, self.process, address, name)
 
-    def handshakes(self, dealer: Any) -> Handshakes:
-        return Handshakes(dealer, Socket(self.network, self.process), keyed=False)  # type: ignore[arg-type]
+    def watched_dealer(self, address: str, name: bytes) -> Any:
+        dealer: Any = self.dealer(address, name)
+        return dealer, Handshakes(dealer, Socket(self.network, self.process), keyed=False)  # type: ignore[arg-type]
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
