@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -43,7 +44,7 @@ def main() -> int:
     if options.trace:
         _trace()
     if options.mutation:
-        return _mutated(options.mutation, seeds)
+        return _mutated(options.mutation, seeds, options.jobs)
     return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep)
 
 
@@ -112,19 +113,31 @@ def _chunk(seeds: range) -> tuple[Outcome, list[Failure]]:
     return total, failures
 
 
-def _mutated(name: str, seeds: range) -> int:
+def _mutated(name: str, seeds: range, jobs: int) -> int:
     """Until a history notices the bug."""
-    with brought_back(name) as symptoms:
-        for seed in seeds:
-            try:
-                run(seed)
-            except Exception as error:
-                if any(symptom in str(error) for symptom in symptoms):
-                    print(f"{name}: caught by seed {seed}: {str(error)[:300]}")
+    symptoms = [symptom for mutation in MUTATIONS[name] for symptom in mutation.symptoms]
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            for seed, error in zip(seeds, pool.map(functools.partial(_noticed, name), seeds), strict=True):
+                if any(symptom in error for symptom in symptoms):
+                    print(f"{name}: caught by seed {seed}: {error[:300]}")
                     return 0
-                print(f"seed {seed} fails for another reason: {error!r}")
+                if error:
+                    print(f"seed {seed} fails for another reason: {error[:300]}")
+        finally:
+            pool.shutdown(cancel_futures=True)
     print(f"{name}: not caught by {len(seeds)} seeds; expected {' or '.join(map(repr, symptoms))}")
     return 1
+
+
+def _noticed(name: str, seed: int) -> str:
+    """What is wrong with a history that has the bug; "" if nothing is."""
+    with brought_back(name):
+        try:
+            run(seed)
+        except Exception as error:
+            return str(error) or repr(error)
+    return ""
 
 
 def _trace() -> None:

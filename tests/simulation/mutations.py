@@ -7,7 +7,7 @@ tests.simulation --mutation NAME`` runs histories with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -205,18 +205,9 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
 
 
 @contextmanager
-def brought_back(name: str) -> Iterator[tuple[str, ...]]:
-    """The bug ``name`` is there; what the simulation must say of it."""
-    with _patched(MUTATIONS[name]):
-        yield tuple(symptom for mutation in MUTATIONS[name] for symptom in mutation.symptoms)
-
-
-@contextmanager
-def _patched(mutations: tuple[Mutation, ...]) -> Iterator[None]:
-    first, *rest = mutations
-    with mock.patch.object(first.target, first.name, first.bug):
-        if rest:
-            with _patched(tuple(rest)):
-                yield
-        else:
-            yield
+def brought_back(name: str) -> Iterator[None]:
+    """The bug ``name`` is there."""
+    with ExitStack() as stack:
+        for mutation in MUTATIONS[name]:
+            stack.enter_context(mock.patch.object(mutation.target, mutation.name, mutation.bug))
+        yield
