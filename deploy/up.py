@@ -69,6 +69,10 @@ def reachable(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def _role(unit: Unit) -> Role | None:
+    return unit.config.role if isinstance(unit.config, WorkerConfig) else None
+
+
 class Member(NamedTuple):
     """One worker of the fleet."""
 
@@ -105,7 +109,9 @@ class Supervisor:
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._grown = asyncio.Event()
-        self._up = self._scaling = self._chatting = False
+        self._up = self._chatting = False
+        self._scaling = asyncio.Lock()
+        self._coming: list[Unit] = []
         self._url = f"http://{reachable(config.host)}:{config.port}"
         self._keyed = bool(config.api_keys())
 
@@ -259,57 +265,70 @@ class Supervisor:
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         """Makes the pools that large and returns their sizes; StartError says why not.
 
-        Those that join come first, those that leave have as long as at a stop. One change at a time: the second is
-        refused, as it was asked for a system that is about to be another.
+        Those that join come first, those that leave have as long as at a stop. One change at a time: a later wish waits
+        for the one under way, but workers that are still starting and that it does not want are given up, and whoever
+        wanted them is told. So a start that hangs can be taken back, and a wish that is repeated disturbs nothing.
         """
-        wanted = self._checked(prefill, decode)
-        self._scaling = True
+        self._give_up(self._checked(prefill, decode))
+        async with self._scaling:
+            try:
+                return await self._change(self._checked(prefill, decode))
+            finally:  # a coordinator that restarts expects those that there are
+                door = self._units[0]
+                assert isinstance(door.config, CoordinatorConfig)
+                door.config = replace(
+                    door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
+                )
+
+    def _give_up(self, wanted: Mapping[Role, int]) -> None:
+        """Ends the youngest of those that still start, as far as they are more than ``wanted``."""
+        for role, count in wanted.items():
+            coming = [unit for unit in self._coming if _role(unit) == role]
+            ready = [unit for unit in self._pool(role) if unit not in coming]
+            for unit in coming[max(0, count - len(ready)) :]:
+                unit.send(signal.SIGKILL)
+
+    async def _change(self, wanted: Mapping[Role, int]) -> Pools:
+        coming, leaving = self._difference(wanted)
+        await asyncio.to_thread(self._check_memory, len(coming))
+        self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
+        at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
+
+        async def grow(unit: Unit) -> None:
+            async with at_once:
+                await self._grow(unit)
+
+        self._coming = list(coming)
         try:
-            coming, leaving = self._difference(wanted)
-            await asyncio.to_thread(self._check_memory, len(coming))
-            self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
-            at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
-
-            async def grow(unit: Unit) -> None:
-                async with at_once:
-                    await self._grow(unit)
-
             results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
-            await asyncio.gather(*map(self._shrink, leaving))
-            for failure in results:
-                if isinstance(failure, BaseException):
-                    raise failure
-            sizes = self._pool("prefill"), self._pool("decode")
-            self._screen.fact(f"scaled: prefill {len(sizes[0])}, decode {len(sizes[1])}")
-            return len(sizes[0]), len(sizes[1])
         finally:
-            self._scaling = False  # a coordinator that restarts expects those that there are
-            door = self._units[0]
-            assert isinstance(door.config, CoordinatorConfig)
-            door.config = replace(
-                door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
-            )
+            self._coming = []
+        await asyncio.gather(*map(self._shrink, leaving))
+        for failure in results:
+            if isinstance(failure, BaseException):
+                raise failure
+        sizes = len(self._pool("prefill")), len(self._pool("decode"))
+        self._screen.fact(f"scaled: prefill {sizes[0]}, decode {sizes[1]}")
+        return sizes
 
     def _pool(self, role: Role) -> list[Unit]:
-        return [unit for unit in self._units if isinstance(unit.config, WorkerConfig) and unit.config.role == role]
+        """Its workers, and those that will be."""
+        later = [unit for unit in self._coming if unit not in self._units]
+        return [unit for unit in (*self._units, *later) if _role(unit) == role]
 
     def _checked(self, prefill: int | None, decode: int | None) -> dict[Role, int]:
         """The sizes that are wanted; StartError if they cannot be had now."""
         if not self._up or self._stop.is_set():
             when = "is stopping" if self._stop.is_set() else "is still starting"
             raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it serves")
-        if self._scaling:
-            raise StartError("the pools cannot be changed now", "another change is under way", "try again after it")
         if self._pool("colocated"):
             why = "a colocated worker does the work of both"
             raise StartError("there are no pools to change", why, "start with --prefill N --decode M")
         if prefill == 0 and self._config.no_prefill_policy != "local":
             why = f"--no-prefill-policy {self._config.no_prefill_policy} then serves nobody"
             raise StartError("the last prefill worker cannot be removed", why, "keep one, or start with policy local")
-        return {
-            "prefill": len(self._pool("prefill")) if prefill is None else prefill,
-            "decode": len(self._pool("decode")) if decode is None else decode,
-        }
+        wanted: dict[Role, int | None] = {"prefill": prefill, "decode": decode}
+        return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
     def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[Unit], list[Unit]]:
         """Who comes, not started yet, and who leaves: first those that are down, then the youngest names."""
@@ -342,7 +361,8 @@ class Supervisor:
         if keeper.done() and not unit.facts.done():
             self._forget(unit)
             await keeper
-            raise StartError(f"{unit.label} did not start", "it was told to stop", "try again")
+            raise StartError(f"{unit.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
+        self._coming.remove(unit)
         self._grown.set()  # from now on it is watched like the others
         facts = WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
         self._screen.fact(f"{unit.label} joins: {facts.budget} ({facts.compute})")
