@@ -2,7 +2,7 @@
 
 Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
 waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
-where the most blocks are left to promise; workers that keep failing and pairs whose hand-offs do are passed over. A
+to the least loaded, by share of its slots and of its pool; workers that keep failing and pairs whose hand-offs do are passed over. A
 request that fits nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across pools).
 """
 
@@ -181,7 +181,7 @@ class Router:
         return max(pools, key=lambda hello: hello.kv_blocks * hello.block_size, default=None)
 
     def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
-        fitting = self._roomiest_first(need, decodes)
+        fitting = self._least_loaded_first(need, decodes)
         if not fitting:
             return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
         decode = fitting[0]
@@ -219,10 +219,10 @@ class Router:
         blocks = need.blocks(hello.block_size, self.horizon)
         return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots
 
-    def _roomiest_first(self, need: Need, decodes: list[Worker]) -> list[Worker]:
-        """The decode workers that ``need`` fits on, most tokens of room first; a cached prefix counts as room."""
+    def _least_loaded_first(self, need: Need, decodes: list[Worker]) -> list[Worker]:
+        """The decode workers that ``need`` fits on, the least loaded first."""
         fitting = [worker for worker in decodes if self._fits(need, worker)]
-        return sorted(fitting, key=lambda worker: self._room(need, worker), reverse=True)
+        return sorted(fitting, key=lambda worker: (worker.id in need.shun, *self._load(need, worker)))
 
     def _reachable(self, need: Need, decodes: list[Worker], prefills: list[Worker]) -> tuple[Worker, list[Worker]]:
         """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
@@ -235,11 +235,16 @@ class Router:
                     return decode, able
         return decodes[0], []
 
-    def _room(self, need: Need, worker: Worker) -> tuple[bool, int, int]:
+    def _load(self, need: Need, worker: Worker) -> tuple[float, float]:
+        """How full the fuller of slots and pool would be with ``need``, of which nothing counts that is cached there;
+        and how much is not. Not the room that is left: pools of workers that are equally fast differ in size by chance,
+        and the largest would get everything."""
         account, hello = self.account(worker), worker.hello
-        room = (hello.kv_blocks - account.blocks) * hello.block_size
-        room += max((need.cached_on(worker, dtype) for dtype in need.chains), default=0)
-        return worker.id not in need.shun, room, -account.sequences
+        cached = max((need.cached_on(worker, dtype) for dtype in need.chains), default=0)
+        missing = 1 - cached / need.tokens
+        blocks = account.blocks + need.blocks(hello.block_size, self.horizon) - cached // hello.block_size
+        sequences = account.sequences + need.choices * missing
+        return max(blocks / hello.kv_blocks, sequences / hello.max_num_seqs), missing
 
     def _nearest(self, need: Need, workers: list[Worker]) -> tuple[Worker, int, int]:
         """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""

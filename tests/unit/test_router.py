@@ -76,11 +76,42 @@ def test_a_cached_prefix_is_worth_a_queue() -> None:
     assert isinstance(placement, Placement) and placement.prefill is first
 
 
-def test_decode_goes_where_the_most_blocks_are_left() -> None:
+def test_decode_goes_to_the_least_loaded() -> None:
     router, (_, first, second) = house(decodes=2)
     assert place(router, Need(160, 160, 1))[0].decode is first
     assert place(router, Need(160, 160, 1))[0].decode is second
     assert place(router, Need(16, 16, 1))[0].decode is first
+    assert place(router, Need(16, 16, 1))[0].decode is second
+
+
+def test_a_larger_pool_does_not_draw_everything() -> None:
+    registry = Registry("f")
+    join(registry, "p", "p", "prefill")
+    small = join(registry, "small", "small", "decode", kv_blocks=38_000)
+    join(registry, "large", "large", "decode", kv_blocks=60_000)
+    router = Router(registry)
+    placed = [place(router, Need(100, 400, 1))[0].decode for _ in range(8)]
+    assert sum(worker is small for worker in placed) == 4
+
+
+def test_a_small_pool_gets_what_it_can_hold() -> None:
+    registry = Registry("f")
+    join(registry, "p", "p", "prefill")
+    small = join(registry, "small", "small", "decode", kv_blocks=40, max_num_seqs=100)
+    join(registry, "large", "large", "decode", kv_blocks=160, max_num_seqs=100)
+    router = Router(registry)
+    placed = [place(router, Need(32, 32, 1))[0].decode for _ in range(20)]
+    assert sum(worker is small for worker in placed) == 4
+
+
+def test_decode_goes_where_its_prefix_is_unless_that_costs_a_place() -> None:
+    router, (_, first, second) = house(decodes=2)
+    keys = chains(320)
+    announce(router, second, keys)
+    assert place(router, Need(321, 16, 1, keys))[0].decode is second
+    assert place(router, Need(16, 16, 1))[0].decode is first
+    assert place(router, Need(321, 16, 1, keys))[0].decode is second
+    assert place(router, Need(321, 16, 1, keys))[0].decode is first, "second is the fuller one now"
 
 
 def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
