@@ -252,7 +252,6 @@ def run(config: EvalConfig) -> int:
 
 def _save(report: Report, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error

@@ -128,16 +128,13 @@ def _label(axes: Axes, title: str, horizontal: str, vertical: str, bound: float 
 
 
 def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise StartError("cannot draw", "matplotlib is not installed", "pip install 'tandem[bench]'") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _write(figure: Figure, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise StartError(f"cannot draw {path}", str(error), "name a PNG or SVG file with --plot") from error

@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.errors import StartError
 
+PICTURES = (".png", ".svg")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,11 +63,22 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def check_outputs(save: str | None, plot: str | None) -> None:
+    """StartError if the files that a measurement is to write cannot be written: said before it, not after."""
+    for flag, name in (("--save", save), ("--plot", plot)):
+        if name and not (folder := Path(name).absolute().parent).is_dir():
+            raise StartError(f"cannot write {name}", f"there is no directory {folder}", f"make it, or correct {flag}")
+    if plot:
+        if Path(plot).suffix.lower() not in PICTURES:
+            raise StartError(f"cannot draw {plot}", "its name does not end in .png or .svg", "correct --plot")
+        if find_spec("matplotlib") is None:
+            raise StartError("cannot draw", "matplotlib is not installed", "pip install 'tandem[bench]'")
+
+
 def save(path: Path, figures: dict[str, Any]) -> None:
     """Writes ``figures`` behind their provenance. StartError if that cannot be; a file that is there is replaced."""
     text = json.dumps(_plain(provenance() | figures), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error

@@ -15,7 +15,17 @@ from common.errors import StartError, TandemError
 
 
 class Refused(TandemError):
-    """The server answered with an error; the text is its message."""
+    """The server answered with an error; the text is its message. ``status`` is that of HTTP, 0 if it broke off."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def todo(self, otherwise: str) -> str:
+        """What its reader can do about it."""
+        if self.status in (401, 403):
+            return "give the right key with --api-key"
+        return "try again in a moment" if self.status in (429, 503) else otherwise
 
 
 class Server:
@@ -59,7 +69,7 @@ class Server:
         finally:
             connection.close()
         if response.status != 200:
-            raise Refused(_message(answer) or f"HTTP status {response.status}")
+            raise Refused(_message(answer) or f"HTTP status {response.status}", response.status)
         return answer
 
     def model(self) -> str:
@@ -74,8 +84,9 @@ class Server:
             why = error.strerror or str(error) or type(error).__name__
             raise StartError(f"cannot reach {self.url}", why, "start it with `tandem up`, or give --url") from error
         if status != 200 or not isinstance(body, dict) or not body.get("data"):
-            todo = "give --api-key" if status in (401, 403) else "check --url"
-            raise StartError(f"{self.url} names no model", _message(body) or f"HTTP status {status}", todo)
+            why, closed = _message(body) or f"HTTP status {status}", status in (401, 403)
+            what = f"{self.url} wants a key" if closed else f"{self.url} names no model"
+            raise StartError(what, why, "give --api-key" if closed else "check --url")
         models: dict[str, dict[str, Any]] = {str(each["id"]): each for each in body["data"]}
         if name is not None and name not in models:
             why = f"it serves {', '.join(models)}"
@@ -90,7 +101,8 @@ class Server:
             connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise Refused(_message(_parse(response.read())) or f"HTTP status {response.status}")
+                why = _message(_parse(response.read())) or f"HTTP status {response.status}"
+                raise Refused(why, response.status)
             yield from _events(response)
         except (OSError, http.client.HTTPException) as error:
             raise Refused(f"the connection broke: {str(error) or type(error).__name__}") from error

@@ -14,7 +14,10 @@ def shutting_down() -> RequestError:
 
 
 def no_workers(role: str, starting: bool = False) -> RequestError:
-    todo = "they are still starting" if starting else f"start one with: tandem {role} MODEL --coordinator HOST:PORT"
+    todo = "they are still starting"
+    if not starting:
+        todo = "tandem up starts a lost one again by itself, another starts with: "
+        todo += f"tandem {role} MODEL --coordinator HOST:PORT"
     return RequestError(
         f"No {role} worker is ready: {todo}.",
         status=503,

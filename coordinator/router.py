@@ -2,8 +2,9 @@
 
 Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
 waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
-to the least loaded, by share of its slots and of its pool; workers that keep failing and pairs whose hand-offs do are passed over. A
-request that fits nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across pools).
+to the least loaded, by share of its slots and of its pool; workers that keep failing and pairs whose hand-offs do are
+passed over. A request that fits nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across
+pools).
 """
 
 from __future__ import annotations

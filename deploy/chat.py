@@ -1,6 +1,6 @@
 """``tandem chat``: a conversation in the terminal with a running server.
 
-On a terminal it asks, streams the answer and says how fast it came; Ctrl-C stops an answer, and on an empty line ends
+On a terminal it asks, streams the answer and says how fast it came; Ctrl-C stops an answer or drops a line, Ctrl-D ends
 the conversation. On a pipe standard input is one message and only the answer is printed.
 """
 
@@ -49,7 +49,8 @@ class _Conversation:
         try:
             self._answer(prompt, sys.stdout.isatty())
         except Refused as error:
-            raise StartError("the server gave no answer", str(error), "see the server's log") from error
+            todo = error.todo("change the question or the flags" if error.status == 400 else "see the server's log")
+            raise StartError("there is no answer", str(error), todo) from error
         except KeyboardInterrupt:
             print()
             return 130
@@ -64,9 +65,12 @@ class _Conversation:
         while True:
             try:
                 prompt = input("\n› ")
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 self._console.print()
                 return 0
+            except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
+                self._console.print("\n[dim]Ctrl-D ends[/]")
+                continue
             if not prompt.strip():
                 continue
             try:

@@ -173,6 +173,15 @@ def _load(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
     return loaded.config
 
 
+def _measuring(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
+    """The configuration of a command that measures; the files that it is to write can be written."""
+    from bench.results import check_outputs
+
+    loaded = _load(config, given, **fixed)
+    check_outputs(getattr(loaded, "save", None), getattr(loaded, "plot", None))
+    return loaded
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,49 +257,49 @@ def _scale(given: dict[str, Any]) -> int:
 
 
 def _eval(given: dict[str, Any]) -> int:
-    config = _load(EvalConfig, given)
+    config = _measuring(EvalConfig, given)
     from bench.evaluate import run
 
     return run(config)
 
 
 def _bench_serve(given: dict[str, Any]) -> int:
-    config = _load(BenchServeConfig, given)
+    config = _measuring(BenchServeConfig, given)
     from bench.serve import run
 
     return run(config)
 
 
 def _bench_goodput(given: dict[str, Any]) -> int:
-    config = _load(BenchGoodputConfig, given)
+    config = _measuring(BenchGoodputConfig, given)
     from bench.goodput import run
 
     return run(config)
 
 
 def _bench_compare(given: dict[str, Any]) -> int:
-    config = _load(BenchCompareConfig, given)
+    config = _measuring(BenchCompareConfig, given)
     from bench.compare import run
 
     return run(config)
 
 
 def _bench_batching(given: dict[str, Any]) -> int:
-    config = _load(BenchBatchingConfig, given)
+    config = _measuring(BenchBatchingConfig, given)
     from bench.batching import run
 
     return run(config)
 
 
 def _bench_plan(given: dict[str, Any]) -> int:
-    config = _load(BenchPlanConfig, given)
+    config = _measuring(BenchPlanConfig, given)
     from bench.plan import run
 
     return run(config)
 
 
 def _bench_roofline(given: dict[str, Any]) -> int:
-    config = _load(BenchRooflineConfig, given)
+    config = _measuring(BenchRooflineConfig, given)
     from common.device import calm_threads
 
     calm_threads()
@@ -300,7 +309,7 @@ def _bench_roofline(given: dict[str, Any]) -> int:
 
 
 def _bench_kernels(given: dict[str, Any]) -> int:
-    config = _load(BenchKernelsConfig, given)
+    config = _measuring(BenchKernelsConfig, given)
     from common.device import calm_threads
 
     calm_threads()

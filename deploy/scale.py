@@ -24,6 +24,8 @@ def run(config: ScaleConfig) -> int:
         why = error.strerror or str(error) or type(error).__name__
         raise StartError(f"cannot reach {config.url}", why, "start it with `tandem up`, or give --url") from error
     except Refused as error:
-        raise StartError("the pools were not changed as asked", str(error), "see GET /admin/workers") from error
+        raise StartError(
+            "the pools were not changed as asked", str(error), error.todo("see GET /admin/workers")
+        ) from error
     print(f"prefill {pools['prefill']}, decode {pools['decode']}")
     return 0

@@ -136,6 +136,7 @@ class Supervisor:
             if self._kill.is_set():
                 self._screen.fact("stopped at once")
                 return STOPPED_AT_ONCE
+            self._screen.fact("stopped")
             return 0
         finally:
             for unit in self._units:

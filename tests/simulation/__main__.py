@@ -68,6 +68,9 @@ def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
         kept = json.loads(keep.read_text())
         if kept["first"] == seeds.start and kept["sources"] == sources:  # other code has other histories
             total, failures, start = Outcome.of(kept["outcome"]), kept["failures"], kept["next"]
+            print(
+                f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to begin anew)"
+            )
     chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None

@@ -255,3 +255,19 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) < 400
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--save", "{}/nowhere/x.json"), "there is no directory"),
+        (("--plot", "{}/nowhere/x.png"), "there is no directory"),
+        (("--plot", "{}/x.foo"), "does not end in .png"),
+    ],
+)
+def test_outputs_are_checked_before_anything_is_measured(
+    words: tuple[str, str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = ("--url", "http://127.0.0.1:9")
+    assert cli.main(["bench", "serve", *nobody, words[0], words[1].format(tmp_path)]) == 1
+    assert why in capsys.readouterr().err and not list(tmp_path.iterdir())
