@@ -121,7 +121,7 @@ def main() -> int:
     hang_ups = commands.add_parser("aborts", help="how soon a client's hanging up frees blocks")
     hang_ups.add_argument("--count", type=int, default=100)
     hang_ups.set_defaults(run=_aborts)
-    everything = commands.add_parser("all", help="matrix, load, frames and aborts")
+    everything = commands.add_parser("all", help="matrix, load, frames, aborts and overload")
     everything.set_defaults(run=_all, only="", houses=3, at_once=64, rate=0.01, count=100)
     for command in commands.choices.values():
         command.add_argument("--report", type=Path, help="file for the tables")

@@ -67,6 +67,8 @@ async def overload(
             bad = {verdict: n for verdict, n in done.verdicts.items() if verdict not in ("exact", *REFUSED)}
             if bad:
                 done.wrong.append(f"answers {bad}")
+            if not factor and done.verdicts["exact"] < len(asks):
+                done.wrong.append("it is no peak: not all were served")
             if factor >= 2 and goodput < SHARE * peak:
                 done.wrong.append(f"goodput {goodput / peak:.0%} of the peak")
             done.free_s = max(0.0, await house.until_free() - ended)
