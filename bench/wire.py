@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common import keys
+from common import heap, keys
 from common.channel import Channels
 from common.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
@@ -33,6 +33,7 @@ _TOKEN = b"t" * 16
 
 def _receive(pipe: Connection, key_file: Path, encrypt: bool, tokens: int) -> None:
     """The decode end: expects every transfer that it is told of, and says when it has ended."""
+    heap.keep_freed()  # as workers do
     memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
     memory.raw[:] = 0  # touched, so that no page is given out while the clock runs
     channels = Channels(keys.load(key_file, "decode"), encrypt_kv=encrypt)
@@ -65,6 +66,7 @@ def _table(memory: KvMemory) -> list[BlockId]:
 
 def measure(encrypt: bool, tokens: int, repeats: int) -> list[float]:
     """Bytes per second of each of ``repeats`` transfers of ``tokens`` tokens, after one that does not count."""
+    heap.keep_freed()
     with tempfile.TemporaryDirectory() as directory:
         key_file = Path(directory) / "cluster.key"
         keys.make(key_file)

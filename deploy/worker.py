@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 
-from common import device
+from common import device, heap
 from common.channel import Channels, is_local
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
@@ -34,6 +34,7 @@ DECODE_ROWS_HINT = 16
 def run(config: WorkerConfig) -> int:
     """Serves one role; 0 after a drain. StartError says in words why it cannot start."""
     config.check_binds()
+    heap.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint)
     gc.freeze()  # the model and its modules live for ever: later collections need not walk them

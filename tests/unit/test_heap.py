@@ -1,0 +1,38 @@
+"""Memory of frames is used again, and its pages are not faulted in for each of them."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FRAMES, FRAME_BYTES, ROUNDS = 16, 1 << 20, 50
+_CHURN = f"""
+import resource, sys
+from common import heap
+if sys.argv[1] == "kept":
+    assert heap.keep_freed()
+def once():
+    held = [bytearray(b"x") * {FRAME_BYTES} for _ in range({FRAMES})]
+once()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range({ROUNDS}):
+    once()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(way: str) -> int:
+    """Page faults of a process that takes and frees the memory of a transfer's frames again and again."""
+    done = subprocess.run([sys.executable, "-c", _CHURN, way], capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other habits")
+def test_pages_of_frames_are_faulted_in_once() -> None:
+    pages = FRAMES * FRAME_BYTES // mmap.PAGESIZE
+    assert faults("default") > ROUNDS * pages // 2, "the control: glibc gives them back each time"
+    assert faults("kept") < pages
