@@ -14,7 +14,7 @@ from rich.console import Console
 from bench.client import Record
 from bench.cost import CostModel
 from bench.goals import __main__ as command
-from bench.goals import engine, field, handoff, serving
+from bench.goals import engine, field, handoff, mocks, serving
 from bench.goals.coordinator import added_ms
 from bench.goals.engine import Calibration
 from bench.goals.field import (
@@ -35,6 +35,9 @@ from bench.goodput import highest
 from bench.load import Run
 from bench.workloads import Ask
 from common.errors import StartError
+from common.ids import new_request_id, pack_tokens
+from common.request import FinishReason, Request, SamplingParams
+from common.spans import SpanWriter
 
 SOME = Path("somewhere")
 
@@ -193,8 +196,19 @@ def test_what_prefill_hides_is_told_by_the_server() -> None:
     assert handoff._hidden([]).met is False, "a server that tells of no hand-off has hidden none"
 
 
-def test_what_the_coordinator_adds_is_what_the_worker_did_not_take() -> None:
-    assert added_ms(record(0.0125, stages={"prefill_ms": 11.5})) == pytest.approx(1.0)
+def test_what_the_coordinator_adds_is_what_a_bare_server_does_not_take() -> None:
+    through, bare = ([record(base + late) for late in (0.0, 0.001, 0.004)] for base in (0.0035, 0.001))
+    assert added_ms(through, bare, 50) == pytest.approx(2.5)
+    assert added_ms(through, [record(0.001)] * 3, 100) == pytest.approx(6.5)
+
+
+def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_said() -> None:
+    request = Request(new_request_id(), pack_tokens([7, 8]), SamplingParams(max_tokens=3, seed=0))
+    stream = mocks._Stream(request, 0, 7)
+    first, second = SpanWriter(), SpanWriter()
+    assert not stream.step(first) and stream.step(second)
+    assert (first.starts, first.ids, first.finish) == ([0], [7, 7], [0])
+    assert (second.starts, second.ids, second.finish) == ([2], [7], [FinishReason.LENGTH])
 
 
 # -- C8 ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""What stands around a coordinator whose own cost is measured: workers that answer at once, and a server to compare
+with that has no workers.
+
+The workers speak the control protocol as real ones do (Hello, heartbeats, one message of spans per step) and hold
+nothing: prefill tells the first token of a prompt as its first output token the moment it has the prompt, decode says
+it again and again, once per step for all that it serves. No KV travels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import uvloop
+from aiohttp import web
+
+from common.channel import Channels
+from common.checkpoint import open_checkpoint
+from common.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpack_tokens
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.memory import host_id
+from common.membership import Membership, Snapshot
+from common.messages import PROTOCOL, Abort, Hello, Prefill, Reserve, Role, Timing
+from common.request import FinishReason, Request
+from common.spans import SpanWriter
+
+LAYOUT = KvLayout((LayerLayout(1, 16, 16),), "float32", 16)
+POOL_BLOCKS, LONGEST = 1 << 13, 8192
+SEQUENCES, BUDGET = 64, 8192
+IDLE_S = 0.25
+
+
+def hello_of(model: str, role: Role) -> Hello:
+    """A worker that can hold all that is asked here."""
+    checkpoint = open_checkpoint(model)
+    return Hello(
+        PROTOCOL, WorkerName(role), new_incarnation(), role, model, checkpoint.fingerprint, LAYOUT.fingerprint,
+        os.getpid(), "localhost", host_id(), "tcp://127.0.0.1:1" if role == "decode" else "", ("zmq",), POOL_BLOCKS,
+        LAYOUT.block_size, LONGEST, checkpoint.vocab_size, SEQUENCES, BUDGET, "none", LAYOUT.dtype,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request on the decode worker: what it has said so far."""
+
+    request: Request
+    attempt: int
+    token: int
+    output: list[int] = field(default_factory=list)
+
+    def step(self, writer: SpanWriter) -> bool:
+        """One more token; whether it was the last. The first step repeats prefill's token, as decode does."""
+        start = len(self.output)
+        self.output += [self.token] * (2 if not start and self.request.sampling.max_tokens > 1 else 1)
+        ended = len(self.output) >= self.request.sampling.max_tokens
+        finish = FinishReason.LENGTH if ended else FinishReason.RUNNING
+        writer.again(SequenceId(self.request.id, 0, self.attempt), start, self.output, finish, -1, ())
+        return ended
+
+
+class MockWorker:
+    """One prefill or decode worker of the coordinator at ``address``; a step of decode takes ``step_s`` seconds."""
+
+    def __init__(self, hello: Hello, address: str, step_s: float) -> None:
+        self._role, self._step_s = hello.role, step_s
+        self._channels = Channels()
+        self._membership = Membership(self._channels, address, hello)
+        self._streams: dict[TransferId, _Stream] = {}
+        self._step_at = 0.0
+
+    def run(self) -> None:
+        """Serves until it is killed."""
+        while True:
+            self._turn(time.monotonic())
+            left = self._step_at - time.monotonic() if self._streams else IDLE_S
+            self._channels.poll(max(0.0, left))
+
+    def _turn(self, now: float) -> None:
+        waited = bool(self._streams)
+        for message in self._membership.receive():
+            match message:
+                case Prefill():
+                    self._prefill(message)
+                case Reserve(request=request, attempt=attempt):
+                    token = unpack_tokens(request.prompt[:4])[0]
+                    self._streams[TransferId(request.id, attempt)] = _Stream(request, attempt, token)
+                case Abort(request=request, attempt=attempt):
+                    self._streams.pop(TransferId(request, attempt), None)
+        if self._streams and not waited:
+            self._step_at = now + self._step_s
+        elif self._streams and now >= self._step_at:
+            self._step_at += self._step_s
+            self._step()
+        live = b"".join(transfer.request for transfer in self._streams)
+        self._membership.snapshot = Snapshot(live, self._membership.acted_on, POOL_BLOCKS, running=len(self._streams))
+
+    def _prefill(self, message: Prefill) -> None:
+        request, writer = message.request, SpanWriter()
+        token = unpack_tokens(request.prompt[:4])[0]
+        finish = FinishReason.LENGTH if request.sampling.max_tokens == 1 else FinishReason.RUNNING
+        writer.again(SequenceId(request.id, 0, message.attempt), 0, [token], finish, -1, ())
+        self._membership.send(Timing(request.id, message.attempt, {"queue_ms": 0.0, "prefill_ms": 0.0}))
+        self._tell(writer)
+
+    def _step(self) -> None:
+        writer = SpanWriter()
+        for transfer, stream in list(self._streams.items()):
+            if stream.step(writer):
+                del self._streams[transfer]
+        self._tell(writer)
+
+    def _tell(self, writer: SpanWriter) -> None:
+        if message := writer.message():
+            self._membership.send(message)
+
+
+def work(model: str, role: Role, coordinator: str, step_s: float) -> None:
+    """The process of a mock worker."""
+    MockWorker(hello_of(model, role), coordinator, step_s).run()
+
+
+def replay(events: Sequence[bytes], step_s: float, pipe: Connection) -> None:
+    """The process of a bare server, whose URL goes to ``pipe``: reads each request's body and says ``events``, the
+    first at once and the others ``step_s`` apart."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        due = time.monotonic()
+        for event in events:
+            await response.write(event)
+            due += step_s
+            await asyncio.sleep(due - time.monotonic())
+        await response.write_eof()
+        return response
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", answer)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        await asyncio.Event().wait()
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    uvloop.run(serve())
