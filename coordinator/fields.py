@@ -42,14 +42,16 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
     return fields
 
 
-def _depth(value: Json | list[object], left: int) -> None:
+def _keys(value: Json | list[object], left: int) -> int:
+    """How many keys there are in ``value``, at all depths; RequestError if these are more than ``left``."""
     if left == 0:
         refuse(f"The JSON body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")
-    items = value if isinstance(value, list) else value.values()
+    items, keys = (value, 0) if isinstance(value, list) else (value.values(), len(value))
     if {dict, list} & set(map(type, items)):  # long lists of numbers are passed at C's speed
         for item in items:
             if isinstance(item, dict | list):
-                _depth(item, left - 1)
+                keys += _keys(item, left - 1)
+    return keys
 
 
 def parse_json(body: bytes) -> Json:
@@ -57,8 +59,10 @@ def parse_json(body: bytes) -> Json:
     if not body.strip():
         refuse("The request body is empty; a JSON object is expected.", None, "invalid_json")
     try:
-        msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64, all of which
-        value = json.loads(body.decode(), object_pairs_hook=_no_duplicates)  # this would let pass; it sees duplicates
+        value = msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64
+        # each member has a colon: as many as there are keys, and no key was there twice; more may be in strings
+        if not isinstance(value, dict) or body.count(b":") > _keys(value, MAX_DEPTH):
+            value = json.loads(body.decode(), object_pairs_hook=_no_duplicates)
     except RequestError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -67,7 +71,6 @@ def parse_json(body: bytes) -> Json:
         refuse(f"The JSON body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")
     if not isinstance(value, dict):
         refuse(f"The request body must be a JSON object, not {kind_of(value)}.", None, "invalid_type")
-    _depth(value, MAX_DEPTH)
     return value
 
 

@@ -7,7 +7,9 @@ what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.s
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Annotated
+
+import msgspec
 
 from common.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.fields import INT64, Fields, Json, checked_integer, checked_number, refuse, wrong_type
@@ -21,6 +23,7 @@ MAX_BIASES = 4096
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 """vLLM takes all above 0; there logits leave the range of float32 before the penalty means anything."""
 MAX_TOKEN_ID = (1 << 32) - 1
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 _TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _UNSUPPORTED = {
@@ -230,11 +233,10 @@ def token_ids(value: list[object], param: str, limit: int) -> list[int]:
     if len(value) > limit:
         text = f"{param!r} has {len(value)} tokens, but this model's maximum context length is {limit} tokens."
         refuse(text, param, "context_length_exceeded")
-    if set(map(type, value)) == {int}:  # the fast path of long prompts
-        ids = cast(list[int], value)
-        if min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
-            return ids
-    return [checked_integer(item, f"{param}[{index}]", 0, MAX_TOKEN_ID) for index, item in enumerate(value)]
+    try:
+        return msgspec.convert(value, _TokenIds)
+    except msgspec.ValidationError:  # by hand: 3.0 is an integer too, and the error names the entry
+        return [checked_integer(item, f"{param}[{index}]", 0, MAX_TOKEN_ID) for index, item in enumerate(value)]
 
 
 # -- what both have ---------------------------------------------------------------------------------------------------

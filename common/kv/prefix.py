@@ -17,6 +17,7 @@ from common.kv.layout import CHAIN_STEP, KvDtype
 
 ChainKey = bytes
 KEY_BYTES = 16
+_STEP_BYTES = 4 * CHAIN_STEP
 
 
 def chain_root(cache_salt: str, model_fingerprint: str, computed_in: KvDtype) -> ChainKey:
@@ -29,9 +30,9 @@ def chain_root(cache_salt: str, model_fingerprint: str, computed_in: KvDtype) ->
 def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -> list[ChainKey]:
     """Appends to ``chain`` the keys of all further full steps of ``tokens`` (the whole sequence) and returns it."""
     previous = chain[-1] if chain else root
-    for start in range(len(chain) * CHAIN_STEP, len(tokens) - CHAIN_STEP + 1, CHAIN_STEP):
-        packed = pack_tokens(tokens[start : start + CHAIN_STEP])
-        previous = hashlib.blake2b(packed, digest_size=KEY_BYTES, key=previous).digest()
+    packed = pack_tokens(tokens[len(chain) * CHAIN_STEP : len(tokens) // CHAIN_STEP * CHAIN_STEP])
+    for at in range(0, len(packed), _STEP_BYTES):
+        previous = hashlib.blake2b(packed[at : at + _STEP_BYTES], digest_size=KEY_BYTES, key=previous).digest()
         chain.append(previous)
     return chain
 
