@@ -290,8 +290,9 @@ class Dispatcher:
             ticket.pair = Pair(prefill.id, decode.id)
             self.breakers.placed(ticket.pair, ticket.id)
             token = secrets.token_bytes(TOKEN_BYTES)
-            reached = self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill, token)))
-            reached = reached and self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode, token)))
+            # prefill first: the first token waits for it, and each message wakes two threads before the next leaves
+            reached = self._send(ticket, prefill, Prefill(request, life.attempt, _peer(decode, token)))
+            reached = reached and self._send(ticket, decode, Reserve(request, life.attempt, _peer(prefill, token)))
         if reached:
             life.move(State.PREFILLING)
         else:
@@ -450,7 +451,7 @@ class Dispatcher:
         now: float,
     ) -> None:
         life, choice, attempt = ticket.life, message.choices[index], message.attempts[index]
-        if worker.id not in life.workers:
+        if worker.id != life.decode and worker.id != life.prefill:
             return
         finish = _FINISHES[message.finish[index]]
         if finish in (FinishReason.ABORTED, FinishReason.FAILED):
@@ -619,9 +620,11 @@ class Dispatcher:
         for ticket in list(on.values()):
             if ticket.life.state is not State.DECODING or ticket.life.decode != worker.id or ticket.id in resting:
                 continue
-            patience = max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000)
-            if now - ticket.heard_at > patience:
-                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, now - ticket.heard_at)
+            silence = now - ticket.heard_at
+            if silence <= STALL_S:  # the usual: what the patience really is takes longer to find out
+                continue
+            if silence > max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000):
+                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence)
                 self._failed_by(worker, ticket)
 
     def _renew_leases(self) -> None:
