@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -53,6 +54,8 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
         async with running(config, scale) as services, serving(make_app(services), listener):
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
+            gc.collect()
+            gc.freeze()  # what serves lives for ever: a collection that walked it would hold up every stream
             if on_ready is not None:
                 on_ready(url, services.dispatcher.gateway.address)
             await stop.first.wait()
