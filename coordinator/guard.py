@@ -6,6 +6,7 @@ Owns authentication (default-deny as soon as any key is set), the check against 
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import logging
@@ -29,6 +30,7 @@ HEARD = web.AppKey("heard", set)
 """Connections that have sent a request."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
+REMEMBERED_HOSTS = 256
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
 
 
@@ -94,6 +96,7 @@ class _Gate:
         self._keys = [key.encode() for key in keys]
         self._checks_site = not (self._keys or self._admin_keys or config.insecure_http)
         self._own_host = config.host.lower()
+        self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
 
     def check(self, request: web.Request) -> None:
         """RequestError 401 or 403 unless the request may go on."""
@@ -117,13 +120,15 @@ class _Gate:
         """Without a key a web page in a browser on this machine could post here, or read what a name that it has made
         point here shows: its Host or Origin gives it away."""
         host = request.headers.get("Host", "")
-        if host and not self._is_here(_host_of(f"//{host}")):
+        if host and not self._is_here(f"//{host}"):
             raise _foreign("Host", host)
         origin = request.headers.get("Origin")
-        if origin is not None and not self._is_here(_host_of(origin)):  # "null" names no host either
+        if origin is not None and not self._is_here(origin):  # "null" names no host either
             raise _foreign("Origin", origin)
 
-    def _is_here(self, name: str | None) -> bool:
+    def _names_here(self, url: str) -> bool:
+        """Whether the host that ``url`` names, if any, is this machine."""
+        name = _host_of(url)
         if name is None:
             return False
         if name in _LOCAL_NAMES or name == self._own_host:

@@ -151,8 +151,9 @@ async def read_body(request: web.Request) -> Json:
             status=415,
             code="unsupported_content_encoding",
         )
+    all_there = request.content.is_eof()  # a timer would be for nothing
     try:
-        async with asyncio.timeout(request.app[SERVICES].config.client_timeout):
+        async with asyncio.timeout(None if all_there else request.app[SERVICES].config.client_timeout):
             body = await request.read()
     except TimeoutError:
         request.app[SERVICES].metrics.cut_off("sending")
@@ -268,7 +269,11 @@ def _ticket(
 
 async def _stream(request: web.Request, reply: StreamReply) -> web.StreamResponse:
     """Headers go out with the first token, so that a failure before it has a status of its own; or after 15 s."""
-    await asyncio.wait((reply.started,), timeout=KEEPALIVE_S)
+    patience = asyncio.get_running_loop().call_later(KEEPALIVE_S, reply.start)
+    try:
+        await reply.started
+    finally:
+        patience.cancel()
     if reply.refused:
         assert reply.error is not None
         raise reply.error

@@ -34,7 +34,7 @@ class Reply:
         self.error: RequestError | None = None
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
-        """Resolved with the first token, or the end."""
+        """Resolved with the first token, with the end, or when headers should not wait any longer (:meth:`start`)."""
         self.finished: asyncio.Future[None] = loop.create_future()
         self._first: dict[bytes, int] = {}
         self._left = 0
@@ -69,9 +69,13 @@ class Reply:
         if mine.stopped or self.error is not None:
             return False
         self._feed(mine, ids, logprobs, finish)
+        self.start()
+        return finish is FinishReason.RUNNING and mine.stopped
+
+    def start(self) -> None:
+        """Whoever waits for the beginning of the answer need not wait longer. Idempotent."""
         if not self.started.done():
             self.started.set_result(None)
-        return finish is FinishReason.RUNNING and mine.stopped
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         for _ in choice.feed(ids, logprobs, finish):
@@ -96,9 +100,9 @@ class Reply:
         """The request has failed."""
 
     def _settle(self) -> None:
-        for future in (self.started, self.finished):
-            if not future.done():
-                future.set_result(None)
+        self.start()
+        if not self.finished.done():
+            self.finished.set_result(None)
 
 
 class WholeReply(Reply):

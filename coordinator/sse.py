@@ -28,6 +28,7 @@ class EventStream:
         self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[], None]
     ) -> None:
         self._request, self._stall_s, self._on_cut = request, stall_s, on_cut
+        self._transport = request.transport
         self._response = web.StreamResponse(headers={**headers, **HEADERS})
         self._chunked = request.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()
@@ -41,7 +42,7 @@ class EventStream:
 
     def send(self, data: bytes) -> None:
         """Writes ``data`` without waiting; a stalled or vanished reader loses its connection."""
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing() or not data:
             return
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
@@ -71,7 +72,7 @@ class EventStream:
         while not finished.done():
             idle = self._loop.time() - self._sent_at
             await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / 4)))
-            transport = self._request.transport
+            transport = self._transport
             if finished.done() or transport is None or transport.is_closing():
                 continue
             self._check_reader(transport, self._loop.time())
