@@ -75,6 +75,36 @@ def test_what_is_not_a_plain_json_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
+_KEYS = st.sampled_from(["a", "b", "a:b", ":", '"', "\u00e9"])
+_JSON = st.recursive(
+    st.none() | st.integers(-3, 3) | st.sampled_from(["", ":", "a:b:c"]),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(_KEYS, inner), max_size=3).map(tuple),
+    max_leaves=8,
+)
+"""Values of JSON, an object as a tuple of its members: a key may be there twice."""
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "{" + ", ".join(f"{json.dumps(key)} : {_written(inner)}" for key, inner in value) + "}"
+    return "[" + ",".join(map(_written, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def _repeats(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(dict(value)) != len(value) or any(_repeats(inner) for _, inner in value)
+    return isinstance(value, list) and any(map(_repeats, value))
+
+
+@given(st.lists(st.tuples(_KEYS, _JSON), max_size=4).map(tuple))
+def test_a_key_that_is_there_twice_is_found_at_any_depth_beside_any_colons(body: Any) -> None:
+    written = _written(body)
+    if _repeats(body):
+        assert refusal(lambda: parse_json(written.encode())).code == "duplicate_key"
+    else:
+        assert parse_json(written.encode()) == json.loads(written)
+
+
 def test_ordinary_unicode_passes() -> None:
     assert parse_json('{"a": "héllo \\ud83d\\ude00 🙂\\u0000"}'.encode()) == {"a": "héllo 😀 🙂\0"}
 
