@@ -36,6 +36,9 @@ LOCAL_CACHED_SHARE = 0.75
 """``auto``: ... if at least this much of the prompt is in its cache already."""
 LOCAL_QUEUE_TOKENS = 512
 """``auto``: a tiny prompt does not stand behind so many tokens when a decode worker is idle."""
+FAILED_PAIRS = 2
+"""So many pairs may fail the hand-off of one request before its decode worker computes the prompt by itself, if it may:
+what spoils each of them may spoil all, and an attempt must be left."""
 SLOT_SLACK = 1.25
 """Sequences sent per decode slot: the next ones are prefilled and shipped while the slots are still taken."""
 
@@ -190,6 +193,8 @@ class Router:
             return Placement("local", None, decode, "local prefill: always")
         if need.diverged:
             return Placement("local", None, decode, "its choices have diverged")
+        if len(need.avoid) >= FAILED_PAIRS and self.no_prefill == "local":
+            return Placement("local", None, decode, f"its hand-offs over {len(need.avoid)} pairs have failed")
         ready = self._ready("prefill", need)
         if not ready and self.no_prefill == "reject":
             return NoWorkers("prefill")

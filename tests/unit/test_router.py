@@ -395,3 +395,14 @@ def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> 
     router.breakers.tick(FIRST_COOL_DOWN_S)
     placement = router.place(Need(100, 10, 1))
     assert isinstance(placement, Placement) and placement.path == "disagg", "it is tried again by itself"
+
+
+@pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
+def test_after_two_pairs_have_failed_a_request_decode_prefills_if_it_may(policy: str, path: str) -> None:
+    """Attempts are few: the last one is not spent on a third pair while there is a way without a hand-off."""
+    router, (first, second, *decodes) = house(prefills=2, decodes=2, no_prefill=policy)
+    failed = Pair(first.id, decodes[0].id)
+    once = router.place(Need(100, 10, 1, avoid=frozenset({failed})))
+    assert isinstance(once, Placement) and once.path == "disagg"
+    twice = router.place(Need(100, 10, 1, avoid=frozenset({failed, Pair(second.id, decodes[1].id)})))
+    assert isinstance(twice, Placement) and twice.path == path
