@@ -97,8 +97,9 @@ class _Line:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first.
-    ``commit_due``: the commit leaves again, behind the frames that do."""
+    """``ends``: for each unacknowledged frame, how many bytes the line had been handed when it left first, and
+    ``seen`` how many had passed when the timers ran last. ``commit_due``: the commit leaves again, behind the frames
+    that do."""
 
     session: SenderSession
     line: _Line
@@ -107,6 +108,12 @@ class _Outgoing:
     first: FirstTokens | None = None
     commit_due: bool = False
     ends: dict[int, int] = field(default_factory=dict)
+    seen: int = 0
+
+    def stands_in_line(self) -> bool:
+        """Whether the oldest frame is still behind others' on the line, and these have moved since the last look."""
+        moved, self.seen = self.line.passed > self.seen, self.line.passed
+        return moved and next(iter(self.ends.values()), 0) > self.line.passed
 
     def passed(self, frame: int) -> None:
         """Frames up to ``frame`` inclusive have arrived."""
@@ -416,6 +423,8 @@ class Sender:
 
     def _tick(self, outgoing: _Outgoing, now: float) -> None:
         session = outgoing.session
+        if outgoing.stands_in_line():
+            session.waited(now)
         if session.tick(now):
             outgoing.commit_due = True
         if session.state is TransferState.EXPIRED:

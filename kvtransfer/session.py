@@ -115,10 +115,19 @@ class SenderSession(Session):
         self._ticked_at = now
 
     def heard(self, step_s: float, now: float) -> None:
-        """Decode knows of the transfer; one of its steps, in which it answers nothing, takes about ``step_s``."""
+        """Decode knows of the transfer; one of its steps, in which it answers nothing, takes about ``step_s``.
+
+        Before the grant there is no more to hear, so that is progress. After it only frames that land are: a grant
+        that is said again and again says that none does.
+        """
         self._heard = True
-        self.progress_at = max(self.progress_at, now)
+        if self.state is TransferState.RESERVED:
+            self.progress_at = max(self.progress_at, now)
         self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
+
+    def waited(self, now: float) -> None:
+        """What left for the same peer before our frames is still arriving there: their time has not begun."""
+        self.progress_at = max(self.progress_at, now)
 
     def granted(self, have: int, link: str, credit_bytes: int, now: float) -> None:
         """Decode reserved blocks and holds the first ``have`` tokens itself."""

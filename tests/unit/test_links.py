@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from random import Random
@@ -16,17 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.channel import Channels
 from common.errors import StartError, WireError
-from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
+from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
+from common.messages import Peer
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory as memory_link
 from kvtransfer.links import nixl, shm, zeromq
-from kvtransfer.links.base import ReceiveLink, SendLink
+from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink
+from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.sender import Lost, Sender, Shipped
+from kvtransfer.session import Limits
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
@@ -183,6 +189,50 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: p
     with pytest.raises(WireError, match="reused"):
         pair.carry(Rectangle(0, 3, 0, 32))
     assert not pair.written()
+
+
+class Failing:
+    """A link whose payloads arrive as they were ``right`` times, and corrupted from then on."""
+
+    def __init__(self, inner: SendLink, right: int) -> None:
+        self.name, self.inner, self.left = inner.name, inner, right
+        self.faulty = FaultyLink(inner, FaultRates(corrupt=1.0), Random(1))
+
+    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        self.left -= 1
+        return (self.inner if self.left >= 0 else self.faulty).payload(table, cells)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+@pytest.mark.parametrize("link", ["zmq", "shm", pytest.param("nixl", marks=needs_nixl)])
+def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
+    """Not even the first frame, although grants and announcements go on."""
+    limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=4096)
+    layout, token, tokens = KvLayout(LAYERS, "float32", 16), b"known to both ends", 96
+    here, there, owner = Channels(), Channels(), new_incarnation()
+    source, target = KvMemory(layout, 8), KvMemory(layout, 8)
+    receiver = Receiver(here, target, "host", "tcp://127.0.0.1:*", transport=link, limits=limits)
+    sender = Sender(there, source, owner, "host", transport=link, limits=limits)
+    failing = sender._links[link] = Failing(sender._links[link], right)
+    began = time.monotonic()
+    receiver.expect(TRANSFER, tokens, 0, SOURCE_TABLE, peer_of(owner, "", token), began)
+    sender.open(TRANSFER, peer_of(new_incarnation(), receiver.address, token), tokens, SOURCE_TABLE, began)
+    sender.computed(TRANSFER, SOURCE_TABLE, tokens, len(LAYERS), began)
+    sent, received = list[Shipped | Lost](), list[Landed | Failed]()
+    while not (sent and received):
+        assert time.monotonic() < began + 20, f"it goes on and on, {len(sent)} and {len(received)} ends"
+        sent += sender.pump(time.monotonic())
+        received += receiver.pump(time.monotonic, 0.005)
+        here.poll(0.002)
+    assert failing.left < 0, "it was spoiled"
+    assert len(sent) == len(received) == 1
+    assert isinstance(sent[0], Lost) and not sent[0].told and isinstance(received[0], Failed) and received[0].told
+    for each in (sender, receiver, here, there, source, target):
+        each.close()
+
+
+def peer_of(incarnation: Incarnation, address: str, token: bytes) -> Peer:
+    return Peer(WorkerName("peer"), incarnation, address, "host", "float32", token)
 
 
 def test_a_pool_that_was_withdrawn_is_not_reached() -> None:

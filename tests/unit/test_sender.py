@@ -15,7 +15,7 @@ from common.channel import Channels
 from common.ids import BlockId, TransferId, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
-from common.messages import Cancel, Commit, Grant, Open, Peer, Released, ToDecode
+from common.messages import Ack, Cancel, Commit, Grant, Heard, Open, Peer, Released, ToDecode
 from common.wire import decode, encode
 from kvtransfer import sender as sending
 from kvtransfer.frames import FrameHeader, Rectangle
@@ -194,7 +194,7 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
     """One hand-off is stuck; the answers to another show that the peer is there."""
     stuck = meeting.ship()
     meeting.grant(stuck)
-    busy = meeting.ship()
+    busy = meeting.wait()
     line = meeting.sender._lines[meeting.peer.incarnation]
     ended: list[Any] = []
     while not ended:
@@ -209,6 +209,48 @@ def test_a_peer_that_answers_others_keeps_its_connection(meeting: Meeting) -> No
         _, message = meeting.read()
         if isinstance(message, Cancel) and message.request == busy.request:
             break
+
+
+@pytest.mark.parametrize("says", ["grant", "heard"])
+def test_a_peer_that_only_repeats_what_it_said_before_the_first_frame_is_given_up(meeting: Meeting, says: str) -> None:
+    """As one does to which frames come damaged, every one: it knows of the hand-off, and that is all it knows."""
+    transfer = meeting.ship()
+    meeting.grant(transfer)
+    began, ended = meeting.now, []
+    answer: Any = Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant"))
+    if says == "heard":
+        answer = Heard(*transfer, 0)
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    while not ended:
+        for _ in range(int(0.5 / TURN_S) + 1):
+            ended += meeting.turn()
+        assert meeting.now < began + 3
+        if not ended:
+            meeting.router.send_multipart([meeting.hear(transfer), encode(answer)])
+            assert line.socket.poll(20_000)
+    assert [each.transfer for each in ended] == [transfer] and not ended[0].told
+    assert meeting.now - began >= 2.0
+
+
+def test_a_hand_off_waits_for_the_frames_before_it_on_the_line_and_no_longer(meeting: Meeting) -> None:
+    """A slow line: what others have handed to it takes 4 s to arrive, a frame after the other."""
+    first, second = meeting.ship(), meeting.ship()
+    meeting.grant(first)
+    meeting.grant(second)
+    frames = KV_BYTES // FRAME_BYTES
+    identity, _ = meeting.read()
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    began, step_s = meeting.now, 4.0 / frames
+    for frame in range(frames):
+        meeting.router.send_multipart([identity, encode(Ack(*first, frame, (frame + 1) * FRAME_BYTES, 1 << 20))])
+        assert line.socket.poll(20_000)
+        for _ in range(int(step_s / TURN_S)):
+            assert meeting.turn() == []
+    last_at = meeting.now
+    assert last_at - began > 3
+    while not (ended := meeting.turn()):
+        assert meeting.now < last_at + 3
+    assert [each.transfer for each in ended] == [second]
 
 
 def test_who_has_nothing_to_send_is_not_behind_however_short_the_time(meeting: Meeting) -> None:
