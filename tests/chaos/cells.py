@@ -152,6 +152,7 @@ CELLS: list[Cell] = [
     *_row("link P-D in slices of 7 bytes", partial(faults.slow, "data", "slice_bytes", 7, "slices"), "exact",
           {"P": 1.0, "X": 1.0}),
     *_row("frame corrupted", frame("corrupt"), "exact", {"X": 1.0}, arranged="P"),
+    *_row("every frame corrupted", faults.corrupt_every_frame, "exact", {"X": STOPPED_S + RECOMPUTED_S}, arranged="P"),
     *_row("frame truncated", frame("truncate"), "exact", {"X": 1.0}, arranged="P"),
     *_row("frame dropped", frame("drop"), "exact", {"X": 1.0}, arranged="P"),
     *_row("frame duplicated", frame("duplicate"), "exact", {"X": 1.0}, arranged="P"),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.wire import DIGEST_BYTES
+from coordinator.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
@@ -510,13 +511,24 @@ async def grant_lost(scene: Scene) -> Proof:
     return lambda: any(step[1] in dropped for worker in prefills for step in worker.steps())
 
 
-async def tamper(action: Action, match: Callable[[Parts], bool], direction: Any, limit: int, scene: Scene) -> Proof:
+async def tamper(
+    action: Action, match: Callable[[Parts], bool], direction: Any, limit: int | None, scene: Scene
+) -> Proof:
     rule = Rule(action, match, direction, limit=limit)
     for worker in scene.house.by_role("decode"):
         worker.data.rules.append(rule)
     _struck(scene)
     _let_go(scene)
     return lambda: rule.hits > 0
+
+
+async def corrupt_every_frame(scene: Scene) -> Proof:
+    """Over every link, while all messages pass: the last resort is a prompt without a hand-off."""
+    known = len(_coordinators_log(scene))
+    proof = await tamper("corrupt", is_frame, "up", None, scene)
+    await scene.over()
+    failed = _coordinators_log(scene)[known:].count("transfer_failed")
+    return lambda: proof() and failed == FAILED_PAIRS
 
 
 def frame(action: Action) -> Fault:

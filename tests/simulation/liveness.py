@@ -32,6 +32,8 @@ NOISE_S = 8.0
 """Where lines lose up to every tenth message what says so is lost, too: about three in a row."""
 LINGERS_S = 3.0
 """After its end a fault may still be what an attempt fails for."""
+RECOVERED_S = 30.0
+"""No fault, nor several in a row, keep a request for so long: who has more time and misses its deadline hung."""
 DIES_S = 0.5
 """A request is moved on from a worker that dies within so long."""
 
@@ -78,9 +80,11 @@ class Pause(NamedTuple):
 
 @dataclass
 class Record:
-    """What became of one request. ``yields``: others may come before it, as they rank higher."""
+    """What became of one request. ``yields``: others may come before it, as they rank higher. ``timeout_s``: from its
+    arrival to its deadline."""
 
     yields: bool = False
+    timeout_s: float = math.inf
     attempts: list[Attempt] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
 
@@ -125,7 +129,8 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
 
 def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
     """Why a request must not have failed with ``code``, or "": its retries are spent by faults that touched them,
-    and it is suspected for workers that died with it. A coordinator that stalls is no reason."""
+    it is suspected for workers that died with it, and its deadline was too near for recovery. A coordinator that stalls
+    is no reason."""
     if code == "worker_lost":
         real = [strike for strike in strikes if strike.ends != {COORDINATOR}]
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
@@ -133,7 +138,9 @@ def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
     if code == "request_quarantined":
         losses = sum(any(attempt.bereft_by(strike) for strike in strikes) for attempt in record.attempts)
         return "" if losses >= MAX_CRASHES else f"workers were lost in {losses} of its {len(record.attempts)} attempts"
-    return "" if code in ("request_timeout", "no_prefill_workers", "no_decode_workers") else "nothing may fail so"
+    if code == "request_timeout":
+        return "" if record.timeout_s <= RECOVERED_S else f"there were {record.timeout_s:g} s"
+    return "" if code in ("no_prefill_workers", "no_decode_workers") else "nothing may fail so"
 
 
 def absent(workers: Iterable[str], at: float, strikes: Sequence[Strike]) -> bool:

@@ -55,6 +55,11 @@ def _accepts_anything(self: ReceiverSession, now: float) -> None:
     self.state, self.progress_at = TransferState.ACCEPTED, now
 
 
+def _hears_progress(self: SenderSession, step_s: float, now: float) -> None:
+    _HEARD(self, step_s, now)
+    self.progress_at = max(self.progress_at, now)
+
+
 def _without_fence(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
     return _ACCEPT(self, choice, self.attempt, start, ids, finish)
 
@@ -102,7 +107,7 @@ def _forks_without_a_copy(self: KvCache, table: Any, holder: Any, computed: int)
 
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
-_CLOSE = Worker.close
+_CLOSE, _HEARD = Worker.close, SenderSession.heard
 
 
 def _leaves(self: Worker, *, crashed: bool = False) -> None:
@@ -197,6 +202,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "no receiver lease": (
         Mutation("a reservation waits for ever", ReceiverSession, "tick", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),
+    ),
+    "grants are progress": (
+        Mutation(
+            "a grant that is said again renews a sender's patience",
+            SenderSession, "heard", _hears_progress, (NO_NEXT_TOKEN, "request_timeout"),
+        ),
     ),
     "no sender timers": (
         Mutation("nothing is repeated or given up", SenderSession, "tick", _no, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),

@@ -86,6 +86,15 @@ class Mute:
         return bool(msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag)
 
 
+class Frameless:
+    """No frame of KV arrives anywhere; messages do."""
+
+    tag = "frame"
+
+    def takes(self, connection: Connection, parts: Parts) -> bool:
+        return len(parts) == 2
+
+
 _FINISH = Tokens.__struct_fields__.index("finish")
 
 
@@ -96,7 +105,7 @@ class Network:
         self.clock, self.rng = clock, rng
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
-        self.losing: Losing | Mute | None = None
+        self.losing: Losing | Mute | Frameless | None = None
         self._lines: dict[frozenset[str], Line] = {}
         self._connections: list[Connection] = []
         self._sockets: dict[str, list[Socket]] = {}

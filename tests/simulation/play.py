@@ -15,7 +15,18 @@ from unittest import mock
 from common import ids
 from coordinator import dispatch
 from tests.simulation.history import History
-from tests.simulation.situations import Careless, Crowded, Forlorn, Hung, Jammed, Muted, OneFault, Poisonous, Sick
+from tests.simulation.situations import (
+    Careless,
+    Crowded,
+    Forlorn,
+    Hung,
+    Jammed,
+    Muted,
+    OneFault,
+    Poisonous,
+    Sick,
+    Unladen,
+)
 from tests.simulation.system import System
 
 KINDS: tuple[Callable[..., History], ...] = (
@@ -31,6 +42,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Forlorn,
     Poisonous,
     Sick,
+    Unladen,
 )
 
 

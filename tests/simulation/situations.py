@@ -11,9 +11,10 @@ from typing import Any
 from common.request import SamplingParams
 from common.sequence import Batch
 from coordinator.lifecycle import MAX_CRASHES, State
+from coordinator.router import FAILED_PAIRS
 from tests.simulation.history import History
-from tests.simulation.liveness import COORDINATOR, LEASE_S, LOST_S, RESENT_S
-from tests.simulation.network import Losing, Mute
+from tests.simulation.liveness import COORDINATOR, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
+from tests.simulation.network import Frameless, Losing, Mute
 from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
 LONG_S = 20.0
@@ -142,6 +143,36 @@ class Forlorn(OneFault):
             self._cut_for((sender.process, receiver.process), LONG_S)
 
         self._when(lambda: sender.sessions() and self._busy(receiver), cut)
+
+
+class Unladen(OneFault):
+    """Announcements and grants pass, frames never do: each request ends by a prompt that decode computes itself."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noticed_s = FAILED_PAIRS * NOTICED_S
+
+    def _faults(self) -> None:
+        self.system.network.losing = Frameless()
+        for attempt in range(FAILED_PAIRS + 1):  # each of which it is there to strike
+            self._plan(attempt * LINGERS_S, self._strike)
+
+    def _strike(self) -> None:
+        for one in self.names:
+            for other in self.names:
+                if one.startswith("prefill") and other.startswith("decode"):
+                    self.system.struck(one, other)
+
+    def _heal(self) -> None:
+        self.system.network.losing = None
+        super()._heal()
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(f"request {client.number} ends with {client.ends} for want of frames")
+        self.system.check()
 
 
 class Poisonous(OneFault):

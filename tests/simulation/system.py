@@ -262,6 +262,7 @@ class SimulatedClient:
             self._end("refused: nobody there")
             return
         now = self.system.clock.now
+        self.record.timeout_s = timeout_s
         chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
         ticket = Ticket(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
