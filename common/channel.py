@@ -46,7 +46,7 @@ and not what they take: a peer that is let in could fill memory with large ones 
 KV_HIGH_WATER_MESSAGES = 128
 MAX_FRAME_BYTES = 8 << 20
 """What a decode worker may hold unread of one connection, whatever its peer thinks of credit (:mod:`kvtransfer.credit`,
-by which it is 128 MiB at most). A frame has less than 2 MiB, or is one layer of one block. The rest waits in the
+by which it is 128 MiB at most). A frame has less than 2 MiB (:mod:`kvtransfer.plan`). The rest waits in the
 connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
 """What a prefill worker may hold unread of one decode worker's answers."""

@@ -2,6 +2,7 @@
 
 Pure. A transfer covers (layers × tokens ``[have, total)``). Prefill computes chunk after chunk of tokens, and within a
 chunk layer after layer; the outbox turns that progress into rectangles of about ``target_bytes``, oldest chunk first.
+A layer of one block that is larger than that is cut between its tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ class _Span:
     sent: int = 0
 
 
+def _span_tokens(layout: KvLayout, target_bytes: int) -> int:
+    """How many tokens travel together: as many whole blocks as the largest layer has room for in ``target_bytes``, or
+    about equal parts of one block if it has room for none. A frame is then less than twice that large, as long as one
+    token of a layer fits."""
+    most = max(layer.elements for layer in layout.layers) * layout.element_bytes
+    if blocks := target_bytes // (most * layout.block_size):
+        return blocks * layout.block_size
+    parts = -(-most * layout.block_size // target_bytes)
+    return max(1, layout.block_size // parts)
+
+
 class Outbox:
     """Progress in, rectangles out; every cell exactly once, per layer in token order."""
 
@@ -35,8 +47,7 @@ class Outbox:
         self._layers = len(layout.layers)
         self._spans: list[_Span] = []
         self._covered = have  # tokens that belong to a span, or that the receiver has
-        most = max(layer.elements for layer in layout.layers) * layout.element_bytes
-        self._span_tokens = max(layout.block_size, target_bytes // most // layout.block_size * layout.block_size)
+        self._span_tokens = _span_tokens(layout, target_bytes)
 
     @property
     def complete(self) -> bool:

@@ -38,6 +38,7 @@ def test_the_outbox_hands_out_every_cell_once_and_in_order(
 ) -> None:
     layers, have, total, ends, _ = case
     layout = make_layout(layers)
+    most = max(layout.range_bytes(layer, layer + 1, 1) for layer in range(layers))
     outbox = Outbox(layout, have, total, target)
     upto = [have] * layers
     for end in ends:
@@ -46,6 +47,8 @@ def test_the_outbox_hands_out_every_cell_once_and_in_order(
             while (cells := outbox.next()) is not None:
                 assert cells.last_layer <= layer or cells.last_token < end, "a cell leaves before it is computed"
                 assert all(upto[each] == cells.first_token for each in cells.layers)
+                size = layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+                assert size < 2 * max(target, most), "a frame larger than a socket may take"
                 for each in cells.layers:
                     upto[each] = cells.last_token
     assert upto == [total] * layers and outbox.complete
