@@ -4,7 +4,7 @@ Pure: events in, effects out, time as an argument. ``PROTOCOL.md`` says what tra
 
     sender    RESERVED ─ granted ► SENDING ─ all sent, first tokens known ► COMMITTING ─ accept ► ACCEPTED ► RELEASED
     receiver  RESERVED ─ first frame ► SENDING ─ commit, everything right ► ACCEPTED ─ released ► RELEASED
-    either    any ─► EXPIRED (lease or no progress) | FAILED (what arrived is wrong) | CANCELLED (somebody gave up)
+    either    before ACCEPTED ─► EXPIRED (lease or no progress) | FAILED (what arrived is wrong) | CANCELLED (given up)
 
 Frames are numbered and taken strictly in order: a duplicate is dropped, a gap is answered with the last good number.
 The sender repeats by its own timer: once all that is not acknowledged, then the oldest frame. Nothing the receiver got
@@ -17,6 +17,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from common.errors import InvariantBroken, WireError
 from common.ids import TransferId
@@ -39,15 +40,21 @@ class TransferState(Enum):
 
 _S = TransferState
 ENDINGS = frozenset({_S.EXPIRED, _S.FAILED, _S.CANCELLED})
-MOVES: dict[TransferState, frozenset[TransferState]] = {
+Moves = dict[TransferState, frozenset[TransferState]]
+"""From each state that a machine knows to those that may follow it."""
+_OVER: Moves = {state: frozenset() for state in (_S.RELEASED, _S.EXPIRED, _S.FAILED, _S.CANCELLED)}
+SENDER_MOVES: Moves = {
     _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
-    _S.SENDING: frozenset({_S.COMMITTING, _S.ACCEPTED, *ENDINGS}),
+    _S.SENDING: frozenset({_S.COMMITTING, *ENDINGS}),
     _S.COMMITTING: frozenset({_S.ACCEPTED, *ENDINGS}),
-    _S.ACCEPTED: frozenset({_S.RELEASED, *ENDINGS}),
-    _S.RELEASED: frozenset(),
-    _S.EXPIRED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
+    _S.ACCEPTED: frozenset({_S.RELEASED}),
+    **_OVER,
+}
+RECEIVER_MOVES: Moves = {
+    _S.RESERVED: frozenset({_S.SENDING, *ENDINGS}),
+    _S.SENDING: frozenset({_S.ACCEPTED, *ENDINGS}),
+    _S.ACCEPTED: frozenset({_S.RELEASED, _S.CANCELLED}),  # the worker may drop what it has not taken over yet
+    **_OVER,
 }
 
 
@@ -67,7 +74,9 @@ class Limits:
 
 
 class Session:
-    """What both sides share: the one door between states, and the clock of the last progress."""
+    """What both sides share: the one door between the states of ``moves``, and the clock of the last progress."""
+
+    moves: ClassVar[Moves]
 
     def __init__(self, transfer: TransferId, tokens: int, now: float, limits: Limits) -> None:
         self.transfer, self.tokens, self.limits = transfer, tokens, limits
@@ -78,7 +87,7 @@ class Session:
         self.why_ended = ""
 
     def move(self, to: TransferState, why: str = "") -> None:
-        if to not in MOVES[self.state]:
+        if to not in self.moves[self.state]:
             raise InvariantBroken(f"transfer {self.transfer}: {self.state.name} cannot become {to.name}")
         self.state, self.why_ended = to, why
 
@@ -96,6 +105,8 @@ class Session:
 
 class SenderSession(Session):
     """The prefill side. ``link`` is the transport that decode chose; ``computed`` may come before the grant."""
+
+    moves = SENDER_MOVES
 
     def __init__(self, transfer: TransferId, layout: KvLayout, tokens: int, now: float, limits: Limits) -> None:
         super().__init__(transfer, tokens, now, limits)
@@ -260,6 +271,8 @@ class Verdict(Enum):
 class ReceiverSession(Session):
     """The decode side. Cells are checked against the reservation before a byte is copied (:meth:`judge`), and counted
     only after their checksum was right (:meth:`took`)."""
+
+    moves = RECEIVER_MOVES
 
     def __init__(
         self, transfer: TransferId, layout: KvLayout, tokens: int, have: int, now: float, limits: Limits

@@ -1,7 +1,7 @@
-"""PROTOCOL.md cannot drift: its diagram comes from the table of moves, its header size from the code,
+"""PROTOCOL.md cannot drift: its diagrams come from the tables of moves, its header size from the code,
 its failures are the rows of the chaos matrix.
 
-``python -m tests.unit.test_protocol_document`` writes the diagram anew.
+``python -m tests.unit.test_protocol_document`` writes the diagrams anew.
 """
 
 from __future__ import annotations
@@ -9,27 +9,64 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from common.errors import InvariantBroken
+from common.ids import RequestId, TransferId
+from common.kv.layout import KvLayout, LayerLayout
 from kvtransfer.frames import HEADER_BYTES
-from kvtransfer.session import MOVES
+from kvtransfer.session import (
+    RECEIVER_MOVES,
+    SENDER_MOVES,
+    Limits,
+    Moves,
+    ReceiverSession,
+    SenderSession,
+    TransferState,
+)
 from tests.chaos.cells import CELLS
 
 DOCUMENT = Path(__file__).parents[2] / "kvtransfer" / "PROTOCOL.md"
-MARKED = re.compile(r"(<!-- states -->\n).*?(<!-- /states -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- states of the (\w+) -->\n).*?(<!-- /states -->)", re.DOTALL)
+TRANSFER = TransferId(RequestId(bytes(16)), 1)
+MACHINES = {"sender": SENDER_MOVES, "receiver": RECEIVER_MOVES}
 
 
-def diagram() -> str:
+def diagram(moves: Moves) -> str:
     """The moves as a mermaid state diagram, in the order of the table."""
     lines = ["```mermaid", "stateDiagram-v2", "    [*] --> RESERVED"]
-    order = list(MOVES)
-    for state, following in MOVES.items():
+    order = list(moves)
+    for state, following in moves.items():
         lines += [f"    {state.name} --> {each.name}" for each in order if each in following]
         lines += [] if following else [f"    {state.name} --> [*]"]
     return "\n".join([*lines, "```", ""])
 
 
-def test_the_diagram_is_the_table() -> None:
+def with_diagrams(text: str) -> str:
+    return MARKED.sub(lambda match: match[1] + diagram(MACHINES[match[2]]) + match[3], text)
+
+
+def test_the_diagrams_are_the_tables() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert MARKED.sub(lambda match: match[1] + diagram() + match[2], text) == text
+    assert [match[2] for match in MARKED.finditer(text)] == list(MACHINES)
+    assert with_diagrams(text) == text
+
+
+def test_each_machine_has_its_own_way_to_accepted() -> None:
+    """A sender that was never asked to commit, and a receiver that waits for itself, are broken."""
+    layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), Limits()
+    sender = SenderSession(TRANSFER, layout, 16, 0.0, limits)
+    receiver = ReceiverSession(TRANSFER, layout, 16, 0, 0.0, limits)
+    for session, forbidden in ((sender, TransferState.ACCEPTED), (receiver, TransferState.COMMITTING)):
+        session.move(TransferState.SENDING)
+        with pytest.raises(InvariantBroken, match=f"SENDING cannot become {forbidden.name}"):
+            session.move(forbidden)
+    sender.move(TransferState.COMMITTING)
+    for session in (sender, receiver):
+        session.move(TransferState.ACCEPTED)
+        with pytest.raises(InvariantBroken, match="ACCEPTED cannot become EXPIRED"):
+            session.move(TransferState.EXPIRED)
+        session.move(TransferState.RELEASED)
 
 
 def test_the_header_has_the_size_it_says() -> None:
@@ -45,4 +82,4 @@ def test_every_failure_is_made_to_happen() -> None:
 
 if __name__ == "__main__":
     written = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(MARKED.sub(lambda match: match[1] + diagram() + match[2], written), encoding="utf-8")
+    DOCUMENT.write_text(with_diagrams(written), encoding="utf-8")
