@@ -106,6 +106,7 @@ class _Outgoing:
     table: Sequence[BlockId]
     token: bytes
     first: FirstTokens | None = None
+    finished_at: float = 0.0
     commit_due: bool = False
     ends: dict[int, int] = field(default_factory=dict)
     seen: int = 0
@@ -184,13 +185,13 @@ class Sender:
         """Layers ``[0, layers)`` of tokens ``[0, tokens)`` are in the pool: what is worth a frame leaves."""
         if outgoing := self._outgoing.get(transfer):
             outgoing.table = table
-            outgoing.session.computed(tokens, layers, now)
+            outgoing.session.computed(tokens, layers)
             self._push(outgoing, now)
 
     def finish(self, transfer: TransferId, first: FirstTokens, now: float) -> None:
         """The first tokens are sampled; the commit leaves as soon as every frame has."""
         if outgoing := self._outgoing.get(transfer):
-            outgoing.first = first
+            outgoing.first, outgoing.finished_at = first, outgoing.finished_at or now
             self._push(outgoing, now)
 
     def withdraw(self, transfer: TransferId, now: float) -> None:
@@ -312,7 +313,8 @@ class Sender:
                     return
                 if message.have < session.tokens:
                     session.heard(message.step_ms / 1000, now)
-                    session.granted(message.have, message.link, message.credit_bytes, now)
+                    grain = self._links[message.link].grain
+                    session.granted(message.have, message.link, message.credit_bytes, now, grain)
             case Heard():
                 session.heard(message.step_ms / 1000, now)
             case Ack():
@@ -438,7 +440,7 @@ class Sender:
         session = outgoing.session
         del self._outgoing[session.transfer]
         seconds = session.accepted_at - session.granted_at
-        exposed = max(0.0, session.accepted_at - max(session.computed_at, session.granted_at))
+        exposed = max(0.0, session.accepted_at - max(outgoing.finished_at, session.granted_at))
         self._ended.append(Shipped(session.transfer, session.link, session.bytes, seconds, exposed))
         session.move(TransferState.RELEASED)
         send(outgoing.line.socket, Released(session.transfer.request, session.transfer.attempt))

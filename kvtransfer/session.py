@@ -113,7 +113,7 @@ class SenderSession(Session):
         self.layout = layout
         self.link = ""
         self.limit_bytes = 0
-        self.granted_at = self.computed_at = self.accepted_at = 0.0
+        self.granted_at = self.accepted_at = 0.0
         self._outbox: Outbox | None = None
         self._progress = (0, 0)  # tokens, layers computed
         self._unacked: deque[FrameHeader] = deque()
@@ -140,21 +140,20 @@ class SenderSession(Session):
         """What left for the same peer before our frames is still arriving there: their time has not begun."""
         self.progress_at = max(self.progress_at, now)
 
-    def granted(self, have: int, link: str, credit_bytes: int, now: float) -> None:
-        """Decode reserved blocks and holds the first ``have`` tokens itself."""
+    def granted(self, have: int, link: str, credit_bytes: int, now: float, grain: int = 1) -> None:
+        """Decode reserved blocks and holds the first ``have`` tokens itself. Frames on this link are ``grain`` times as
+        large as usual."""
         if self.state is not TransferState.RESERVED:
             return  # a repeated grant
         self.move(TransferState.SENDING)
         self.have, self.link, self.limit_bytes = have, link, credit_bytes
         self.granted_at = self.progress_at = now
-        self._outbox = Outbox(self.layout, have, self.tokens, self.limits.frame_bytes)
+        self._outbox = Outbox(self.layout, have, self.tokens, grain * self.limits.frame_bytes)
         self._outbox.computed(*self._progress)
 
-    def computed(self, tokens: int, layers: int, now: float) -> None:
+    def computed(self, tokens: int, layers: int) -> None:
         """Layers ``[0, layers)`` of all tokens before ``tokens`` are in the source blocks."""
         self._progress = (tokens, layers)
-        if tokens == self.tokens and layers == len(self.layout.layers) and not self.computed_at:
-            self.computed_at = now
         if self._outbox is not None:
             self._outbox.computed(tokens, layers)
 

@@ -35,6 +35,8 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
+LOOKS_PER_STEP = 4
+"""How often in a step what is computed may leave."""
 BUDGET_S = 0.001
 """Time for moving KV between two looks at control messages."""
 
@@ -143,10 +145,14 @@ class PrefillWorker(Worker):
         self._batch = batch
 
     def _on_layer(self, layer: int) -> None:
-        """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed."""
+        """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed. Not
+        after each: between two layers everything here is cold, and costs a prompt more than its bytes do."""
+        done, layers = layer + 1, len(self.engine.layout.layers)
+        if done % max(1, layers // LOOKS_PER_STEP) and done < layers:
+            return
         batch, now = self._batch, self.clock()
         for segment, table in zip(batch.segments, batch.tables, strict=True):
-            self.sender.computed(segment.sequence.id.transfer, table, segment.end, layer + 1, now)
+            self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
         if now - self._pumped_at > PUMP_S:
             self._pump(now)
 

@@ -21,9 +21,11 @@ Payload = bytes | memoryview
 
 
 class SendLink(Protocol):
-    """The prefill side of a link."""
+    """The prefill side of a link. Its frames have ``grain`` times the usual size: a frame costs prefill more than its
+    bytes do, but where bytes travel smaller ones are faster, since they stay in a cache."""
 
     name: str
+    grain: int
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         """What travels behind the header, the canonical size of the cells in bytes, and their checksum."""

@@ -30,7 +30,7 @@ class FaultyLink:
 
     def __init__(self, inner: SendLink, rates: FaultRates, rng: Random) -> None:
         self.inner, self.rates, self.rng = inner, rates, rng
-        self.name = inner.name
+        self.name, self.grain = inner.name, inner.grain
         self.happened: Counter[str] = Counter()
         self._before = b""
 

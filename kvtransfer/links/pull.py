@@ -25,6 +25,8 @@ from kvtransfer.links.base import Payload, placed
 class PullSendLink:
     """Sends directions instead of bytes: per block its id (uint32) and generation (uint64), in columns."""
 
+    grain = 2
+
     def __init__(self, name: str, memory: KvMemory) -> None:
         self.name, self.memory = name, memory
 

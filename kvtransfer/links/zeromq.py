@@ -16,7 +16,7 @@ NAME = "zmq"
 
 
 class ZmqSendLink:
-    name = NAME
+    name, grain = NAME, 1
 
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory

@@ -87,12 +87,12 @@ def test_a_lossy_link_delays_but_never_corrupts(
     received: dict[tuple[int, int], int] = {}
     now, done = 0.0, 0
     for end in ends[:early]:
-        sender.computed(end, layers, now)
+        sender.computed(end, layers)
     sender.granted(have, "zmq", credit, now)
     for _ in range(4000):
         now += 0.05
         if early + done < len(ends):
-            sender.computed(ends[early + done], layers, now)
+            sender.computed(ends[early + done], layers)
             done += 1
         commit_again = sender.tick(now)
         if sender.state is TransferState.EXPIRED:
@@ -168,7 +168,7 @@ def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, li
     sender = SenderSession(TRANSFER, layout, total, 0.0, LIMITS)
     receiver = ReceiverSession(TRANSFER, layout, total, have, 0.0, LIMITS)
     sender.granted(have, "zmq", 1 << 30, 0.0)
-    sender.computed(total, layers, 0.0)
+    sender.computed(total, layers)
     network = Network(random.Random(0), 0.0)
     push(sender, layout, network)
     for header in network.arrive():
@@ -186,7 +186,7 @@ def test_who_does_not_answer_is_sent_everything_once_more_and_then_one_frame_at_
     sender = SenderSession(TRANSFER, layout, 8, 0.0, Limits(frame_bytes=size))
     sender.granted(0, "zmq", 1 << 20, 0.0)
     for token in range(8):
-        sender.computed(token + 1, 1, 0.0)
+        sender.computed(token + 1, 1)
         while isinstance(cells := sender.next_cells(), Rectangle):
             sender.sent(cells, size, 0)
 

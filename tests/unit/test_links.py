@@ -196,7 +196,7 @@ class Failing:
     """A link whose payloads arrive as they were ``right`` times, and corrupted from then on."""
 
     def __init__(self, inner: SendLink, right: int) -> None:
-        self.name, self.inner, self.left = inner.name, inner, right
+        self.name, self.grain, self.inner, self.left = inner.name, inner.grain, inner, right
         self.faulty = FaultyLink(inner, FaultRates(corrupt=1.0), Random(1))
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:

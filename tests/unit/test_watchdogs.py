@@ -96,7 +96,7 @@ def test_waiting_for_our_own_computing_is_no_silence() -> None:
 def test_frames_without_an_answer_wait_for_the_steps_of_the_other_side(step_s: float, patience_s: float) -> None:
     session = waiting(grant_at=0.0)
     session.heard(step_s, 0.0)
-    session.computed(32, 1, 0.0)
+    session.computed(32, 1)
     cells = session.next_cells()
     session.sent(cells, 1024, 1)  # type: ignore[arg-type]
     assert patience_s < turn(session, 0.0, 60.0) < patience_s + 0.2 and session.state is TransferState.EXPIRED
@@ -104,7 +104,7 @@ def test_frames_without_an_answer_wait_for_the_steps_of_the_other_side(step_s: f
 
 def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
     session = waiting(grant_at=0.0)
-    session.computed(32, 1, 0.0)
+    session.computed(32, 1)
     session.sent(session.next_cells(), 1024, 1)  # type: ignore[arg-type]
     session.tick(0.1)
     session.tick(30.0)  # a step of our own took half a minute
@@ -113,9 +113,7 @@ def test_the_time_in_which_we_do_not_listen_is_no_silence_of_theirs() -> None:
 
 
 def test_what_was_heard_after_our_own_absence_does_not_excuse_a_silence_as_long_again() -> None:
-    session = waiting(grant_at=0.0)
-    session.computed(32, 1, 0.0)
-    session.sent(session.next_cells(), 1024, 1)  # type: ignore[arg-type]
+    session = waiting()
     session.tick(0.1)
     session.heard(0.0, 30.0)  # it waited for us, and is read before the timers run
     session.tick(30.0)
