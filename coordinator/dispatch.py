@@ -48,7 +48,7 @@ from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
-from coordinator.refusals import given_up, internal, no_workers, shutting_down, worker_error
+from coordinator.refusals import given_up, internal, no_workers, quarantined, shutting_down, worker_error
 from coordinator.registry import SWEEP_S, Registry, Worker
 from coordinator.router import Need, NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
@@ -99,6 +99,8 @@ class Dispatcher:
         self._orders = itertools.count()
         self._on: dict[Incarnation, dict[RequestId, Ticket]] = {}
         self._emptied: dict[Incarnation, int] = {}
+        self._suspects: dict[Incarnation, list[Ticket]] = {}
+        """Requests that a worker may have died of, and others may have before, until it is known whether it died."""
         self._clock = gateway.clock
         self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
@@ -219,7 +221,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
         only fits workers that have left stands aside for a while: they may come back. So does one that tries again
-        too soon, or while too many do."""
+        too soon, or while too many do, or before it is known whether a worker died of it."""
         self._pumping = False
         workerless, now = False, self._clock()
         aside: list[tuple[int, int, Ticket]] = []
@@ -227,6 +229,9 @@ class Dispatcher:
             ticket = self._queue[0][2]
             if not ticket.queued:
                 heapq.heappop(self._queue)
+                continue
+            if ticket.awaits is not None:
+                aside.append(heapq.heappop(self._queue))
                 continue
             if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
                 aside.append(heapq.heappop(self._queue))
@@ -345,7 +350,6 @@ class Dispatcher:
         ticket: Ticket,
         *,
         crashed: bool = False,
-        quarantine: bool = False,
         free: bool = False,
         shun: Worker | None = None,
         delay_s: float = 0.0,
@@ -356,9 +360,8 @@ class Dispatcher:
             ticket.shun |= {shun.id}
         life = ticket.life
         workers, attempt, migrates = life.workers, life.attempt, life.started
-        verdict = life.setback(quarantine=quarantine, free=free)
-        if verdict != "retry":
-            self.fail(ticket, given_up(verdict))
+        if life.setback(on_trial=ticket.awaits is not None, free=free) == "spent":
+            self.fail(ticket, given_up())
             return
         self._tell(workers, Abort(ticket.id, attempt))
         self._take_off(ticket)
@@ -385,8 +388,7 @@ class Dispatcher:
     # -- what workers say -----------------------------------------------------------------------------------------
 
     def joined(self, worker: Worker) -> None:
-        for ticket in self.tickets.values():
-            ticket.life.crashes.discard(worker.id)  # only its connection was lost
+        self.returned(worker.id)
         for trial in self.links.trials(worker, self.registry):
             self._try(trial)
         self.pump_soon()
@@ -404,14 +406,42 @@ class Dispatcher:
             self._try(trial)
 
     def lost(self, worker: Worker, *, crashed: bool) -> None:
-        """It is gone without a word. If one of its requests was there at more crashes than any other, that is held to
-        be the reason; several are tried again apart from each other, so that the next crash tells which it is."""
+        """It is gone without a word; what it was doing moves on at once, but for requests that may be why it and others
+        before it died, if it did."""
         tickets = self._bereaved(worker)
         suspects = [ticket for ticket in tickets if crashed and ticket.life.bereaved(worker.id)]
+        if suspects:
+            self._suspects[worker.id] = suspects
+        for ticket in suspects:
+            ticket.awaits = worker.id
+        for ticket in tickets:
+            self._setback(ticket, crashed=crashed)
+        self.pump_soon()
+
+    def died(self, worker: Incarnation) -> None:
+        """It does not come back. If one of its requests was there at more crashes than any other, that is held to be
+        the reason; several are tried again apart from each other, so that the next crash tells which it is."""
+        suspects = self._suspects.pop(worker, [])
         most = max((len(ticket.life.crashes) for ticket in suspects), default=0)
         foremost = [ticket for ticket in suspects if len(ticket.life.crashes) == most]
+        if len(foremost) == 1 and foremost[0].awaits == worker:
+            self.fail(foremost[0], quarantined())
+        self._acquit([ticket for ticket in suspects if ticket.awaits == worker])
+
+    def returned(self, worker: Incarnation) -> None:
+        """It has lost its connection, and nothing else."""
+        self._suspects.pop(worker, None)
+        for ticket in self.tickets.values():
+            ticket.life.crashes.discard(worker)
+        waiting = [ticket for ticket in self.tickets.values() if ticket.awaits is not None]
+        self._acquit([ticket for ticket in waiting if ticket.awaits == worker or not ticket.life.suspect])
+
+    def _acquit(self, tickets: Sequence[Ticket]) -> None:
+        """They may be tried again, if they have tries left."""
         for ticket in tickets:
-            self._setback(ticket, crashed=crashed, quarantine=foremost == [ticket])
+            ticket.awaits = None
+            if ticket.life.spent:
+                self.fail(ticket, given_up())
         self.pump_soon()
 
     def left(self, worker: Worker) -> None:

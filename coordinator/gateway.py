@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 import zmq
@@ -48,6 +49,9 @@ COMPLAIN_EVERY_S = 10.0
 """Rubbish is counted message by message, and told of at most so often."""
 PROBES_S = (0.01, 0.1)
 """After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
+REJOIN_LOOKS = 4
+"""A worker whose connection was closed has died if nothing was heard of it at so many looks (SWEEP_S) after: a heart
+beats every HEARTBEAT_MS, and dials anew within a tenth of a second."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
 """Names no request: a probe that means nothing to whom it reaches."""
 
@@ -57,7 +61,12 @@ class Events(Protocol):
 
     def joined(self, worker: Worker) -> None: ...
 
-    def lost(self, worker: Worker, *, crashed: bool) -> None: ...
+    def lost(self, worker: Worker, *, crashed: bool) -> None:
+        """``crashed``: it may have died; whether it did is told by ``died`` or ``returned``."""
+
+    def died(self, worker: Incarnation) -> None: ...
+
+    def returned(self, worker: Incarnation) -> None: ...
 
     def left(self, worker: Worker) -> None: ...
 
@@ -70,6 +79,14 @@ class Events(Protocol):
     def measured(self, worker: Worker, message: Measured) -> None: ...
 
     def beat(self, worker: Worker) -> None: ...
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A worker whose connection was closed, and how many looks ago."""
+
+    worker: Worker
+    looks: int = 0
 
 
 class Gateway:
@@ -106,6 +123,8 @@ class Gateway:
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
         self._losing: dict[Incarnation, Worker] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
+        self._missing: dict[Incarnation, _Missing] = {}
+        """Workers of which it is not known yet whether they died or only lost their connection."""
         self._events: Events | None = None
         self.clock = self.channels.clock
         try:
@@ -164,8 +183,26 @@ class Gateway:
     def _lost(self, worker: Worker) -> None:
         """Its last words may still be unread: tokens, or that it leaves."""
         self._read()
-        if self._losing.pop(worker.id, None) is not None and self._events is not None:
+        if self._losing.pop(worker.id, None) is not None:
+            self._miss(worker)
+
+    def _miss(self, worker: Worker) -> None:
+        if self._events is not None:
+            self._missing[worker.id] = _Missing(worker)
             self._events.lost(worker, crashed=True)
+
+    def _look_for_missing(self) -> None:
+        """Counts looks rather than time: while we are away nobody can come back."""
+        for missing in list(self._missing.values()):
+            missing.looks += 1
+            if missing.looks >= REJOIN_LOOKS:
+                del self._missing[missing.worker.id]
+                assert self._events is not None
+                self._events.died(missing.worker.id)
+
+    def _returned(self, incarnation: Incarnation) -> None:
+        if self._missing.pop(incarnation, None) is not None and self._events is not None:
+            self._events.returned(incarnation)
 
     def _remove(self, worker: Worker) -> None:
         self.registry.gone(worker)
@@ -183,6 +220,7 @@ class Gateway:
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, crashed=False)
+        self._look_for_missing()
 
     def _wake(self) -> None:
         self._scheduled = False
@@ -303,6 +341,7 @@ class Gateway:
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
         if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
             self._events.lost(losing, crashed=False)  # it was only its connection
+        self._returned(hello.incarnation)
         before = self.registry.get(hello.incarnation)
         verdict = self.registry.join(hello, now_s)
         if isinstance(verdict, Refused):
@@ -312,7 +351,10 @@ class Gateway:
         assert self._events is not None
         if (old := before or verdict.replaced) is not None:
             self.sent.pop(old.id, None)
-            self._events.lost(old, crashed=before is None)
+            if before is None:
+                self._miss(old)
+            else:
+                self._events.lost(old, crashed=False)
         worker = verdict.worker
         self.sent[worker.id] = 0
         if self.send(worker, Welcome(self.incarnation, HEARTBEAT_MS, LEASE_MS)):
@@ -321,6 +363,9 @@ class Gateway:
             self._events.joined(worker)
 
     def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
+        missing = self._missing.get(incarnation)
+        if missing is not None and (missing.looks or isinstance(message, Goodbye)):
+            self._returned(incarnation)  # before the first look it may be its last words
         if isinstance(message, Goodbye):
             return
         control = frame.removesuffix(BEAT_SUFFIX.encode())

@@ -31,7 +31,7 @@ CLEARED_TOKENS = 16
 """Output that a request gets from workers that live on clears it."""
 
 Path = Literal["disagg", "local", "colocated", "prefill"]
-Verdict = Literal["retry", "quarantined", "spent"]
+Verdict = Literal["retry", "spent"]
 
 
 class State(Enum):
@@ -110,7 +110,7 @@ class Life:
         self.finish = [FinishReason.RUNNING] * choices
         self.retries = self.migrations = 0
         self.crashes: set[Incarnation] = set()
-        """Workers that were lost without a word while they computed the request. One that comes back had not."""
+        """Workers that were lost without a word while they computed the request, and have not come back."""
         self.survived = 0
         """Tokens of this attempt; counted while there are such workers."""
 
@@ -172,7 +172,7 @@ class Life:
         return len(self.crashes) >= MAX_CRASHES
 
     def bereaved(self, worker: Incarnation) -> bool:
-        """``worker`` crashed; whether the request computed there and on others that did."""
+        """``worker`` may have crashed; whether the request computed there and on others that did."""
         if not self._computed_by(worker):
             return False
         self.crashes.add(worker)
@@ -208,20 +208,23 @@ class Life:
             return False
         return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
 
-    def setback(self, *, quarantine: bool = False, free: bool = False) -> Verdict:
+    @property
+    def spent(self) -> bool:
+        """Whether it has lost more attempts than it may."""
+        return self.retries > MAX_RETRIES or self.migrations > MAX_MIGRATIONS
+
+    def setback(self, *, on_trial: bool = False, free: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
-        the old one is void; anything else: it must fail. ``quarantine``: it is held to be why its workers crash.
-        ``free``: it costs nothing of the budget, for a reason that each worker gives once: it leaves, or it fails
-        whatever it is given."""
-        if quarantine:
-            return "quarantined"
+        the old one is void; ``spent``: it must fail. ``on_trial``: whether it is refused for the crash of a worker is
+        not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, for a
+        reason that each worker gives once: it leaves, or it fails whatever it is given."""
         if free:
             pass
         elif self.started:
             self.migrations += 1
         else:
             self.retries += 1
-        if self.retries > MAX_RETRIES or self.migrations > MAX_MIGRATIONS:
+        if self.spent and not on_trial:
             return "spent"
         self.move(State.QUEUED)
         self.attempt += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from common.errors import RequestError
 from common.messages import Failed
-from coordinator.lifecycle import Verdict
 
 
 def shutting_down() -> RequestError:
@@ -41,10 +40,12 @@ def internal() -> RequestError:
     return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 
-def given_up(verdict: Verdict) -> RequestError:
-    if verdict == "quarantined":
-        text = "This request was being served by two workers when they died; it is not tried again."
-        return RequestError(text, status=500, type="server_error", code="request_quarantined")
+def quarantined() -> RequestError:
+    text = "This request was being served by two workers when they died; it is not tried again."
+    return RequestError(text, status=500, type="server_error", code="request_quarantined")
+
+
+def given_up() -> RequestError:
     text = "The workers that served this request were lost or gave it up, and its retries are spent."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 

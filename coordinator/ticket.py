@@ -67,6 +67,8 @@ class Ticket:
     """How many heartbeats in a row of each worker did not list it."""
     heard_at: float = 0.0
     """When its workers last gave a sign that it goes on."""
+    awaits: Incarnation | None = None
+    """The worker that may have died of it: it is not tried again before that is known."""
     placed_at: float | None = None
     first_token_at: float | None = None
     first_attempt: int | None = None

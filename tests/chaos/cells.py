@@ -26,6 +26,8 @@ prompt takes to be computed again in phase P's slow prefill."""
 HUNG_S = 3.25
 """A loop that does not come to its end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a
 loop by the heartbeat (0.5 s) that tells of it; and a new start."""
+ALIVE_S = 1.0
+"""A request that may be why two workers died waits so long until it is known whether they did."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -172,6 +174,8 @@ CELLS: list[Cell] = [
     *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER),
     *_row("coordinator-prefill reset", partial(faults.reset, "prefill"), "exact", _KILL),
     *_row("coordinator-decode reset", partial(faults.reset, "decode"), "exact", _KILL),
+    *_row("coordinator-decode reset, of one after the other", faults.reset_one_after_the_other, "exact",
+          dict.fromkeys("DS", KILLED_S + ALIVE_S)),
     *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": _KILL["P"]}),
     *_row("coordinator-decode half-closed", partial(faults.half_close, "decode"), "exact", {"S": KILLED_S}),
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",

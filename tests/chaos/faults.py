@@ -447,6 +447,19 @@ async def _cut(how: Callable[[Proxy], int], which: str, scene: Scene) -> Proof:
     return proof
 
 
+async def reset_one_after_the_other(scene: Scene) -> Proof:
+    """The coordinator's connection to the decode worker that has the request, then that to whoever has got it."""
+    proof = await _cut(Proxy.reset, "decode", scene)
+    other = scene.other(scene.decode)
+    await scene.house.until(
+        lambda: any(step[0] > scene.struck_at and step[3] >= PROMPT for step in other.steps()),
+        ARRIVES_S,
+        "the other decode worker computes it",
+    )
+    again = other.control.reset()
+    return lambda: proof() and again > 0
+
+
 reset = partial(_cut, Proxy.reset)
 half_close = partial(_cut, Proxy.half_close)
 

@@ -34,6 +34,8 @@ LINGERS_S = 3.0
 """After its end a fault may still be what an attempt fails for."""
 RECOVERED_S = 30.0
 """No fault, nor several in a row, keep a request for so long: who has more time and misses its deadline hung."""
+REJOINS_S = 1.25
+"""A worker whose connection broke has joined again, or its heart was heard, unless something else keeps it away."""
 DIES_S = 0.5
 """A request is moved on from a worker that dies within so long."""
 
@@ -59,11 +61,19 @@ class Attempt:
         met = strike.began <= self.ended and self.began <= strike.ended + LINGERS_S
         return met and strike.ends <= self.workers | {COORDINATOR}
 
-    def bereft_by(self, strike: Strike) -> bool:
-        """A worker of it died, or the line to one broke, which looks the same until that worker joins again."""
+    def bereft_by(self, strike: Strike, strikes: Iterable[Strike]) -> bool:
+        """A worker of it died, or the line to one broke while another of ``strikes`` kept it from joining again."""
         lost = strike.ends - {COORDINATOR}
-        looks_dead = strike.deadly or len(strike.ends) > len(lost)
-        return bool(lost) and looks_dead and lost <= self.workers and self.began <= strike.began <= self.ended + DIES_S
+        met = self.began <= strike.began <= self.ended + DIES_S
+        if not lost or not lost <= self.workers or not met:
+            return False
+        return strike.deadly or any(
+            each is not strike
+            and lost <= each.ends
+            and each.began <= strike.began + REJOINS_S
+            and each.ended >= strike.began
+            for each in strikes
+        )
 
 
 class Pause(NamedTuple):
@@ -129,14 +139,14 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
 
 def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
     """Why a request must not have failed with ``code``, or "": its retries are spent by faults that touched them,
-    it is suspected for workers that died with it, and its deadline was too near for recovery. A coordinator that stalls
-    is no reason."""
+    it is suspected for workers that died with it, which one that joins again did not, and its deadline was too near for
+    recovery. A coordinator that stalls is no reason."""
     if code == "worker_lost":
         real = [strike for strike in strikes if strike.ends != {COORDINATOR}]
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
         return "" if touched > MAX_RETRIES else f"{touched} of its {len(record.attempts)} attempts met a fault"
     if code == "request_quarantined":
-        losses = sum(any(attempt.bereft_by(strike) for strike in strikes) for attempt in record.attempts)
+        losses = sum(any(attempt.bereft_by(strike, strikes) for strike in strikes) for attempt in record.attempts)
         return "" if losses >= MAX_CRASHES else f"workers were lost in {losses} of its {len(record.attempts)} attempts"
     if code == "request_timeout":
         return "" if record.timeout_s <= RECOVERED_S else f"there were {record.timeout_s:g} s"

@@ -15,10 +15,12 @@ from common.engine.planner import Planner
 from common.ids import TransferId
 from common.kv.cache import KvCache
 from common.worker import Worker
+from coordinator import gateway
 from coordinator.breakers import Breakers
 from coordinator.dispatch import Dispatcher
 from coordinator.lifecycle import Accepted, Gap, Life
 from coordinator.limits import RetryBudget
+from coordinator.refusals import quarantined
 from coordinator.registry import Registry
 from coordinator.router import Router
 from decode.worker import DecodeWorker
@@ -114,10 +116,9 @@ def _leaves(self: Worker, *, crashed: bool = False) -> None:
     _CLOSE(self)
 
 
-def _blames_all(self: Dispatcher, worker: Any, *, crashed: bool) -> None:
-    for ticket in self._bereaved(worker):
-        self._setback(ticket, crashed=crashed, quarantine=crashed and ticket.life.bereaved(worker.id))
-    self.pump_soon()
+def _blames_all(self: Dispatcher, worker: Any) -> None:
+    for ticket in self._suspects.pop(worker, []):
+        self.fail(ticket, quarantined())
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -195,7 +196,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("a worker that dies of an error leaves politely", Worker, "close", _leaves, ("have died of one",)),
     ),
     "blame everybody": (
-        Mutation("all that met two crashes are refused", Dispatcher, "lost", _blames_all, ("beside a poisonous one",)),
+        Mutation("all that met two crashes are refused", Dispatcher, "died", _blames_all, ("beside a poisonous one",)),
+    ),
+    "a broken connection is a death": (
+        Mutation("a worker has no time to join again", gateway, "REJOIN_LOOKS", 0, ("fails with request_quarantined",)),
     ),
     "breakers never open": (
         Mutation("pairs that keep failing are kept", Breakers, "failed", _nothing, ("after its third failure",)),

@@ -18,6 +18,7 @@ from tests.simulation.history import History
 from tests.simulation.situations import (
     Careless,
     Crowded,
+    Disconnected,
     Forlorn,
     Hung,
     Jammed,
@@ -30,7 +31,8 @@ from tests.simulation.situations import (
 from tests.simulation.system import System
 
 KINDS: tuple[Callable[..., History], ...] = (
-    *(History,) * 7,
+    *(History,) * 6,
+    Disconnected,
     partial(History, flavour="lonely"),
     partial(History, flavour="deaf"),
     partial(History, flavour="torn"),

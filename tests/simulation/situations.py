@@ -20,6 +20,8 @@ from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 LONG_S = 20.0
 """A fault that nobody must wait for."""
 LOOK_S = 0.003
+BEGUN_S = 0.05
+"""Later than any step that is asked to be long has begun."""
 
 
 class OneFault(History):
@@ -66,6 +68,11 @@ class OneFault(History):
         """Whether it has a client's request."""
         ours = {client.id for client in self.system.clients}
         return any(transfer.request in ours for transfer in worker.worker.holdings())
+
+    def _streams(self, worker: SimulatedWorker) -> bool:
+        tickets = self.system.coordinator.dispatcher.tickets.values()
+        lives = [ticket.life for ticket in tickets if ticket.life.decode == worker.worker.incarnation]
+        return any(life.state is State.DECODING for life in lives)
 
     def _lasts(self) -> None:
         """The history goes on until the fault is over."""
@@ -116,11 +123,6 @@ class Muted(OneFault):
     def _victim(self) -> SimulatedWorker:
         worker = super()._victim()
         return worker if worker.role == "decode" else self._victim()
-
-    def _streams(self, worker: SimulatedWorker) -> bool:
-        tickets = self.system.coordinator.dispatcher.tickets.values()
-        lives = [ticket.life for ticket in tickets if ticket.life.decode == worker.worker.incarnation]
-        return any(life.state is State.DECODING for life in lives)
 
 
 class Forlorn(OneFault):
@@ -211,6 +213,42 @@ class Poisonous(OneFault):
             ends = "failed: request_quarantined" if client.id == self.poison else "done"
             if client.ends != [ends]:
                 self.system.complain(f"request {client.number} ends with {client.ends}, beside a poisonous one")
+        self.system.check()
+
+
+class Disconnected(OneFault):
+    """The control connection of a decode worker breaks, then that of one to which a stream has moved; also in the
+    middle of long steps, in which only their hearts can tell that nobody has died. Nobody is blamed."""
+
+    roles = ("prefill", "prefill", "decode", "decode", "decode")
+    requests, tokens = 8, 200
+
+    def _faults(self) -> None:
+        first = self.system.workers["decode-2"]
+        busy_s = self.rng.choice((0.0, 1.5))
+
+        def strike(worker: SimulatedWorker) -> None:
+            worker.engine.stuck_s = busy_s
+            self._plan(BEGUN_S, self._reset_line, worker)
+
+        self._when(lambda: self._streams(first), lambda: strike(first))
+        self._when(self._moved_to, lambda: strike(self._moved_to()[0]))
+
+    def _reset_line(self, worker: SimulatedWorker) -> None:
+        self.system.struck(worker.name, COORDINATOR)
+        self.system.network.reset(worker.process, self.system.coordinator.process)
+
+    def _moved_to(self) -> list[SimulatedWorker]:
+        """Decode workers on which streams go on that began elsewhere."""
+        tickets = self.system.coordinator.dispatcher.tickets.values()
+        moved = {each.life.decode for each in tickets if each.life.migrations and each.life.state is State.DECODING}
+        return [worker for worker in self.system.workers.values() if worker.worker.incarnation in moved]
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(f"request {client.number} ends with {client.ends}, though nobody has died")
         self.system.check()
 
 

@@ -174,6 +174,10 @@ class Door:
     def lost(self, worker: Any, *, crashed: bool) -> None:
         self.lost_workers.append(worker.hello.name)
 
+    def died(self, worker: Incarnation) -> None: ...
+
+    def returned(self, worker: Incarnation) -> None: ...
+
     def dial(self, party: Party | None, name: bytes, cluster: Path | None = None) -> zmq.Socket[Any]:
         path = cluster or self.cluster
         self.channels.append(Channels(party and path and keys.load(path, party)))

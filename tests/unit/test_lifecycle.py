@@ -143,7 +143,16 @@ def test_two_crashes_make_a_suspect() -> None:
     life.place("disagg", Q, D)
     life.move(State.PREFILLING)
     assert life.bereaved(Q) and life.suspect
-    assert life.setback(quarantine=True) == "quarantined"
+    assert life.setback(on_trial=True) == "retry" and life.attempt == 2
+
+
+def test_whether_one_that_is_on_trial_is_spent_is_asked_later() -> None:
+    life = placed()
+    for _ in range(MAX_RETRIES):
+        life.setback()
+        life.place("disagg", P, D)
+    assert life.setback(on_trial=True) == "retry" and life.spent
+    assert life.state is State.QUEUED, "it can still be refused, or go on to an end of its own"
 
 
 def test_output_from_workers_that_live_clears_a_suspect() -> None:
