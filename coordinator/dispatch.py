@@ -629,8 +629,6 @@ class Dispatcher:
             if now >= self._leases_due:
                 self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
                 self._renew_leases()
-            for ticket in self.tickets.values():
-                ticket.heard_at = min(now, ticket.heard_at + late)  # who was away himself has not heard a silence
             for worker in list(self.registry):
                 self._look_for_stalls(worker, now)
             if self._workerless_since is not None:
@@ -650,11 +648,11 @@ class Dispatcher:
         for ticket in list(on.values()):
             if ticket.life.state is not State.DECODING or ticket.life.decode != worker.id or ticket.id in resting:
                 continue
-            silence = now - ticket.heard_at
-            if silence <= STALL_S:  # the usual: what the patience really is takes longer to find out
+            if now - ticket.heard_at <= STALL_S:  # the usual: what the patience really is takes longer to find out
                 continue
-            if silence > max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000):
-                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence)
+            silence_s = self.registry.lags.silence(ticket.heard_at, now)
+            if silence_s > max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000):
+                log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence_s)
                 self._failed_by(worker, ticket)
 
     def _renew_leases(self) -> None:

@@ -20,6 +20,7 @@ from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from common.options import parse_address
+from coordinator.lags import Lags
 
 SILENCE_S = 1.75
 """A worker not heard of for so long is gone; with the time between two looks that makes two seconds."""
@@ -115,7 +116,7 @@ class Registry:
         """How many of each must have been ready once before the system is."""
         self._workers: dict[Incarnation, Worker] = {}
         self._replaced: dict[Incarnation, None] = {}
-        self._swept_at: float | None = None
+        self.lags = Lags(SWEEP_S)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -191,15 +192,11 @@ class Registry:
         self._workers.pop(worker.id, None)
 
     def sweep(self, now_s: float) -> list[Worker]:
-        """Removes and returns workers that have been silent too long, less the time in which we did not listen."""
-        lag = 0.0 if self._swept_at is None else max(0.0, now_s - self._swept_at - SWEEP_S)
-        self._swept_at = now_s
-        silent = []
-        for worker in list(self._workers.values()):
-            worker.heard_at = min(now_s, worker.heard_at + lag)
-            if now_s - worker.heard_at > SILENCE_S:
-                self.gone(worker)
-                silent.append(worker)
+        """Removes and returns workers that have been silent too long. To be called when what had arrived was read."""
+        self.lags.look(now_s)
+        silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > SILENCE_S]
+        for worker in silent:
+            self.gone(worker)
         return silent
 
     # -- what workers must agree on --------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import InvariantBroken
 from common.ids import Incarnation, WorkerName
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from coordinator.lags import Lags
 from coordinator.registry import SILENCE_S, SWEEP_S, Joined, Refused, Registry, Worker, WorkerState
 
 
@@ -170,6 +173,40 @@ def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_aga
         now += SWEEP_S
         registry.sweep(now)
     assert now - 10.0 <= SILENCE_S + 2 * SWEEP_S
+
+
+@pytest.mark.parametrize("late_s", [0.01, 0.1, 0.25, 0.5, 1.0])
+def test_a_coordinator_that_is_always_late_notices_silence_all_the_same(late_s: float) -> None:
+    """One lag is excused, the longest; between two of them it did listen."""
+    registry = Registry("f")
+    join(registry)
+    now = 0.0
+    registry.sweep(now)
+    while len(registry):
+        now += SWEEP_S + late_s
+        registry.sweep(now)
+    assert now <= SILENCE_S + SWEEP_S + 2 * late_s
+
+
+def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
+    registry = Registry("f")
+    join(registry)
+    for now in (0.0, 0.3, 0.6, 10.6, 10.9, 11.2):
+        assert registry.sweep(now) == []
+    assert registry.sweep(12.6), "0.6 s before it, and two seconds after"
+
+
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40), st.integers(0, 39), st.floats(0.0, 1.0))
+def test_the_longest_lag_since_somebody_was_heard_is_excused(lags: list[float], which: int, part: float) -> None:
+    looks, told = [0.0], Lags(SWEEP_S)
+    told.look(0.0)
+    for late_s in lags:
+        looks.append(looks[-1] + SWEEP_S + late_s)
+        told.look(looks[-1])
+    before = looks[min(which, len(lags) - 1)]
+    heard_at = before + part * (looks[-1] - before)
+    excuses = [min(late, at - heard_at) for at, late in zip(looks[1:], lags, strict=True) if at > heard_at]
+    assert told.silence(heard_at, looks[-1]) == pytest.approx(looks[-1] - heard_at - max(excuses, default=0.0))
 
 
 def test_a_heartbeat_keeps_a_worker() -> None:
