@@ -16,6 +16,8 @@ from aiohttp import HttpVersion11, web
 
 KEEPALIVE_S = 15.0
 MAX_BUFFERED_BYTES = 1 << 20
+LOOKS = 4
+"""At a reader within the time that it may take nothing."""
 _COMMENT = b": keep-alive\n\n"
 log = logging.getLogger("tandem.http")
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -71,7 +73,7 @@ class EventStream:
         """Waits for the end of the stream; an idle one gets a comment every 15 s, and its reader is looked at."""
         while not finished.done():
             idle = self._loop.time() - self._sent_at
-            await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / 4)))
+            await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / LOOKS)))
             transport = self._transport
             if finished.done() or transport is None or transport.is_closing():
                 continue
@@ -93,12 +95,16 @@ async def deliver(
     await response.prepare(request)
     _wait_for_the_last_byte(transport, True)
     sending = asyncio.ensure_future(response.write_eof())
+    clock = asyncio.get_running_loop().time
     try:
         await asyncio.wait((sending,), timeout=0)
+        left, moved_at = transport.get_write_buffer_size() if transport is not None else 0, clock()
         while not sending.done() and transport is not None:
-            before = transport.get_write_buffer_size()
-            await asyncio.wait((sending,), timeout=stall_s)
-            if not sending.done() and 0 < before <= transport.get_write_buffer_size():
+            await asyncio.wait((sending,), timeout=stall_s / LOOKS)
+            before, left = left, transport.get_write_buffer_size()
+            if left < before or not left:
+                moved_at = clock()
+            if not sending.done() and clock() - moved_at > stall_s:
                 log.warning("a client is cut off: it has taken nothing of its answer for %g s", stall_s)
                 on_cut()
                 transport.abort()

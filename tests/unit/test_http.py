@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -951,6 +952,48 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
         writer.close()
     finally:
         await runner.cleanup()
+
+
+class _Stalls:
+    """A transport, and a response that waits for it: the reader takes one byte after ``moves_s``, and then none."""
+
+    def __init__(self, moves_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.left, self.gone = 1_000_000, asyncio.Event()
+        self.moved_at = self.cut_at = self.loop.time()
+        self.loop.call_later(moves_s, self._move)
+
+    def _move(self) -> None:
+        self.left -= 1
+        self.moved_at = self.loop.time()
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def set_write_buffer_limits(self, high: int | None) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.gone.is_set()
+
+    def abort(self) -> None:
+        self.cut_at = self.loop.time()
+        self.gone.set()
+
+    async def prepare(self, request: object) -> None: ...
+
+    async def write_eof(self) -> None:
+        await self.gone.wait()
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("moves_s", [0.05, 0.45])
+async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long_and_not_twice(moves_s: float) -> None:
+    stalls, cuts = _Stalls(moves_s), list[bool]()
+    request: Any = SimpleNamespace(transport=stalls)
+    response: Any = stalls
+    with pytest.raises(ConnectionResetError):
+        await deliver(request, response, 1.0, lambda: cuts.append(True))
+    assert cuts == [True] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
 
 
 async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> None:
