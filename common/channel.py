@@ -35,14 +35,16 @@ from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
 from common.messages import Message
-from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, decode, encode
+from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 HIGH_WATER_MESSAGES = 100_000
-"""Of control messages, per connection: they are small, and a busy second must not drop them. This bounds their number,
-and not what they take: a peer that is let in could fill memory with large ones before they are read."""
+"""Of control messages that have not left, per connection: they are small, and a busy second must not drop them. A
+worker also holds so many unread of its coordinator, whom it trusts with its work anyway."""
+REPORTS_HIGH_WATER_MESSAGES = 256
+"""What the coordinator may hold unread of one connection, of 1 MiB each at most. The rest waits at its sender."""
 KV_HIGH_WATER_MESSAGES = 128
 MAX_FRAME_BYTES = 8 << 20
 """What a decode worker may hold unread of one connection, whatever its peer thinks of credit (:mod:`kvtransfer.credit`,
@@ -186,7 +188,8 @@ class Channels:
 
     def router(self, address: str, *, kv: bool = False) -> tuple[zmq.Socket[Any], str]:
         """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV."""
-        size, unread = (MAX_FRAME_BYTES, KV_HIGH_WATER_MESSAGES) if kv else (MAX_MESSAGE_BYTES, HIGH_WATER_MESSAGES)
+        reports = MAX_REPORT_BYTES, REPORTS_HIGH_WATER_MESSAGES
+        size, unread = (MAX_FRAME_BYTES, KV_HIGH_WATER_MESSAGES) if kv else reports
         socket = bind_router(self.context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -22,6 +22,7 @@ Holder = NewType("Holder", str)
 """Who keeps a KV block alive. The attempt is part of the name, so a late drop of attempt 1 cannot free attempt 2."""
 
 REQUEST_ID_BYTES = 16
+TOKEN_ID_BYTES = 4
 MAX_ATTEMPT = (1 << 32) - 1
 """Attempts travel in four bytes where many of them do."""
 MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64

@@ -15,16 +15,30 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from common.ids import MAX_INCARNATION_BYTES, Incarnation, WorkerName
+from common.ids import MAX_INCARNATION_BYTES, REQUEST_ID_BYTES, TOKEN_ID_BYTES, Incarnation, WorkerName
 from common.kv.layout import KvDtype
-from common.request import Id, Request
+from common.kv.prefix import KEY_BYTES
+from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 6
+PROTOCOL = 7
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Short = Annotated[str, msgspec.Meta(max_length=128)]
 """A name or a fingerprint; the address of an abstract socket has at most 107 bytes."""
+MAX_TEXT = 1 << 12
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+"""Words, an address, or a name whose length is refused in words."""
+MAX_SPANS = 2048
+"""Spans, and tokens, of one Tokens message."""
+MAX_HELD = 1 << 14
+"""Requests that one worker can tell of."""
+MAX_KEYS = 1 << 14
+"""Prefix keys that come, and that go, with one Cached message."""
+Column = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SPANS)]
+Held = Annotated[bytes, msgspec.Meta(max_length=MAX_HELD * REQUEST_ID_BYTES)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]
+Values = Annotated[dict[Short, float], msgspec.Meta(max_length=64)]
 TokenBytes = bytes
 """For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
 
@@ -43,26 +57,26 @@ class Hello(Message, tag="hello"):
     its KV travels: "curve" or "none". ``links`` are the transports it speaks, best first."""
 
     protocol: int
-    name: WorkerName
-    incarnation: Incarnation
+    name: Annotated[WorkerName, msgspec.Meta(max_length=MAX_TEXT)]
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT)]
     role: Role
-    model: str
-    fingerprint: str
-    layout: str
+    model: Text
+    fingerprint: Text
+    layout: Text
     pid: int
-    host: str
-    host_id: str
-    data_address: str
-    links: tuple[str, ...]
+    host: Text
+    host_id: Text
+    data_address: Text
+    links: Annotated[tuple[Short, ...], msgspec.Meta(max_length=16)]
     kv_blocks: int
     block_size: int
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    device: str
+    device: Text
     dtype: KvDtype
-    kv_encryption: str = "none"
+    kv_encryption: Short = "none"
 
 
 class Heartbeat(Message, tag="heartbeat"):
@@ -74,9 +88,9 @@ class Heartbeat(Message, tag="heartbeat"):
     the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live requests
     that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
 
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     acted_on: int
-    live: bytes
+    live: Held
     free: int
     cached: int
     held: int
@@ -85,9 +99,9 @@ class Heartbeat(Message, tag="heartbeat"):
     waiting_tokens: int
     turn_ms: int
     draining: bool
-    counters: dict[str, float] = {}
+    counters: Values = {}
     expected_ms: int = 0
-    resting: bytes = b""
+    resting: Held = b""
     longest_ms: int = 0
 
 
@@ -95,25 +109,26 @@ class Logprobs(Message):
     """Columns of one token's log-probabilities; ids little-endian uint32, ``top`` beside them."""
 
     logprob: float
-    top_ids: bytes = b""
-    top: tuple[float, ...] = ()
+    top_ids: Annotated[bytes, msgspec.Meta(max_length=MAX_LOGPROBS * TOKEN_ID_BYTES)] = b""
+    top: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
 
 
 class Tokens(Message, tag="tokens"):
-    """One message per engine step, in columns: spans of output tokens. Column i: ``counts[i]`` tokens of output
-    positions ``starts[i]``... of (request, choice, attempt). ``finish`` is a FinishReason, not 0 on the last span of a
-    choice; ``stop_ids`` the token id that stopped it, else -1. ``logprobs`` matches ``ids``, or is empty when no span
-    wants any (an entry is None where its request wants none)."""
+    """One message per engine step, several of more than MAX_SPANS; in columns: spans of output tokens. Column i:
+    ``counts[i]`` tokens of output positions ``starts[i]``... of (request, choice, attempt). ``finish`` is a
+    FinishReason, not 0 on the last span of a choice; ``stop_ids`` the token id that stopped it, else -1.
+    ``logprobs`` matches ``ids``, or is empty when no span wants any (an entry is None where its request wants
+    none)."""
 
-    requests: bytes
-    choices: tuple[int, ...]
-    attempts: tuple[int, ...]
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    finish: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    ids: bytes
-    logprobs: tuple[Logprobs | None, ...] = ()
+    requests: Annotated[bytes, msgspec.Meta(max_length=MAX_SPANS * REQUEST_ID_BYTES)]
+    choices: Column
+    attempts: Column
+    starts: Column
+    counts: Column
+    finish: Column
+    stop_ids: Column
+    ids: Annotated[bytes, msgspec.Meta(max_length=MAX_SPANS * TOKEN_ID_BYTES)]
+    logprobs: Annotated[tuple[Logprobs | None, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
 
 
 class Timing(Message, tag="timing"):
@@ -123,8 +138,8 @@ class Timing(Message, tag="timing"):
 
     request: Id
     attempt: Count
-    values: dict[str, float]
-    link: str = ""
+    values: Values
+    link: Short = ""
 
 
 class Failed(Message, tag="failed"):
@@ -132,8 +147,8 @@ class Failed(Message, tag="failed"):
 
     request: Id
     attempt: Count
-    code: str
-    detail: str
+    code: Short
+    detail: Text
     retriable: bool
 
 
@@ -143,15 +158,15 @@ FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "drainin
 class Cached(Message, tag="cached"):
     """Prefix chain keys (16 bytes each, joined) that entered and left this worker's prefix cache."""
 
-    added: bytes
-    removed: bytes
+    added: Keys
+    removed: Keys
 
 
 class Measured(Message, tag="measured"):
     """A hand-off of ``bytes`` bytes to ``decode`` that :class:`Measure` asked for took ``seconds`` over ``link``."""
 
-    decode: Incarnation
-    link: str
+    decode: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
+    link: Short
     bytes: Count
     seconds: float
 
@@ -159,8 +174,8 @@ class Measured(Message, tag="measured"):
 class Goodbye(Message, tag="goodbye"):
     """The worker has drained or stops; its requests are no longer served."""
 
-    incarnation: Incarnation
-    reason: str
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
+    reason: Text
 
 
 FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | Goodbye

@@ -1,12 +1,13 @@
-"""Output tokens of one engine step as one message, in columns (see :class:`common.messages.Tokens`)."""
+"""Output tokens of one engine step in columns (see :class:`common.messages.Tokens`): nearly always one message."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.ids import SequenceId, pack_tokens, unpack_tokens
-from common.messages import Logprobs, Tokens
+from common.messages import MAX_SPANS, Logprobs, Tokens
 from common.request import FinishReason
 from common.sequence import Sequence, TokenLogprobs
 
@@ -42,6 +43,8 @@ class SpanWriter:
     stop_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)
+    full: list[Tokens] = field(default_factory=list)
+    """Messages in which no more has room."""
 
     def add(self, sequence: Sequence, start: int) -> None:
         """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
@@ -77,6 +80,26 @@ class SpanWriter:
         stop_id: int,
         logprobs: Seq[Logprobs | None],
     ) -> None:
+        """A span, or as many as it takes; only the last one tells of an end."""
+        if len(self.requests) == MAX_SPANS:
+            self._close()
+        while (room := MAX_SPANS - len(self.ids)) < len(tokens):
+            if room:
+                told = logprobs[: max(0, room - (len(tokens) - len(logprobs)))]
+                self._append(sequence, start, tokens[:room], FinishReason.RUNNING, -1, told)
+                start, tokens, logprobs = start + room, tokens[room:], logprobs[len(told) :]
+            self._close()
+        self._append(sequence, start, tokens, finish, stop_id, logprobs)
+
+    def _append(
+        self,
+        sequence: SequenceId,
+        start: int,
+        tokens: list[int],
+        finish: FinishReason,
+        stop_id: int,
+        logprobs: Seq[Logprobs | None],
+    ) -> None:
         self.requests.append(sequence.request)
         self.choices.append(sequence.choice)
         self.attempts.append(sequence.attempt)
@@ -88,10 +111,13 @@ class SpanWriter:
         self.logprobs += [None] * (len(tokens) - len(logprobs))
         self.logprobs += logprobs
 
-    def message(self) -> Tokens | None:
-        """Everything collected, or None if there is nothing."""
-        if not self.requests:
-            return None
+    def messages(self) -> Iterator[Tokens]:
+        """Everything collected, in order; nothing if there is nothing."""
+        yield from self.full
+        if self.requests:
+            yield self._message()
+
+    def _message(self) -> Tokens:
         return Tokens(
             b"".join(self.requests),
             tuple(self.choices),
@@ -103,3 +129,10 @@ class SpanWriter:
             pack_tokens(self.ids),
             tuple(self.logprobs) if any(entry is not None for entry in self.logprobs) else (),
         )
+
+    def _close(self) -> None:
+        """What comes now begins another message."""
+        self.full.append(self._message())
+        columns = (self.requests, self.choices, self.attempts, self.starts, self.counts, self.finish, self.stop_ids)
+        for column in (*columns, self.ids, self.logprobs):
+            column.clear()

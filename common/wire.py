@@ -18,7 +18,10 @@ import xxhash
 from common.errors import Damaged, WireError
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest control message: a prompt of a million tokens is 4 MB, so this is generous."""
+"""Largest message to a worker: a prompt of a million tokens is 4 MB, so this is generous."""
+MAX_REPORT_BYTES = 1 << 20
+"""Largest message of a worker to the coordinator: MAX_SPANS tokens with 20 log-probabilities each come to 0.6 MB, what
+two lists of MAX_HELD requests in a heartbeat come to is 0.5 MB; whoever has more to tell makes several of it."""
 MAX_HANDOFF_BYTES = 256 << 10
 """Largest message between prefill and decode: an Open with what NIXL needs comes to 67 KB; a Commit of 16 choices, each
 with 20 log-probabilities, to 5 KB."""

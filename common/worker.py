@@ -28,7 +28,7 @@ from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.kv.table import BlockTable
 from common.membership import Membership, Snapshot
-from common.messages import Cached, Drain, Failed, Goodbye, Hello, Lease, Rejoin, Turned, Welcome
+from common.messages import MAX_KEYS, MAX_TEXT, Cached, Drain, Failed, Goodbye, Hello, Lease, Rejoin, Turned, Welcome
 from common.pace import Pace
 from common.request import Request
 from common.sequence import Batch, Sequence, StepResult
@@ -264,7 +264,7 @@ class Worker(abc.ABC):
     def fail(self, transfer: TransferId, code: str, detail: str, *, retriable: bool) -> None:
         """Gives a request up and tells the coordinator why."""
         self.abort(transfer)
-        self.membership.send(Failed(transfer.request, transfer.attempt, code, detail, retriable))
+        self.membership.send(Failed(transfer.request, transfer.attempt, code, detail[:MAX_TEXT], retriable))
 
     def count(self, name: str, by: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by
@@ -400,8 +400,9 @@ class Worker(abc.ABC):
             resting=b"".join(self.planner.resting()),
         )
         added, removed = self.cache.prefix.take_changes()
-        if added or removed:
-            self.membership.send(Cached(b"".join(added), b"".join(removed)))
+        for first in range(0, max(len(added), len(removed)), MAX_KEYS):
+            part = slice(first, first + MAX_KEYS)
+            self.membership.send(Cached(b"".join(added[part]), b"".join(removed[part])))
 
     def waiting(self) -> int:
         """Requests that have not started."""

@@ -36,7 +36,7 @@ from common.messages import (
     Welcome,
 )
 from common.strikes import STRIKES, Strikes
-from common.wire import decode
+from common.wire import MAX_REPORT_BYTES, decode
 from coordinator.registry import Refused, Registry, Worker, WorkerState
 
 log = logging.getLogger("tandem.gateway")
@@ -282,7 +282,7 @@ class Gateway:
         if len(frames) != 2:
             raise WireError(f"{len(frames)} parts, two expected")
         frame, data = frames
-        message: FromWorker = decode(data, FromWorker)
+        message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
         incarnation = _incarnation(frame)
         if isinstance(message, Hello):
             self._hello(party, frame, message, now_s)

@@ -296,5 +296,5 @@ class DecodeWorker(Worker):
         self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
 
     def _send(self, writer: SpanWriter) -> None:
-        if message := writer.message():
+        for message in writer.messages():
             self.membership.send(message)

@@ -210,7 +210,7 @@ class PrefillWorker(Worker):
         self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
 
     def _send(self, writer: SpanWriter) -> None:
-        if message := writer.message():
+        for message in writer.messages():
             self.membership.send(message)
 
     # -- blocks -------------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class FakeWorker:
                 self._say(control, Timing(job.transfer.request, job.transfer.attempt, self._timings(), "shm"))
             self._advance(job, spans)
             job.due = now + self.step_s
-        if (said := spans.message()) is not None:
+        for said in spans.messages():
             self._say(control, said)
         for job in due:
             if job.only_first or all(sequence.finish for sequence in job.sequences):
@@ -242,7 +242,7 @@ class FakeWorker:
         if job is not None:
             spans = SpanWriter()
             spans.add(job.sequences[choice], start)
-            if (said := spans.message()) is not None:
+            for said in spans.messages():
                 send(control, said)
 
     def _timings(self) -> dict[str, float]:

@@ -27,6 +27,10 @@ from common import messages
 from common.errors import WireError
 from common.ids import pack_tokens, unpack_tokens
 from common.messages import (
+    MAX_HELD,
+    MAX_KEYS,
+    MAX_SPANS,
+    MAX_TEXT,
     PROTOCOL,
     Abort,
     Accept,
@@ -64,7 +68,7 @@ from common.messages import (
     Welcome,
 )
 from common.request import Request, SamplingParams
-from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, decode, encode, seal
+from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode, seal
 from coordinator.openai import MAX_CHOICES, MAX_LOGPROBS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
@@ -85,6 +89,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         inner, meta = annotation.__origin__, annotation.__metadata__[0]
         if inner is str or getattr(inner, "__supertype__", None) is str:
             return st.text(max_size=8)
+        if typing.get_origin(inner) in (tuple, dict):
+            return values(inner)
         if inner is not int:
             return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
         return st.integers(meta.ge, meta.lt - 1 if meta.le is None else meta.le)
@@ -419,6 +425,51 @@ def test_the_largest_messages_of_a_hand_off_are_far_below_their_limit() -> None:
     ):
         assert decode(encode(message), ToDecode, MAX_HANDOFF_BYTES) == message
         assert len(encode(message)) < MAX_HANDOFF_BYTES / 3
+
+
+def test_the_largest_reports_of_a_worker_are_below_their_limit() -> None:
+    shown = Logprobs(-0.123456789, pack_tokens(range(MAX_LOGPROBS)), (-0.123456789,) * MAX_LOGPROBS)
+    column, large = (0,) * MAX_SPANS, ((1 << 32) - 1,) * MAX_SPANS
+    ids, keys = pack_tokens(large), bytes(16 * MAX_KEYS)
+    requests = bytes(16 * MAX_SPANS)
+    counters = {f"counter_{number}": 1e9 for number in range(64)}
+    for message in (
+        Tokens(requests, column, large, large, column, column, large, ids, (shown,) * MAX_SPANS),
+        msgspec.structs.replace(
+            Heartbeat(**_BEAT), live=bytes(16 * MAX_HELD), resting=bytes(16 * MAX_HELD), counters=counters
+        ),
+        Cached(keys, keys),
+        Failed(_ID, 1, "engine_error", "x" * MAX_TEXT, True),  # type: ignore[arg-type]
+    ):
+        assert decode(encode(message), FromWorker, MAX_REPORT_BYTES) == message
+        assert len(encode(message)) < 0.75 * MAX_REPORT_BYTES
+
+
+def _array(length: int) -> bytes:
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x9a\xa6tokens\xc4\x00" + _array(1 << 20) + b"\x01" * (1 << 20) + b"\x90" * 5 + b"\xc4\x00\x90",
+        b"\x9a\xa6tokens\xc4\x00" + b"\x90" * 6 + b"\xc4\x00" + _array(1 << 20) + b"\xc0" * (1 << 20),
+        b"\x9d\xa9heartbeat\xa1i\x00\xc4\x00" + bytes(7) + b"\xc2\xdf\x00\x10\x00\x00" + b"\xa1a\x01" * (1 << 18),
+        msgpack.packb(["heartbeat", "i", 0, bytes(1 << 20), *[0] * 7, False]),
+        msgpack.packb(["failed", _ID, 1, "engine_error", "x" * (1 << 20), True]),
+        msgpack.packb(["cached", bytes(1 << 20), b""]),
+        msgpack.packb(["goodbye", "i", "x" * (1 << 20)]),
+        msgpack.packb(["timing", _ID, 1, {"x" * 200: 1.0}, ""]),
+    ],
+    ids=["columns", "log-probabilities", "counters", "live", "detail", "keys", "reason", "a name"],
+)
+def test_a_report_of_more_than_any_worker_says_is_refused_unread(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        refused(seal(data), FromWorker)
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("field", ["sender", "layout", "host_id", "pool", "proof", "agent"])

@@ -32,6 +32,7 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype
 from common.messages import (
     PROTOCOL,
     Abort,
+    Cached,
     Failed,
     FromWorker,
     Generate,
@@ -72,6 +73,7 @@ class Bench:
         self.failed: dict[tuple[bytes, int], Failed] = {}
         self.timings: list[Timing] = []
         self.measured: list[Measured] = []
+        self.cached: list[Cached] = []
         self.lease_ms = 60_000
 
     def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
@@ -113,6 +115,8 @@ class Bench:
                 self.timings.append(message)
             case Measured():
                 self.measured.append(message)
+            case Cached():
+                self.cached.append(message)
 
     def _spans(self, message: Tokens) -> None:
         ids, at = unpack_tokens(message.ids), 0
@@ -520,6 +524,20 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
         leaving._wait(0.0, waker)
     assert leaving.finished()
     bench.until(bench.quiet)
+
+
+def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.MAX_KEYS", 3)
+    worker = bench.add("colocated", OracleEngine(64))
+    request = make_request(16 * 7, 1)
+    bench.tell("colocated-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.until(lambda: sum(len(each.added) for each in bench.cached) == 16 * 7)
+    worker.cache.prefix.announce_all()
+    bench.until(lambda: sum(len(each.added) for each in bench.cached) == 2 * 16 * 7)
+    assert max(len(each.added) for each in bench.cached) == 16 * 3
 
 
 def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:

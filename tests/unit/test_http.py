@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from aiohttp import web
 
 from common.ids import Incarnation, RequestId, unpack_transfers
@@ -35,7 +36,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import Request
-from common.wire import seal
+from common.wire import MAX_REPORT_BYTES, seal
 from coordinator.app import drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
@@ -691,11 +692,23 @@ async def test_an_unknown_worker_is_asked_to_say_hello_again(house: House) -> No
     await until(lambda: house.services.registry.ready("decode"), "it is back")
 
 
+async def test_more_than_any_worker_says_is_not_read(house: House) -> None:
+    gateway = house.dispatcher.gateway
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        closed = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(gateway.address)
+        socket.send(bytes(2 * MAX_REPORT_BYTES))
+        await until(lambda: closed.poll(0), "its connection is closed")
+        socket.disable_monitor()
+        closed.close()
+    assert not gateway.bad_messages and len(house.services.registry) == 2
+    assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
+
+
 async def test_rubbish_on_the_control_socket_is_counted_and_survived(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import zmq
-
     monkeypatch.setattr("coordinator.gateway.COMPLAIN_EVERY_S", 0.5)
     gateway = house.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

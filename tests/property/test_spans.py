@@ -1,0 +1,63 @@
+"""Spans of output tokens, in messages that the coordinator takes however much there is to tell."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.ids import RequestId, SequenceId, unpack_tokens
+from common.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
+from common.request import FinishReason
+from common.spans import SpanWriter
+from common.wire import MAX_REPORT_BYTES, decode, encode
+from coordinator.lifecycle import Accepted, Life, State
+
+LONGEST = 3 * MAX_SPANS
+
+
+def shown(position: int) -> Logprobs:
+    return Logprobs(-float(position))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((1, 2, 50, MAX_SPANS - 1, MAX_SPANS, LONGEST)), st.booleans()), max_size=6),
+    st.integers(0, 5),
+)
+def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], skipped: int) -> None:
+    """``skipped``: tokens whose log-probabilities were told by another worker."""
+    writer, lives = SpanWriter(), [Life(1) for _ in spans]
+    for number, (length, wanted) in enumerate(spans):
+        output = list(range(length))
+        logprobs = [shown(position) for position in output[skipped:]] if wanted else []
+        sequence = SequenceId(RequestId(number.to_bytes(16, "big")), 0, 0)
+        writer.again(sequence, 0, output, FinishReason.LENGTH, -1, logprobs)
+        lives[number].place("disagg", None, "d")  # type: ignore[arg-type]
+        lives[number].move(State.PREFILLING)
+    for message in writer.messages():
+        back = decode(encode(message), FromWorker, MAX_REPORT_BYTES)
+        assert back == message and len(message.requests) // 16 <= MAX_SPANS
+        _take(message, lives, spans, skipped)
+    for life, (length, _) in zip(lives, spans, strict=True):
+        assert life.output == [list(range(length))] and life.finish == [FinishReason.LENGTH]
+
+
+def _take(message: Tokens, lives: list[Life], spans: list[tuple[int, bool]], skipped: int) -> None:
+    ids, at = unpack_tokens(message.ids), 0
+    for index, count in enumerate(message.counts):
+        number = int.from_bytes(message.requests[16 * index : 16 * index + 16], "big")
+        start = message.starts[index]
+        news = lives[number].accept(0, 0, start, ids[at : at + count], FinishReason(message.finish[index]))
+        assert isinstance(news, Accepted) and news.skip == 0
+        if message.logprobs:
+            first = skipped if spans[number][1] else LONGEST
+            told = [shown(each) if each >= first else None for each in range(start, start + count)]
+            assert list(message.logprobs[at : at + count]) == told
+        at += count
+    assert at == len(ids)
+
+
+def test_as_many_spans_as_there_are_sequences() -> None:
+    writer = SpanWriter()
+    for number in range(2 * MAX_SPANS + 1):
+        writer.again(SequenceId(RequestId(number.to_bytes(16, "big")), 0, 0), 0, [7], FinishReason.RUNNING, -1, [])
+    assert [len(message.counts) for message in writer.messages()] == [MAX_SPANS, MAX_SPANS, 1]
