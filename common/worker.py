@@ -148,6 +148,10 @@ class Worker(abc.ABC):
     def bad_transfer_messages(self) -> int:
         """Messages and frames of hand-offs that made no sense and were dropped."""
 
+    def stale_frames(self) -> int:
+        """Frames that came for hand-offs that are over: what was on its way when an attempt was given up."""
+        return 0
+
     @abc.abstractmethod
     def cut_off_peers(self) -> int:
         """Peers of hand-offs that are not listened to any more."""
@@ -383,6 +387,7 @@ class Worker(abc.ABC):
         self.counters["prefix_cache_hits"] = self.cache.hit_tokens
         self.counters["num_preemptions"] = self.planner.preemptions
         self.counters["bad_messages"] = self.membership.bad_messages + self.bad_transfer_messages()
+        self.counters["stale_frames"] = self.stale_frames()
         self.counters["cut_off_peers"] = self.cut_off_peers()
         self.counters["leaked_blocks"] = self.cache.strays()
         self.membership.snapshot = Snapshot(

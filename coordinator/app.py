@@ -88,6 +88,7 @@ async def running(config: CoordinatorConfig, scale: Scale | None = None) -> Asyn
     dispatcher = Dispatcher(gateway, router, admission, metrics)
     metrics.load = lambda: Load(len(dispatcher.tickets) - admission.requests, admission.requests)
     metrics.bad_messages = lambda: gateway.bad_messages
+    metrics.open_breakers = lambda: router.breakers.open
     metrics.cut_off_peers = lambda: gateway.strikes.cut_off
     dispatcher.start()
     try:

@@ -59,13 +59,15 @@ class Load(NamedTuple):
 
 
 class Metrics:
-    """``load``, ``bad_messages`` and ``cut_off_peers`` are asked at every scrape, once the dispatcher exists."""
+    """``load``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are asked at every scrape, once the
+    dispatcher exists."""
 
     def __init__(self, model: str, workers: Registry) -> None:
         self.registry = CollectorRegistry()
         self.load: Callable[[], Load] = lambda: Load(0, 0)
         self.bad_messages: Callable[[], int] = lambda: 0
         self.cut_off_peers: Callable[[], int] = lambda: 0
+        self.open_breakers: Callable[[], int] = lambda: 0
         self._model = model
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _BETWEEN)
@@ -109,9 +111,7 @@ class Metrics:
             "tandem_event_loop_lag_seconds", "How late timers of the coordinator run.", buckets=_STAGES,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(
-            _Pools(model, workers, lambda: self.load(), lambda: self.bad_messages(), lambda: self.cut_off_peers())
-        )
+        self.registry.register(_Pools(self, model, workers))
 
     def page(self) -> bytes:
         """The exposition text."""
@@ -202,25 +202,22 @@ class _Sum:
 class _Pools(Collector):
     """Gauges and counters that workers report in their heartbeats, read at each scrape."""
 
-    def __init__(
-        self,
-        model: str,
-        workers: Registry,
-        load: Callable[[], Load],
-        bad_messages: Callable[[], int],
-        cut_off: Callable[[], int],
-    ) -> None:
-        self._model, self._workers, self._load, self._bad_messages = model, workers, load, bad_messages
-        self._cut_off = cut_off
+    def __init__(self, metrics: Metrics, model: str, workers: Registry) -> None:
+        self._metrics, self._model, self._workers = metrics, model, workers
         self._sums: defaultdict[str, _Sum] = defaultdict(_Sum)
 
     def collect(self) -> Iterator[Metric]:
-        load = self._load()
+        load = self._metrics.load()
         yield self._gauge("vllm:num_requests_running", "Requests on workers.", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a worker.", load.waiting)
         yield from self._pool()
         yield from self._counters()
         yield self._states()
+        yield GaugeMetricFamily(
+            "tandem_open_breakers",
+            "Pairs and workers that are left alone after failures.",
+            self._metrics.open_breakers(),
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("model_name",))
@@ -237,6 +234,15 @@ class _Pools(Collector):
             if worker.role != "prefill":
                 held, total, size = held + taken, total + worker.hello.kv_blocks, worker.hello.block_size
         yield blocks
+        leaked = GaugeMetricFamily(
+            "tandem_leaked_kv_blocks",
+            "KV blocks that nobody will give back; 0, or a bug.",
+            labels=("worker", "role"),
+        )
+        for worker in self._workers:
+            told = worker.beat.counters.get("leaked_blocks", 0.0) if worker.beat is not None else 0.0
+            leaked.add_metric((worker.hello.name, worker.role), told)
+        yield leaked
         yield self._gauge(
             "vllm:kv_cache_usage_perc", "Share of decode's KV blocks in use.", held / total if total else 0
         )
@@ -252,13 +258,18 @@ class _Pools(Collector):
             family.add_metric((self._model,), self._sum(name))
             yield family
         family = CounterMetricFamily("tandem_bad_messages", "Messages that made no sense.", labels=("source",))
-        family.add_metric(("coordinator",), self._bad_messages())
+        family.add_metric(("coordinator",), self._metrics.bad_messages())
         family.add_metric(("workers",), self._sum("bad_messages"))
         yield family
         family = CounterMetricFamily("tandem_cut_off_peers", "Peers cut off after bad messages.", labels=("source",))
-        family.add_metric(("coordinator",), self._cut_off())
+        family.add_metric(("coordinator",), self._metrics.cut_off_peers())
         family.add_metric(("workers",), self._sum("cut_off_peers"))
         yield family
+        for name, text in (
+            ("stale_frames", "KV frames that came after their hand-off was over."),
+            ("reaped_requests", "Requests that workers dropped because no lease listed them any more."),
+        ):
+            yield CounterMetricFamily(f"tandem_{name}", text, self._sum(name))
 
     def _sum(self, name: str) -> float:
         beats = ((worker.id, worker.beat) for worker in self._workers)

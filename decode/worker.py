@@ -87,7 +87,10 @@ class DecodeWorker(Worker):
         return {*self._lives, *self._trials}
 
     def bad_transfer_messages(self) -> int:
-        return self.receiver.bad_messages + self.receiver.stale_frames
+        return self.receiver.bad_messages
+
+    def stale_frames(self) -> int:
+        return self.receiver.stale_frames
 
     def cut_off_peers(self) -> int:
         return self.receiver.strikes.cut_off

@@ -190,6 +190,18 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
     assert again == (whole * 4 // 100 if first == second else whole)
 
 
+async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System) -> None:
+    """An answer that lasts longer than its hand-off, whose time stands in the figures when it has ended."""
+    name = 'tandem_stage_seconds_sum{stage="transfer_exposed"}'
+    async with system.client() as client:
+        await client.until_idle(within_s=2)
+        before = (await metrics(client)).get(name, 0.0)
+        answer = await client.complete(prompt_of(100, 17), temperature=0.0, max_tokens=200, ignore_eos=True)
+        shown = (await metrics(client)).get(name, 0.0) - before
+    assert answer.path == ("colocated" if setup.flags == COLOCATED else "disagg")
+    assert (shown > 0) == (answer.path == "disagg")
+
+
 async def test_a_stream_is_the_same_answer_token_by_token(system: System, reference: Reference) -> None:
     fields = {**SAMPLED[4], "seed": 42, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2}
     prompt = prompt_of(47, 3)

@@ -260,6 +260,9 @@ class FakeWorker:
             "num_preemptions": 1.0,
             "bad_messages": 2,
             "cut_off_peers": 1.0,
+            "stale_frames": 3.0,
+            "reaped_requests": 5.0,
+            "leaked_blocks": 1.0,
         }
         return Heartbeat(
             self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters

@@ -626,6 +626,8 @@ async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(mode
         assert len(prefill.got(Prefill)) == FAILURES, "the last one did not even try"
         _, body = await house.get("/admin/workers")
         assert {worker["id"]: worker["avoids"] for worker in body["workers"]}["prefill-1"] == ["decode-0"]
+        async with house.client.get(f"{house.url}/metrics") as response:
+            assert "tandem_open_breakers 1.0" in await response.text()
         prefill.refuse = None
         async with asyncio.timeout(10):
             while await path() == "local":  # noqa: ASYNC110 - the cool-down is the coordinator's own
@@ -1166,6 +1168,12 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         'tandem_bad_messages_total{source="workers"} 4.0',
         'tandem_cut_off_peers_total{source="coordinator"} 0.0',
         'tandem_cut_off_peers_total{source="workers"} 2.0',
+        "tandem_stale_frames_total 6.0",
+        "tandem_reaped_requests_total 10.0",
+        'tandem_leaked_kv_blocks{role="decode",worker="decode-1"} 1.0',
+        "tandem_open_breakers 0.0",
+        'tandem_stage_seconds_sum{stage="transfer_exposed"} 0.0005',
+        'tandem_stage_seconds_count{stage="transfer_exposed"} 1.0',
     ):
         assert name in page, name
 
