@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +185,35 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(
         await asyncio.gather(*streams)
         assert role == "prefill" or await number(client, MIGRATED) >= 1, "somebody was cut in mid-stream"
         await client.until_idle(10)
+
+
+async def test_a_second_signal_stops_a_worker_that_was_started_alone(
+    cluster: Cluster, oracle: Callable[[str], Reference]
+) -> None:
+    """In the middle of a stream, which goes on elsewhere."""
+    fields = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True}
+
+    async with cluster.system.client() as client:
+        cluster.start("prefill", "p0")
+        for name in ("d0", "d1"):
+            cluster.start("decode", name, "--drain-timeout", "60")
+        await cluster.until_ready(client, "p0", "d0", "d1")
+        asked = asyncio.create_task(client.stream(prompt_of(40, 63), **fields))
+        while not (busy := [name for name in ("d0", "d1") if (await client.workers())[name]["running"]]):
+            assert not asked.done()
+        leaving = cluster.workers[busy[0]]
+        leaving.popen.send_signal(signal.SIGTERM)
+        while "draining for at most 60 s" not in leaving.text:
+            assert not asked.done()
+            await asyncio.sleep(0.01)
+        assert leaving.popen.poll() is None, "it has the stream to end"
+        leaving.popen.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(leaving.popen.wait, READY_S) == 0
+        assert not asked.done()
+        answer = await asked
+        assert await number(client, MIGRATED) == 1
+        oracle("llama").check(answer.prompt, answer.choices[0].token_ids, sampling_of(fields))
+        assert len(answer.choices[0].token_ids) == 1500
 
 
 async def test_workers_of_different_kv_dtypes_serve_together(

@@ -36,6 +36,7 @@ from common.messages import (
     Failed,
     FromWorker,
     Generate,
+    Goodbye,
     Hello,
     Lease,
     Measure,
@@ -74,6 +75,7 @@ class Bench:
         self.timings: list[Timing] = []
         self.measured: list[Measured] = []
         self.cached: list[Cached] = []
+        self.goodbyes: list[Incarnation] = []
         self.lease_ms = 60_000
 
     def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
@@ -117,6 +119,8 @@ class Bench:
                 self.measured.append(message)
             case Cached():
                 self.cached.append(message)
+            case Goodbye():
+                self.goodbyes.append(message.incarnation)
 
     def _spans(self, message: Tokens) -> None:
         ids, at = unpack_tokens(message.ids), 0
@@ -524,6 +528,35 @@ def test_a_signal_between_a_trials_landing_and_its_end_drains_afterwards(
         leaving._wait(0.0, waker)
     assert leaving.finished()
     bench.until(bench.quiet)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None:
+    """Prefill waits for a grant that does not come, decode for the end of a long answer: draining would last."""
+    bench.add("prefill", OracleEngine(64))
+    bench.add("decode", OracleEngine(64))
+    request = make_request(40, 800)
+    if role == "decode":
+        bench.place(request, "prefill-0", "decode-1")
+        bench.until(lambda: len(bench.streams[request.id, 1, 0]) > 3)
+    else:
+        bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
+        bench.until(lambda: bench.streams[request.id, 1, 0])
+    leaving = bench.workers["prefill-0" if role == "prefill" else "decode-1"]
+    with leaving._signals() as waker:
+        for asked in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            leaving._wait(1.0, waker)
+            assert leaving.draining_until is not None and leaving.finished() == (asked == 2)
+            bench.turn()
+            assert leaving.holdings(), "there is something to wait for"
+    leaving.close()
+    assert leaving.cache.leaks() == {} and leaving.cache.pool.counts.held == 0
+    leaving.engine.close()  # type: ignore[attr-defined]
+    del bench.workers[leaving.membership.hello.name]
+    bench.until(lambda: leaving.incarnation in bench.goodbyes)
+    for name in bench.workers:
+        bench.tell(name, Abort(request.id, 1))
 
 
 def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
