@@ -28,7 +28,20 @@ from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.kv.table import BlockTable
 from common.membership import Membership, Snapshot
-from common.messages import MAX_KEYS, MAX_TEXT, Cached, Drain, Failed, Goodbye, Hello, Lease, Rejoin, Turned, Welcome
+from common.messages import (
+    MAX_HELD,
+    MAX_KEYS,
+    MAX_TEXT,
+    Cached,
+    Drain,
+    Failed,
+    Goodbye,
+    Hello,
+    Lease,
+    Rejoin,
+    Turned,
+    Welcome,
+)
 from common.pace import Pace
 from common.request import Request
 from common.sequence import Batch, Sequence, StepResult
@@ -249,6 +262,8 @@ class Worker(abc.ABC):
             return False  # a repeated message
         if self.draining_until is not None:
             self.fail(transfer, "draining", "this worker is leaving", retriable=True)
+        elif len(self._deadlines) >= MAX_HELD:
+            self.fail(transfer, "no_memory", "no heartbeat can tell of more requests", retriable=True)
         elif self.engine.layout.blocks_for(tokens) > self.engine.memory.blocks or tokens > self.engine.max_model_len:
             room = min(self.engine.max_model_len, self.engine.memory.blocks * self.engine.layout.block_size)
             self.fail(transfer, "too_long", f"{tokens} tokens, this worker holds at most {room}", retriable=False)

@@ -573,6 +573,21 @@ def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
     assert max(len(each.added) for each in bench.cached) == 16 * 3
 
 
+def test_more_requests_than_a_heartbeat_can_tell_of_are_turned_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.MAX_HELD", 2)
+    bench.add("colocated", OracleEngine(64))
+    requests = [make_request(20, 30) for _ in range(3)]
+    for request in requests:
+        bench.tell("colocated-0", Generate(request, 1))
+    bench.until(lambda: bench.done(*requests[:2]))
+    assert (failed := bench.failed[requests[2].id, 1]).code == "no_memory" and failed.retriable
+    again = make_request(20, 3)
+    bench.tell("colocated-0", Generate(again, 1))
+    bench.until(lambda: bench.done(again))
+
+
 def test_an_address_that_is_none_fails_that_request_only(pair: Bench) -> None:
     bad, good = make_request(40, 3), make_request(40, 3)
     nowhere = Peer(WorkerName("decode-9"), Incarnation("nine"), "nonsense", "host", "float32")
