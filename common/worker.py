@@ -145,6 +145,10 @@ class Worker(abc.ABC):
         """Whether the last :meth:`move_kv` left something that need not wait for a message."""
         return False
 
+    def rest_s(self) -> float:
+        """How long to rest while requests are here and nothing can be computed."""
+        return TIMER_S
+
     @abc.abstractmethod
     def before_step(self, batch: Batch, now: float) -> None:
         """Notes what is about to be computed."""
@@ -202,7 +206,7 @@ class Worker(abc.ABC):
         self.membership.turning_since = None
         if batch is not None or self.more_to_move():
             return 0.0
-        return TIMER_S if self.holdings() else IDLE_S
+        return self.rest_s() if self.holdings() else IDLE_S
 
     def _wait(self, seconds: float, waker: socket.socket) -> None:
         if waker.fileno() in self.channels.poll(seconds):

@@ -34,6 +34,8 @@ log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
 """Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
+READING_S = 0.002
+"""Between two looks at a read of a sender's pool, while there is nothing else to do."""
 KEPT_FOR_RESEND, KEPT_S = 256, 5.0
 """Finished sequences whose tokens can be told again, and for how long: a coordinator that has seen a gap asks every
 0.2 s, and an end that it was not told of it misses with the third heartbeat, 1.5 s later, and has the request computed
@@ -166,6 +168,9 @@ class DecodeWorker(Worker):
         self._send(writer)
 
     # -- KV that arrives ----------------------------------------------------------------------------------------------
+
+    def rest_s(self) -> float:
+        return READING_S if self.receiver.reading else super().rest_s()
 
     def move_kv(self, now: float) -> None:
         self._forget(now)

@@ -8,9 +8,9 @@ unknown, expired or older transfer touches nothing. What is over comes back as :
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import zmq
@@ -37,6 +37,10 @@ log = logging.getLogger("tandem.kv")
 MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again. One takes
 some 5 KB at most, and 64 KiB more where it says how NIXL reads a pool and this side can."""
+
+
+MAX_PULLS = 64
+"""Frames of one transfer that wait for an earlier one, which is being fetched; what comes then is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class _Early:
 @dataclass(slots=True)
 class _Incoming:
     """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``. ``told_ms``: how long the sender was
-    told last that a step of ours may take."""
+    told last that a step of ours may take. ``pulls``: frames in order, of which the first is being fetched, and
+    ``commit`` if that has come behind them."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -77,6 +82,8 @@ class _Incoming:
     announced: Open | None = None
     link: ReceiveLink | None = None
     told_ms: int = 0
+    pulls: deque[tuple[FrameHeader, memoryview]] = field(default_factory=deque)
+    commit: Commit | None = None
 
 
 class Receiver:
@@ -135,6 +142,8 @@ class Receiver:
         self._early.pop(transfer, None)
         self.credit.close(transfer)
         incoming = self._incoming.pop(transfer, None)
+        if incoming is not None and incoming.link is not None:
+            incoming.link.close()
         if incoming is not None and incoming.session.end(TransferState.CANCELLED, reason) and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
 
@@ -287,19 +296,54 @@ class Receiver:
             self.stale_frames += 1
             return
         session = incoming.session
+        if incoming.pulls:
+            session.renewed(now)
+            if header.number == session.frames + len(incoming.pulls) and len(incoming.pulls) < MAX_PULLS:
+                incoming.pulls.append((header, payload))
+            return
         verdict = session.judge(header, now)
         if verdict is Verdict.TAKE:
-            try:
-                incoming.link.place(header, payload, incoming.table)
-            except WireError as error:
-                raise Damaged(str(error)) from error
-            session.took(header, now)
+            incoming.pulls.append((header, payload))
+            self._pull(incoming, now)
         elif verdict is Verdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
+        else:
+            self._acknowledge(incoming)
+
+    def _pull(self, incoming: _Incoming, now: float) -> None:
+        """Takes the frames that are there, in order, until one is still on its way. One that cannot be taken was
+        damaged: it comes again, and so does all behind it."""
+        session, link = incoming.session, incoming.link
+        while incoming.pulls and link is not None:
+            header, payload = incoming.pulls[0]
+            try:
+                if session.judge(header, now) is not Verdict.TAKE:
+                    raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
+                try:
+                    if not link.place(header, payload, incoming.table):
+                        return
+                except WireError as error:
+                    raise Damaged(str(error)) from error
+            except WireError as error:
+                incoming.pulls.clear()
+                if link.lost:
+                    self._fail(incoming, TransferState.FAILED, str(error))
+                    return
+                raise
+            incoming.pulls.popleft()
+            session.took(header, now)
+            self._acknowledge(incoming)
+        if incoming.commit is not None:
+            commit, incoming.commit = incoming.commit, None
+            self._commit(incoming.peer, commit, incoming, now)
+
+    def _acknowledge(self, incoming: _Incoming) -> None:
+        session = incoming.session
         if session.frames:
-            transfer = header.transfer
+            transfer = session.transfer
             credit = 0 if self._settled(incoming) else self.credit.landed(transfer, session.bytes)
-            self._reply(peer, Ack(transfer.request, transfer.attempt, session.frames - 1, session.bytes, credit))
+            ack = Ack(transfer.request, transfer.attempt, session.frames - 1, session.bytes, credit)
+            self._reply(incoming.peer, ack)
 
     def _commit(self, peer: bytes, commit: Commit, incoming: _Incoming | None, now: float) -> None:
         transfer = TransferId(commit.request, commit.attempt)
@@ -313,6 +357,7 @@ class Receiver:
             self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
             return
         if session.over or session.behind(commit):
+            incoming.commit = commit if incoming.pulls else None
             return
         if why := session.objection(commit):
             self._fail(incoming, TransferState.FAILED, why)
@@ -356,7 +401,22 @@ class Receiver:
                 self._forget(incoming, session.why_ended, tell=True)
             elif incoming.link is None and (said := incoming.announced) and self._connect(incoming, said, now):
                 self._answer(incoming)
+            elif incoming.pulls:
+                self._look_at_pulls(incoming, now)
         self._sources.let_go(self._uses(), now)
+
+    def _look_at_pulls(self, incoming: _Incoming, now: float) -> None:
+        try:
+            self._pull(incoming, now)
+        except Damaged:
+            self.bad_messages += 1
+        except WireError as error:
+            self._bad(incoming.peer, str(error))
+
+    @property
+    def reading(self) -> bool:
+        """Whether something of a sender's pool is on its way, which wakes nobody when it is there."""
+        return self._sources.knocking or any(incoming.pulls for incoming in self._incoming.values())
 
     def _uses(self) -> Iterator[tuple[SourcePool, float]]:
         for incoming in self._incoming.values():
@@ -372,6 +432,8 @@ class Receiver:
     def _forget(self, incoming: _Incoming, reason: str, *, tell: bool) -> None:
         transfer = incoming.session.transfer
         del self._incoming[transfer]
+        if incoming.link is not None:
+            incoming.link.close()
         self.credit.close(transfer)
         if tell and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))

@@ -1,9 +1,10 @@
 """The pools of senders that a receiver reads, as far as they are within its reach.
 
 Nothing here waits. At a door it is knocked, and whether somebody has opened is looked at between other things: the
-sender may be stopped, and streams must not stand still for it. What could not be reached is tried again after a pause
-that doubles, since the cause may be gone by then. A pool is held no longer than a lease after its last use: it may be
-what is left of a process that died, and all its memory with it.
+sender may be stopped, and streams must not stand still for it. Over NIXL the first read is the knock. What could not be
+reached, or read any more, is tried again after a pause that doubles, since the cause may be gone by then. A pool is
+held no longer than a lease after its last use: it may be what is left of a process that died, and all its memory with
+it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from common.channel import Channels
+from common.errors import WireError
 from common.ids import Incarnation
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.messages import Open
-from kvtransfer.links.nixl import NixlReader
+from kvtransfer.links import nixl, shm
 from kvtransfer.links.pull import SourcePool
-from kvtransfer.links.shm import Knock
 
 log = logging.getLogger("tandem.kv")
 
@@ -43,7 +44,7 @@ class _Source:
     ``retry_at``."""
 
     pool: SourcePool | None = None
-    knock: Knock | None = None
+    knock: shm.Knock | nixl.Knock | None = None
     until: float = 0.0
     retry_at: float = 0.0
     pause_s: float = PAUSE_S
@@ -54,7 +55,7 @@ class Sources:
     """The pools that were announced to one receiver; ``reader`` reaches them over NIXL, else they are on this host.
     What no hand-off has used for ``lease_s``, which is how long one may be silent, is let go."""
 
-    def __init__(self, channels: Channels, lease_s: float, reader: NixlReader | None = None) -> None:
+    def __init__(self, channels: Channels, lease_s: float, reader: nixl.NixlReader | None = None) -> None:
         self._channels, self._lease_s, self._reader = channels, lease_s, reader
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
@@ -68,18 +69,22 @@ class Sources:
         source = self._sources.setdefault(key, _Source())
         self._sources.move_to_end(key)
         source.used_at = now
-        if source.pool is not None and source.pool.lost:
-            source.pool.close()
-            source.pool = None
+        self._drop_if_lost(key, source, now)
         if source.pool is None and source.knock is None and now >= source.retry_at:
             self._try(key, source, now)
         return source.pool or (Knocking() if source.knock is not None else None)
 
     def tick(self, now: float) -> None:
-        """Looks whether doors were opened."""
+        """Looks whether doors were opened, and gives up what cannot be read any more."""
         for key, source in self._sources.items():
+            self._drop_if_lost(key, source, now)
             if source.knock is not None:
                 self._look(key, source, now)
+
+    @property
+    def knocking(self) -> bool:
+        """Whether somebody may open any moment, without waking who waits."""
+        return any(isinstance(source.knock, nixl.Knock) for source in self._sources.values())
 
     def let_go(self, uses: Iterable[tuple[SourcePool, float]], now: float) -> None:
         """Closes what is not used any more, and what was longest out of use if there still are too many. ``uses``: the
@@ -107,28 +112,36 @@ class Sources:
         owner, address, agent, layout, blocks = key
         try:
             if self._reader is not None:
-                source.pool = self._reader.reach(owner, agent, layout, blocks)
-                return
-            source.knock, source.until = Knock(address), now + KNOCK_S
-        except (OSError, ValueError) as error:
+                pool = self._reader.reach(owner, agent, layout, blocks)
+                source.knock, source.until = nixl.Knock(pool), now + nixl.CONNECT_S
+            else:
+                source.knock, source.until = shm.Knock(address), now + KNOCK_S
+                self._channels.register(source.knock.fileno())
+        except (OSError, ValueError, WireError) as error:
             self._put_off(key, source, str(error), now)
             return
-        self._channels.register(source.knock.fileno())
         self._look(key, source, now)
 
     def _look(self, key: _PoolKey, source: _Source, now: float) -> None:
         assert source.knock is not None
         try:
-            descriptor = source.knock.answer()
-            if descriptor is None:
+            answer = source.knock.answer()
+            if answer is None:
                 if now > source.until:
                     raise OSError("nobody opens")
                 return
             *_, layout, blocks = key
-            source.pool, source.pause_s = KvMemory.attach(descriptor, layout, blocks), PAUSE_S
-        except (OSError, ValueError) as error:
+            source.pool = KvMemory.attach(answer, layout, blocks) if isinstance(answer, int) else answer
+            source.pause_s = PAUSE_S
+        except (OSError, ValueError, WireError) as error:
             self._put_off(key, source, str(error), now)
         self._turn_away(source)
+
+    def _drop_if_lost(self, key: _PoolKey, source: _Source, now: float) -> None:
+        if source.pool is not None and source.pool.lost:
+            source.pool.close()
+            source.pool = None
+            self._put_off(key, source, "a read has failed", now)
 
     def _put_off(self, key: _PoolKey, source: _Source, why: str, now: float) -> None:
         log.info("the KV pool of %s is out of reach: %s; the next try is in %g s", key[0], why, source.pause_s)
@@ -137,6 +150,7 @@ class Sources:
 
     def _turn_away(self, source: _Source) -> None:
         if source.knock is not None:
-            self._channels.unregister(source.knock.fileno())
+            if isinstance(source.knock, shm.Knock):
+                self._channels.unregister(source.knock.fileno())
             source.knock.close()
             source.knock = None

@@ -37,8 +37,18 @@ class ReceiveLink(Protocol):
 
     name: str
 
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
-        """Puts the cells into the blocks of ``table``; WireError, nothing written, if they are not what was said."""
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can arrive over it any more: the hand-off has failed."""
+        ...
+
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
+        """Puts the cells into the blocks of ``table``; False while they are on their way: call it again with the same,
+        and with nothing else before. WireError, nothing written, if they are not what was said."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is wanted."""
         ...
 
 

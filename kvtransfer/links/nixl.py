@@ -8,9 +8,12 @@ is for networks and workers that trust each other.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import math
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,13 @@ from common.ids import Incarnation
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
 from common.kv.memory import BlockArray, KvMemory
+from kvtransfer.links.pull import Reading, T
 
 NAME = "nixl"
 CONNECT_S, READ_S = 2.0, 0.5
 """A read that takes longer will never end: the first one, which connects, and all others, which take about a ms."""
+SPIN_S = 0.002
+"""A read is waited for so long when it has begun; from then on it is looked at between other things."""
 _LANDING_BYTES = 4 << 20
 _ADDRESSES = struct.Struct("<QQ")
 """Where the sender's process has its blocks and its generation words."""
@@ -63,18 +69,27 @@ class NixlDoor:
         del self._agent
 
 
+class _Landing:
+    """A buffer of the receiver that UCX may write."""
+
+    def __init__(self, agent: Any, size: int) -> None:
+        self.bytes: Bytes = np.empty(max(_LANDING_BYTES, 1 << (size - 1).bit_length()), np.uint8)
+        self._agent = agent
+        self._registration = _registered(agent, self.bytes)
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._registration, [_BACKEND])
+
+
 class NixlReader:
-    """The receiving side of one process: reads of the pools of any number of senders, one at a time."""
+    """The receiving side of one process: reads of the pools of any number of senders, none of which waits."""
 
     def __init__(self, owner: Incarnation) -> None:
         self._agent = _agent(owner)
-        self._landing: Bytes = np.empty(0, np.uint8)
-        self._registration: Any = None
-        self._abandoned: list[Bytes] = []
-        """Where a read may still write that was given up: never used again."""
 
     def reach(self, owner: Incarnation, announcement: bytes, layout: KvLayout, blocks: int) -> NixlPool:
-        """The pool that ``owner`` has announced; ValueError if that is no announcement of its own."""
+        """The pool that ``owner`` has announced; ValueError if that is no announcement of its own. Nothing has been
+        read of it yet: :class:`Knock` tells whether it answers."""
         if len(announcement) <= _ADDRESSES.size:
             raise ValueError("no announcement of a NIXL agent")
         raw, generations = _ADDRESSES.unpack_from(announcement)
@@ -85,94 +100,184 @@ class NixlReader:
         if peer not in (owner, owner.encode()):
             self._agent.remove_remote_agent(peer)
             raise ValueError(f"the metadata of NIXL agent {peer!r}, sent by {owner}")
-        return NixlPool(self, peer, layout, blocks, raw, generations)
+        return NixlPool(self._agent, peer, layout, blocks, raw, generations)
 
-    def forget(self, peer: Any) -> None:
-        self._agent.remove_remote_agent(peer)
+    def close(self) -> None:
+        """After all pools."""
+        del self._agent
 
-    def fetch(self, peer: Any, addresses: npt.NDArray[np.uint64], size: int, patience_s: float) -> Bytes:
-        """``size`` bytes from each of the ``addresses`` of ``peer``, uint8 [len(addresses) * size], valid until the
-        next call; WireError if they cannot be had."""
-        landing = self._room(len(addresses) * size)
-        local = self._pieces(landing.ctypes.data + np.arange(len(addresses), dtype=np.uint64) * np.uint64(size), size)
-        try:
-            read = self._agent.initialize_xfer("READ", local, self._pieces(addresses, size), peer, b"", [_BACKEND])
-            state, until = self._agent.transfer(read), time.monotonic() + patience_s
-            while state == "PROC" and time.monotonic() < until:
-                state = self._agent.check_xfer_state(read)
-            if state != "DONE":
-                self._abandon()
-                raise WireError(f"the sender's pool cannot be read ({state})")
-            self._agent.release_xfer_handle(read)
-        except WireError:
-            raise
-        except Exception as error:  # NIXL has exceptions of its own for each status
-            self._abandon()
-            raise WireError(f"the sender's pool cannot be read: {error!r}") from error
+
+class NixlPool:
+    """One sender's pool, read where it lies. After one failed read nothing more is tried: it must be reached anew.
+
+    A read that was given up may still write where it was to land until its sender's agent is removed, which closes the
+    connection: its buffer is not used for another one, and freed with the pool.
+    """
+
+    def __init__(self, agent: Any, peer: Any, layout: KvLayout, blocks: int, raw: int, generations: int) -> None:
+        self.layout, self.blocks = layout, blocks
+        self._agent, self._peer, self._raw, self._generations = agent, peer, raw, generations
+        self._landings: list[_Landing] = []
+        self._free: list[_Landing] = []
+        self._why_lost = ""
+        self._closed = False
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._why_lost)
+
+    def generations_of(self, ids: npt.NDArray[np.int64]) -> Reading[npt.NDArray[np.uint64]]:
+        offsets = ids.astype(np.uint64) * np.uint64(8)
+        return _NixlReading(self, offsets + np.uint64(self._generations), 8, lambda data: data.view(np.uint64).copy())
+
+    def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Reading[Bytes]:
+        """Fetches these layers of the whole blocks, and gives what was asked for of them."""
+        layout = self.layout
+        part = KvLayout(layout.layers[layers.start : layers.stop], layout.dtype, layout.block_size, layout.head_shards)
+        shards = np.arange(layout.head_shards, dtype=np.uint64) * np.uint64(layout.shard_bytes)
+        places = (table.astype(np.uint64) * np.uint64(layout.block_bytes))[:, None] + shards
+        first = np.uint64(self._raw + layout.layer_offsets[layers.start])
+
+        def take(data: Bytes) -> Bytes:
+            blocks = BlockArray(part, data.reshape(len(table), part.block_bytes))
+            return blocks.read(np.arange(len(table)), tokens, range(len(part.layers)))
+
+        return _NixlReading(self, places.reshape(-1) + first, part.shard_bytes, take)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed, self._why_lost = True, self._why_lost or "the sender's pool is not read any more"
+        self._agent.remove_remote_agent(self._peer)
+        for landing in self._landings:
+            landing.close()
+        self._landings.clear()
+        self._free.clear()
+        self._agent = None  # it ends with its last owner
+
+    # -- for readings -------------------------------------------------------------------------------------------------
+
+    def start(self, landing: _Landing, addresses: npt.NDArray[np.uint64], size: int) -> tuple[Any, str]:
+        """The handle of a read of ``size`` bytes from each address, one after the other into ``landing``; its state."""
+        first = np.uint64(landing.bytes.ctypes.data)
+        local = self._pieces(first + np.arange(len(addresses), dtype=np.uint64) * np.uint64(size), size)
+        remote = self._pieces(addresses, size)
+        handle = self._agent.initialize_xfer("READ", local, remote, self._peer, b"", [_BACKEND])
+        return handle, self._agent.transfer(handle)
+
+    def state(self, handle: Any) -> str:
+        """PROC, DONE or ERR."""
+        return str(self._agent.check_xfer_state(handle))
+
+    def room(self, size: int) -> _Landing:
+        """A buffer that nobody reads into."""
+        for landing in self._free:
+            if len(landing.bytes) >= size:
+                self._free.remove(landing)
+                return landing
+        landing = _Landing(self._agent, size)
+        self._landings.append(landing)
         return landing
+
+    def give_back(self, landing: _Landing) -> None:
+        if not self._closed:
+            self._free.append(landing)
+
+    def lose(self, why: str) -> WireError:
+        self._why_lost = self._why_lost or f"the sender's pool cannot be read: {why}"
+        return WireError(self._why_lost)
+
+    def demand(self) -> None:
+        """WireError if the pool is lost."""
+        if self._why_lost:
+            raise WireError(self._why_lost)
 
     def _pieces(self, addresses: npt.NDArray[np.uint64], size: int) -> Any:
         rows = np.zeros((len(addresses), 3), np.uint64)
         rows[:, 0], rows[:, 1] = addresses, size
         return self._agent.get_xfer_descs(rows, "DRAM")
 
-    def _room(self, size: int) -> Bytes:
-        if size > len(self._landing):
-            if self._registration is not None:
-                self._agent.deregister_memory(self._registration, [_BACKEND])
-            self._landing = np.empty(max(_LANDING_BYTES, 1 << (size - 1).bit_length()), np.uint8)
-            self._registration = _registered(self._agent, self._landing)
-        return self._landing[:size]
 
-    def _abandon(self) -> None:
-        self._abandoned.append(self._landing)
-        self._landing, self._registration = np.empty(0, np.uint8), None
-
-    def close(self) -> None:
-        if self._registration is not None:
-            self._agent.deregister_memory(self._registration, [_BACKEND])
-        del self._agent
-
-
-class NixlPool:
-    """One sender's pool, read where it lies. After one failed read nothing more is tried: it must be reached anew."""
+class _NixlReading(Reading[T]):
+    """``size`` bytes from each of the ``addresses``, of which ``take`` makes what was asked for."""
 
     def __init__(
-        self, reader: NixlReader, peer: Any, layout: KvLayout, blocks: int, raw: int, generations: int
+        self, pool: NixlPool, addresses: npt.NDArray[np.uint64], size: int, take: Callable[[Bytes], T]
     ) -> None:
-        self.layout, self.blocks = layout, blocks
-        self._reader, self._peer, self._raw, self._generations = reader, peer, raw, generations
-        self._patience_s = CONNECT_S
-        self._why_lost = ""
-
-    @property
-    def lost(self) -> bool:
-        return bool(self._why_lost)
-
-    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        return self._fetch(self._generations, ids.astype(np.uint64) * np.uint64(8), 8).view(np.uint64).copy()
-
-    def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes:
-        """Fetches these layers of the whole blocks, and gives what was asked for of them."""
-        layout = self.layout
-        part = KvLayout(layout.layers[layers.start : layers.stop], layout.dtype, layout.block_size, layout.head_shards)
-        shards = np.arange(layout.head_shards, dtype=np.uint64) * np.uint64(layout.shard_bytes)
-        places = (table.astype(np.uint64) * np.uint64(layout.block_bytes))[:, None] + shards
-        first = self._raw + layout.layer_offsets[layers.start]
-        landed = self._fetch(first, places.reshape(-1), part.shard_bytes)
-        blocks = BlockArray(part, landed.reshape(len(table), part.block_bytes))
-        return blocks.read(np.arange(len(table)), tokens, range(len(part.layers)))
-
-    def _fetch(self, start: int, offsets: npt.NDArray[np.uint64], size: int) -> Bytes:
-        if self._why_lost:
-            raise WireError(self._why_lost)
+        pool.demand()
+        self._pool, self._take, self._bytes = pool, take, len(addresses) * size
+        self._until = time.monotonic() + READ_S
+        self._handle: Any = None
+        self._fresh = True
+        self._landing = pool.room(self._bytes)
         try:
-            landed = self._reader.fetch(self._peer, offsets + np.uint64(start), size, self._patience_s)
-        except WireError as error:
-            self._why_lost = str(error)
-            raise
-        self._patience_s = READ_S
-        return landed
+            self._handle, self._state = pool.start(self._landing, addresses, size)
+        except Exception as error:  # NIXL has exceptions of its own for each status
+            raise pool.lose(repr(error)) from error
+
+    def wait_until(self, until: float) -> None:
+        self._until = until
+
+    def landed(self) -> T | None:
+        pool = self._pool
+        pool.demand()
+        if self._fresh:  # most are here in less time than the next look would take to come
+            self._fresh, soon = False, time.monotonic() + SPIN_S
+            while self._look() == "PROC" and time.monotonic() < soon:
+                pass
+        state = self._look()
+        if state == "PROC" and time.monotonic() < self._until:
+            return None
+        if state != "DONE":
+            raise pool.lose(state)
+        data = self._take(self._landing.bytes[: self._bytes])
+        pool.give_back(self._landing)
+        self._release()
+        return data
 
     def close(self) -> None:
-        self._reader.forget(self._peer)
+        """One that may still write takes its buffer along."""
+        if self._handle is not None and not self._pool.lost and self._look() != "PROC":
+            self._pool.give_back(self._landing)
+        self._release()
+
+    def _look(self) -> str:
+        if self._state == "PROC":
+            try:
+                self._state = self._pool.state(self._handle)
+            except Exception as error:  # as above
+                raise self._pool.lose(repr(error)) from error
+        return self._state
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            with contextlib.suppress(Exception):  # it cannot be called back: NIXL frees it with the agent
+                handle.release()
+
+
+class Knock:
+    """The first read of a pool, which connects to its owner: that may take long, or for ever."""
+
+    def __init__(self, pool: NixlPool) -> None:
+        self._pool = pool
+        self._answered = False
+        try:
+            self._word = pool.generations_of(np.zeros(1, np.int64))
+        except WireError:
+            pool.close()
+            raise
+        assert isinstance(self._word, _NixlReading)
+        self._word.wait_until(math.inf)  # who knocks knows how long
+
+    def answer(self) -> NixlPool | None:
+        """The pool, which is the caller's from here on, when it has answered. WireError if it cannot be read."""
+        if self._word.landed() is None:
+            return None
+        self._answered = True
+        return self._pool
+
+    def close(self) -> None:
+        self._word.close()
+        if not self._answered:
+            self._pool.close()

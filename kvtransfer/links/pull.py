@@ -7,8 +7,9 @@ word has moved on, and the reader, who looks before and after its copy, drops wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,20 @@ from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 from kvtransfer.links.base import Payload, placed
+
+T = TypeVar("T")
+
+
+class Reading(ABC, Generic[T]):
+    """Something of a pool that is on its way."""
+
+    @abstractmethod
+    def landed(self) -> T | None:
+        """What was read, once; None while it is on its way. WireError if it cannot be had."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives it up, if it has not landed."""
 
 
 class PullSendLink:
@@ -40,7 +55,7 @@ class PullSendLink:
 
 
 class SourcePool(Protocol):
-    """A sender's pool, within the receiver's reach."""
+    """A sender's pool, within the receiver's reach: what is in it can be had at once, or is read."""
 
     layout: KvLayout
     blocks: int
@@ -50,11 +65,11 @@ class SourcePool(Protocol):
         """Whether a read has failed: the pool must be reached anew, if it still is there."""
         ...
 
-    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64] | Reading[npt.NDArray[np.uint64]]:
         """The generation words of these blocks, as they are now."""
         ...
 
-    def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes:
+    def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes | Reading[Bytes]:
         """The receiver's own copy of these cells, in canonical form (:meth:`common.kv.memory.BlockArray.read`)."""
         ...
 
@@ -66,8 +81,32 @@ class PullReceiveLink:
 
     def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
         self.name, self.memory, self.source = name, memory, source
+        self._pulls: Generator[None] | None = None
 
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
+    @property
+    def lost(self) -> bool:
+        return self.source.lost
+
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
+        if self._pulls is None:
+            self._pulls = self._pull(header, payload, table)
+        try:
+            next(self._pulls)
+        except StopIteration:
+            self._pulls = None
+            return True
+        except BaseException:
+            self._pulls = None
+            raise
+        return False
+
+    def close(self) -> None:
+        if self._pulls is not None:
+            self._pulls.close()
+            self._pulls = None
+
+    def _pull(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> Generator[None]:
+        """Yields while something is on its way."""
         cells, block_size = header.cells, self.source.layout.block_size
         first = cells.first_token // block_size
         count = -(-cells.last_token // block_size) - first
@@ -79,11 +118,24 @@ class PullReceiveLink:
             raise WireError(f"block {int(ids.max())} of a pool of {self.source.blocks}")
         shift = first * block_size
         tokens = range(cells.first_token - shift, cells.last_token - shift)
-        self._check(ids, generations)
-        data = self.source.read(ids, tokens, cells.layers)
-        self._check(ids, generations)
+        yield from self._check(ids, generations)
+        data = yield from _had(self.source.read(ids, tokens, cells.layers))
+        yield from self._check(ids, generations)
         placed(header, data, self.source.layout.dtype, self.memory, table)
 
-    def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
-        if not np.array_equal(self.source.generations_of(ids), generations):
+    def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Generator[None]:
+        now = yield from _had(self.source.generations_of(ids))
+        if not np.array_equal(now, generations):
             raise WireError("the sender has reused a block that was to be read")
+
+
+def _had(what: T | Reading[T]) -> Generator[None, None, T]:
+    """What can be had at once, or has landed."""
+    if not isinstance(what, Reading):
+        return what
+    try:
+        while (landed := what.landed()) is None:
+            yield
+        return landed
+    finally:
+        what.close()

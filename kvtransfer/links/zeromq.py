@@ -29,10 +29,13 @@ class ZmqSendLink:
 class ZmqReceiveLink:
     """Takes elements of ``dtype``, whatever those of ``memory`` are."""
 
-    name = NAME
+    name, lost = NAME, False
 
     def __init__(self, memory: KvMemory, dtype: KvDtype) -> None:
         self.memory, self.dtype = memory, dtype
 
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> None:
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
         placed(header, np.frombuffer(payload, np.uint8), self.dtype, self.memory, table)
+        return True
+
+    def close(self) -> None: ...

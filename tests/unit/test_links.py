@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,10 +34,11 @@ from kvtransfer.links import memory as memory_link
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyLink
-from kvtransfer.links.pull import PullReceiveLink, PullSendLink
+from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
 from kvtransfer.session import Limits
+from kvtransfer.sources import PAUSE_S
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
@@ -54,8 +59,11 @@ class Pair:
         """One frame from side to side; ``payload`` arrives in place of the right one."""
         right, size, checksum = self.sending.payload(SOURCE_TABLE, cells)
         header = FrameHeader(TRANSFER, 0, cells, size, checksum)
-        arrived = bytes(right) if payload is None else payload
-        self.receiving.place(header, memoryview(arrived), TARGET_TABLE)
+        self.place(header, bytes(right) if payload is None else payload)
+
+    def place(self, header: FrameHeader, payload: bytes) -> None:
+        while not self.receiving.place(header, memoryview(payload), TARGET_TABLE):
+            pass
 
     def written(self) -> bool:
         return bool((self.target.raw != 0xEE).any())
@@ -82,6 +90,21 @@ def pairs(*links: str) -> list[Any]:
     ]
 
 
+def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, source: KvMemory) -> nixl.NixlPool:
+    knock = nixl.Knock(reader.reach(owner, announcement, source.layout, source.blocks))
+    while (pool := knock.answer()) is None:
+        pass
+    knock.close()
+    return pool
+
+
+def had(reading: Reading[T]) -> T:
+    """What was read; it does not take long."""
+    while (what := reading.landed()) is None:
+        pass
+    return what
+
+
 @pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     link, pools = request.param
@@ -98,7 +121,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     elif link == "nixl":
         owner = new_incarnation()
         door, reader = nixl.NixlDoor(source, owner), nixl.NixlReader(new_incarnation())
-        pool = reader.reach(owner, door.announcement, source.layout, source.blocks)
+        pool = reached(reader, owner, door.announcement, source)
         yield Pair(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
         pool.close()
         reader.close()
@@ -172,7 +195,7 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
     pair.source.generations[SOURCE_TABLE[1]] += 1
     with pytest.raises(WireError, match="reused"):
-        pair.receiving.place(FrameHeader(TRANSFER, 0, cells, size, checksum), memoryview(bytes(payload)), TARGET_TABLE)
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), bytes(payload))
     assert not pair.written()
 
 
@@ -217,20 +240,30 @@ class Handoff:
         self.source, self.target = KvMemory(layout, blocks), KvMemory(layout, blocks)
         self.receiver = Receiver(self.here, self.target, "host", "tcp://127.0.0.1:*", transport=link, limits=limits)
         self.sender = Sender(self.there, self.source, owner, "host", transport=link, limits=limits)
+        self.peers = _peer(owner, "", token), _peer(new_incarnation(), self.receiver.address, token)
+        self.ahead_s = 0.0
+        self.again()
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def again(self, after_s: float = 0.0) -> None:
+        """Announced and expected, after a while that is not waited for."""
+        self.ahead_s += after_s
         self.sent, self.received = list[Shipped | Lost](), list[Landed | Failed]()
-        now = time.monotonic()
-        self.receiver.expect(TRANSFER, tokens, 0, self.table, _peer(owner, "", token), now)
-        self.sender.open(TRANSFER, _peer(new_incarnation(), self.receiver.address, token), tokens, self.table, now)
+        prefill, decode = self.peers
+        self.receiver.expect(TRANSFER, self.tokens, 0, self.table, prefill, self.clock())
+        self.sender.open(TRANSFER, decode, self.tokens, self.table, self.clock())
 
     def go(self) -> None:
         """Until both sides have told an end."""
         began = time.monotonic()
-        self.sender.computed(TRANSFER, self.table, self.tokens, len(self.layout.layers), began)
-        self.sender.finish(TRANSFER, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), began)
+        self.sender.computed(TRANSFER, self.table, self.tokens, len(self.layout.layers), self.clock())
+        self.sender.finish(TRANSFER, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
         while not (self.sent and self.received):
             assert time.monotonic() < began + 20, f"no end: {self.sent} at the sender, {self.received} at the receiver"
-            self.sent += self.sender.pump(time.monotonic())
-            self.received += self.receiver.pump(time.monotonic, 0.005)
+            self.sent += self.sender.pump(self.clock())
+            self.received += self.receiver.pump(self.clock, 0.005)
             self.here.poll(0.002)
         assert len(self.sent) == len(self.received) == 1
 
@@ -326,8 +359,8 @@ def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
             reader.reach(owner, wrong, memory.layout, memory.blocks)
     with pytest.raises(ValueError, match="sent by"):
         reader.reach(new_incarnation(), door.announcement, memory.layout, memory.blocks)
-    pool = reader.reach(owner, door.announcement, memory.layout, memory.blocks)
-    assert (pool.generations_of(np.arange(2)) == memory.generations).all() and not pool.lost
+    pool = reached(reader, owner, door.announcement, memory)
+    assert (had(pool.generations_of(np.arange(2))) == memory.generations).all() and not pool.lost
     for each in (pool, reader, door, other, memory):
         each.close()
 
@@ -339,15 +372,107 @@ def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
     door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
     beyond = reader.reach(owner, door.announcement, memory.layout, 1 << 20)  # more blocks than there are
     with pytest.raises(WireError, match="cannot be read"):
-        beyond.read(np.array([1 << 19]), range(16), range(1))
+        had(beyond.read(np.array([1 << 19]), range(16), range(1)))
     assert beyond.lost
     with pytest.raises(WireError, match="cannot be read"):
         beyond.generations_of(np.arange(2))
     beyond.close()
-    again = reader.reach(owner, door.announcement, memory.layout, memory.blocks)
-    assert (again.read(np.arange(2), range(32), range(3)) == memory.read(np.arange(2), range(32), range(3))).all()
+    again = reached(reader, owner, door.announcement, memory)
+    assert (had(again.read(np.arange(2), range(32), range(3))) == memory.read(np.arange(2), range(32), range(3))).all()
     for each in (again, reader, door, memory):
         each.close()
+
+
+OWNER = """
+import signal
+from common.ids import new_incarnation
+from common.kv.memory import KvMemory
+from kvtransfer.links.nixl import NixlDoor
+from tests.unit.test_links import LAYERS, KvLayout
+memory, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 8), new_incarnation()
+memory.generations[:] = 7
+door = NixlDoor(memory, owner)
+print("announced", owner, door.announcement.hex(), flush=True)
+signal.pause()
+"""
+
+
+@needs_nixl
+def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # else the kernel would read it, however still it stands
+    layout = KvLayout(LAYERS, "float32", 16)
+    reader = nixl.NixlReader(new_incarnation())
+    with contextlib.ExitStack() as stack:
+        it = stack.enter_context(subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True))
+        stack.callback(it.kill)  # stopped, it would wait for ever
+        assert it.stdout is not None
+        said = next(line.split() for line in it.stdout if line.startswith("announced"))
+        owner, announcement = Incarnation(said[1]), bytes.fromhex(said[2])
+
+        def knock() -> tuple[nixl.Knock, nixl.NixlPool]:
+            pool = reader.reach(owner, announcement, layout, 8)
+            return nixl.Knock(pool), pool
+
+        def answered() -> nixl.NixlPool:
+            visit, pool = knock()
+            until = time.monotonic() + 20
+            while visit.answer() is None:
+                assert time.monotonic() < until
+            visit.close()
+            return pool
+
+        pool = answered()
+        it.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, it.pid, os.WSTOPPED | os.WNOWAIT)
+        busy = time.thread_time()
+        reading = pool.generations_of(np.arange(8))
+        looks = 0
+        with pytest.raises(WireError, match="cannot be read"):  # noqa: PT012
+            while reading.landed() is None:
+                looks += 1
+                time.sleep(0.01)  # the worker's other things
+        assert looks > 5 and pool.lost and time.thread_time() - busy < nixl.READ_S / 2
+        reading.close()
+        pool.close()
+        assert not pool._landings
+        for _ in range(3):
+            visit, pool = knock()
+            assert visit.answer() is None
+            visit.close()
+            assert not pool._landings
+        it.send_signal(signal.SIGCONT)
+        pool = answered()
+        assert (had(pool.generations_of(np.arange(8))) == 7).all()
+        pool.close()
+        reader.close()
+
+
+@needs_nixl
+def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, Limits())
+    start, starts = nixl.NixlPool.start, []
+
+    def fails_once(pool: nixl.NixlPool, *arguments: Any) -> tuple[Any, str]:
+        starts.append(pool)
+        handle, state = start(pool, *arguments)
+        return handle, "ERR" if len(starts) == 2 else state  # the first one is the knock
+
+    monkeypatch.setattr(nixl.NixlPool, "start", fails_once)
+    try:
+        handoff.go()
+        [sent], [received] = handoff.sent, handoff.received
+        assert isinstance(received, Failed) and "cannot be read" in received.reason and not received.told
+        assert isinstance(sent, Lost) and sent.told
+        handoff.again(after_s=PAUSE_S)
+        handoff.go()
+        assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
+        assert starts[-1] is not starts[0]
+    finally:
+        handoff.close()
 
 
 @pytest.mark.skipif(find_spec("nixl") is not None, reason="the extra nixl is installed")
