@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test test-nixl check simulation chaos soak builtin-model bench bench-crosscheck install clean
+.PHONY: help up test check simulation chaos soak builtin-model bench bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,9 +20,6 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 
 test: check ## all checks, then all tests
 	@$(BIN)/python -m pytest
-
-test-nixl: $(VENV)/.installed-nixl ## the tests of hand-offs once more, with the link over NIXL
-	@$(BIN)/python -m pytest tests/unit/test_links.py tests/unit/test_handoff.py
 
 check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff check --quiet .
@@ -84,13 +81,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(BIN)/python -m venv .cache/guidellm
 	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
 
-# One of its two builds, neither of which needs CUDA to read host memory; all that they depend on is there.
-$(VENV)/.installed-nixl: $(VENV)/.installed-test
-	@echo "installing NIXL (69 MB)"
-	@$(PIP) --no-deps nixl nixl-cu12 -c constraints.txt
-	@touch $@
-
+# NIXL: one of its two builds (69 MB), neither of which needs CUDA to read host memory; all they depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(PIP) -e '.[test]' -c constraints.txt
+	@$(PIP) --no-deps nixl nixl-cu12 -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@

@@ -117,7 +117,7 @@ class MockWorker:
         self._tell(writer)
 
     def _tell(self, writer: SpanWriter) -> None:
-        if message := writer.message():
+        for message in writer.messages():
             self._membership.send(message)
 
 

@@ -25,11 +25,13 @@ HAPPENED_S = 8.0
 
 @dataclass
 class Result:
-    """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back."""
+    """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back,
+    ``held_s`` the part of it in which nobody was served any more."""
 
     cell: Cell
     value: float = float("nan")
     freed_s: float = float("nan")
+    held_s: float = float("nan")
     wrong: str = ""
 
     @property
@@ -56,12 +58,16 @@ async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result
     await scene.over()
     freed_at = await house.until_free(HELD_S + 2)
     result.freed_s = max(0.0, freed_at - scene.struck_at)
+    served_until = max(ask.ended_at for ask in (scene.ask, *scene.neighbours))
+    result.held_s = max(0.0, freed_at - max(scene.struck_at, served_until))
     result.value = _measured(scene, cell, result)
     await house.until(proof, HAPPENED_S, "the fault has happened")
     if verdict := _objection(scene, cell):
         result.wrong = verdict
     elif result.value > cell.bound_s:
         result.wrong = f"{cell.measure} of {result.value:.2f} s, {cell.bound_s:g} s allowed"
+    elif result.held_s > HELD_S:
+        result.wrong = f"something was held for nobody for {result.held_s:.2f} s, {HELD_S:g} s allowed"
 
 
 def _measured(scene: Scene, cell: Cell, result: Result) -> float:
@@ -149,10 +155,12 @@ def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
 
 def markdown(results: Sequence[Result], seconds: float) -> str:
     """The matrix as a table, faults in the order of the cells by phases of a request."""
+    held_s = max(result.held_s for result in results)
     lines = [
-        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s.",
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; blocks were held "
+        f"for nobody for {held_s:.2f} s at most.",
         "",
-        f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | all free after (s) |",
+        f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held for nobody (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",
     ]
     rows: dict[tuple[str, str, str], dict[Phase, Result]] = {}
@@ -161,8 +169,8 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
         rows.setdefault((cell.name, cell.expect, cell.measure), {})[cell.phase] = result
     for names, by_phase in rows.items():
         entries = [_entry(by_phase.get(phase)) for phase in PHASES]
-        freed_s = max(result.freed_s for result in by_phase.values())
-        lines.append(f"| {' | '.join(names)} | {' | '.join(entries)} | {freed_s:.2f} |")
+        held_s = max(result.held_s for result in by_phase.values())
+        lines.append(f"| {' | '.join(names)} | {' | '.join(entries)} | {held_s:.2f} |")
     failures = [f"- {each.cell.id}: {each.wrong.splitlines()[-1]}" for each in results if not each.passed]
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
 
@@ -184,5 +192,5 @@ async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Resul
         mark = "ok" if result.passed else "FAILED"
         head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s] {mark:7}"
         print(f"{head} {result.cell.id}: {result.cell.measure} {result.value:.2f} s of "
-              f"{result.cell.bound_s:g}, free after {result.freed_s:.2f} s {result.wrong}", flush=True)  # fmt: skip
+              f"{result.cell.bound_s:g}, held {result.held_s:.2f} s {result.wrong}", flush=True)  # fmt: skip
     return [done[cell.id] for cell in cells]
