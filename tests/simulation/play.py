@@ -31,7 +31,8 @@ from tests.simulation.situations import (
 from tests.simulation.system import System
 
 KINDS: tuple[Callable[..., History], ...] = (
-    *(History,) * 6,
+    Unladen,
+    *(History,) * 5,
     Disconnected,
     partial(History, flavour="lonely"),
     partial(History, flavour="deaf"),
@@ -44,7 +45,6 @@ KINDS: tuple[Callable[..., History], ...] = (
     Forlorn,
     Poisonous,
     Sick,
-    Unladen,
 )
 
 
