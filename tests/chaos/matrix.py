@@ -157,8 +157,8 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     """The matrix as a table, faults in the order of the cells by phases of a request."""
     held_s = max(result.held_s for result in results)
     lines = [
-        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; blocks were held "
-        f"for nobody for {held_s:.2f} s at most.",
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; blocks were "
+        f"held for nobody for {held_s:.2f} s at most.",
         "",
         f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held for nobody (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",
