@@ -241,25 +241,27 @@ class Handoff:
         self.receiver = Receiver(self.here, self.target, "host", "tcp://127.0.0.1:*", transport=link, limits=limits)
         self.sender = Sender(self.there, self.source, owner, "host", transport=link, limits=limits)
         self.peers = _peer(owner, "", token), _peer(new_incarnation(), self.receiver.address, token)
-        self.ahead_s = 0.0
+        self.ahead_s, self.attempts = 0.0, 0
         self.again()
 
     def clock(self) -> float:
         return time.monotonic() + self.ahead_s
 
     def again(self, after_s: float = 0.0) -> None:
-        """Announced and expected, after a while that is not waited for."""
+        """Another attempt, announced and expected, after a while that is not waited for."""
         self.ahead_s += after_s
+        self.attempts += 1
+        self.transfer = TransferId(TRANSFER.request, self.attempts)
         self.sent, self.received = list[Shipped | Lost](), list[Landed | Failed]()
         prefill, decode = self.peers
-        self.receiver.expect(TRANSFER, self.tokens, 0, self.table, prefill, self.clock())
-        self.sender.open(TRANSFER, decode, self.tokens, self.table, self.clock())
+        self.receiver.expect(self.transfer, self.tokens, 0, self.table, prefill, self.clock())
+        self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
 
     def go(self) -> None:
         """Until both sides have told an end."""
         began = time.monotonic()
-        self.sender.computed(TRANSFER, self.table, self.tokens, len(self.layout.layers), self.clock())
-        self.sender.finish(TRANSFER, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
+        self.sender.computed(self.transfer, self.table, self.tokens, len(self.layout.layers), self.clock())
+        self.sender.finish(self.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
         while not (self.sent and self.received):
             assert time.monotonic() < began + 20, f"no end: {self.sent} at the sender, {self.received} at the receiver"
             self.sent += self.sender.pump(self.clock())
