@@ -97,7 +97,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         head_weights=head,
         attention_width=config["num_hidden_layers"] * heads * dim,
     )
-    forwards = _watched(engine.model)
+    forwards = _watched(engine)
 
     def step_s(count: int, start: int, length: int) -> float:
         made = uniform(size, count, start, length)
@@ -128,17 +128,23 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     return found
 
 
-def _watched(model: Any) -> list[float]:
-    """Seconds of every forward pass of ``model`` from now on."""
+def _watched(engine: Any) -> list[float]:
+    """Seconds of every pass of ``engine``'s rows through its model from now on."""
     found: list[float] = []
-    began = 0.0
 
-    def before(*_: Any) -> None:
-        nonlocal began
-        began = time.perf_counter()
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def pass_rows(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            out = run(*given, **named)
+            found.append(time.perf_counter() - began)
+            return out
 
-    model.register_forward_pre_hook(before)
-    model.register_forward_hook(lambda *_: found.append(time.perf_counter() - began))
+        return pass_rows
+
+    if engine.decoder is None:
+        engine.model.forward = timed(engine.model.forward)
+    else:
+        engine.decoder = timed(engine.decoder)
     return found
 
 

@@ -91,7 +91,8 @@ class Engine:
         self.warm_up_rows = _WARM_UP_ROWS
         self.max_num_seqs = 1
         self._attention = PagedAttention(store, backend)
-        self._decoder: FusedDecoder | None = None
+        self.decoder: FusedDecoder | None = None
+        """What runs in place of ``model`` after :meth:`shorten`."""
         bind(model, self._attention)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -129,9 +130,9 @@ class Engine:
         """Logits of the sampled rows, [len(sampled), vocab]; of one row nobody asked for if there are none."""
         plan = self._attention.begin(step)
         keep = step.sample_rows if step.sampled else torch.zeros(1, dtype=torch.int64)
-        if self._decoder is None:
+        if self.decoder is None:
             return forward(self.model, step.input_ids, step.position_ids, keep)
-        return self._decoder(step, plan, keep, self._attention.announce if self._attention.on_layer else None)
+        return self.decoder(step, plan, keep, self._attention.announce if self._attention.on_layer else None)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
         best = peaks(logits)
@@ -212,11 +213,11 @@ class Engine:
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(size))]
         batch = Batch((Segment(sequence_of(tokens[:size]), 0, size),), (blocks,))
         expected = self.logits(batch)
-        self._decoder = found
+        self.decoder = found
         if found is not None and not torch.equal(self.logits(batch), expected):
-            self._decoder = None
+            self.decoder = None
         self.store.clear(blocks)
-        return self._decoder is not None
+        return self.decoder is not None
 
     def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
         """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ by

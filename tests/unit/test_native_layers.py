@@ -200,7 +200,7 @@ def test_all_layers_in_one_call(
     assert announced == [[each <= layer for each in layers] for layer in layers]
     at_once, keys = engine.logits(batch), [engine.store.k(each).clone() for each in layers]
     engine.store.clear(range(8))
-    engine._decoder = None
+    engine.decoder = None
     assert engine.step(batch).tokens == tokens
     assert torch.equal(engine.logits(batch), at_once)
     assert all(torch.equal(engine.store.k(each), keys[each]) for each in layers)
