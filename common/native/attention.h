@@ -1,9 +1,9 @@
 /* Attention of a few query rows over a block table, one tile of positions after the other, with an online softmax.
  *
  * A tile's keys and values are packed as panels in a scratch that stays in cache, once for all query rows of the
- * key-value head, and multiplied by the loop of tiles.h; scores, weights' sums and outputs are float32. Decode is the
- * case of one row per sequence: its rows are the query heads of the group; when these are few nothing is packed. While a
- * tile is worked on, the same place of the next one is brought nearer, so that memory is read without a pause.
+ * key-value head, and multiplied by the loop of tiles.h; scores, weights' sums and outputs are float32. Decode is
+ * the case of one row per sequence: its rows are the query heads of the group; when these are few nothing is
+ * packed. While a tile is worked on, the next one is brought nearer, so that memory is read without a pause.
  */
 
 /* Where the groups of a tile lie, of head 0; ``next_keys`` and ``next_values`` those of the tile after it, or NULL. */
@@ -13,6 +13,16 @@ struct NAME(places) {
 
 static void NAME(find)(const struct layer *layer, const struct task *task, long first, struct NAME(places) *at)
 {
+    /* pages of the tile after the next: finding out where in memory they are takes as long as reading a line of them */
+    long keys = (long)GROUP * layer->kv_heads * layer->k_dim * layer->element_bytes;
+    long values = (long)GROUP * layer->kv_heads * layer->v_dim * layer->element_bytes;
+    long most = first + 3 * TOKENS < task->last ? first + 3 * TOKENS : task->last;
+    for (long far = first + 2 * TOKENS; task->heads == layer->kv_heads && far < most; far += GROUP) {
+        for (long page = 0; page < keys; page += PAGE)
+            __builtin_prefetch(key_row(layer, task->table, far, 0) + page, 0, 3);
+        for (long page = 0; page < values; page += PAGE)
+            __builtin_prefetch(value_row(layer, task->table, far, 0) + page, 0, 3);
+    }
     for (int g = 0; g < TOKENS / GROUP; g++) {
         long here = first + g * GROUP, next = here + TOKENS;
         at->keys[g] = here < task->last ? key_row(layer, task->table, here, task->head) : NULL;
@@ -26,13 +36,21 @@ INLINE void NAME(bring)(const char *row, long bytes)
 {
     if (row)
         for (long line = 0; line < bytes; line += 64)
-            __builtin_prefetch(row + line, 0, 2);
+            __builtin_prefetch(row + line, 0, 3);
+}
+
+/* Where ``offset`` bytes into groups of ``bytes`` each, all heads of them, are; NULL if that group is none. */
+INLINE const char *NAME(place)(const char *const groups[TOKENS / GROUP], long bytes, long offset)
+{
+    const char *group = groups[offset / bytes];
+    return group ? group + offset % bytes : NULL;
 }
 
 /* A group's keys as words, [steps][PANEL] each panel; positions are the columns. */
 INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const char *next, int pairs, uint32_t *panel)
 {
-    long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs), stride = (long)layer->kv_heads * dim * layer->element_bytes;
+    long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
+    long stride = (long)layer->kv_heads * dim * layer->element_bytes;
 #if LANES == 16
     if (pairs && dim % 32 == 0) {
         for (long s = 0; s < steps; s += 16) {
@@ -58,8 +76,8 @@ INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const c
     }
 }
 
-/* A group's values as words, [value_steps][width] each panel, from step ``step`` on; head dimensions are the columns. Rows
- * from ``live`` on may hold anything and become zero. */
+/* A group's values as words, [value_steps][width] each panel, from step ``step`` on; head dimensions are the
+ * columns. Rows from ``live`` on may hold anything and become zero. */
 INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const char *next, int live, int pairs,
                               long value_steps, long step, uint32_t *to)
 {
@@ -106,54 +124,58 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
 }
 
 /* A tile's keys and values of one head, ``head`` behind the first of the task. */
-INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long tokens, long valid, int pairs,
-                       const struct scratch *s)
+INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long tokens, long valid,
+                       int pairs, const struct scratch *s)
 {
     long steps = KEY_STEPS(layer, pairs), value_steps = pairs ? tokens / 2 : tokens;
-    long key_head = (long)head * layer->k_dim * layer->element_bytes, value_head = (long)head * layer->v_dim * layer->element_bytes;
+    long key_head = (long)head * layer->k_dim * layer->element_bytes;
+    long value_head = (long)head * layer->v_dim * layer->element_bytes;
     for (long group = 0; group < tokens; group += GROUP) {
         int g = (int)(group / GROUP);
         NAME(pack_keys)(layer, at->keys[g] + key_head, at->next_keys[g] ? at->next_keys[g] + key_head : NULL, pairs,
                         s->keys + group / PANEL * PANEL * steps + group % PANEL);
-        NAME(pack_values)(layer, at->values[g] + value_head, at->next_values[g] ? at->next_values[g] + value_head : NULL,
-                          (int)(valid - group), pairs, value_steps, pairs ? group / 2 : group, s->values);
+        NAME(pack_values)(layer, at->values[g] + value_head,
+                          at->next_values[g] ? at->next_values[g] + value_head : NULL, (int)(valid - group), pairs,
+                          value_steps, pairs ? group / 2 : group, s->values);
     }
 }
 
-/* One row's scores [tokens] to weights: scaled, capped, masked outside [low, high), against the highest score so far.
- * Returns the factor by which what was summed before shrinks. */
+/* One row's scores [tokens] to weights: capped, masked outside [low, high), as powers of two against the highest score
+ * so far; ``sums`` get theirs by lane. Returns the factor by which what was summed before shrinks. */
 INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights, long tokens, long low, long high,
-                         int pairs, float *highest, float *total)
+                         int pairs, float *highest, float *sums)
 {
-    floats best = NAME(splat)(-FLT_MAX), sum = {};
+    float scale = (layer->softcap > 0 ? 1 : layer->scaling) * LOG2_E;
+    floats best = NAME(splat)(-INFINITY), sum = {};
     ints lane;
     for (int i = 0; i < LANES; i++)
         lane[i] = i;
     for (long t = 0; t < tokens; t += LANES) {
-        floats x = *(floats *)(scores + t) * layer->scaling;
+        floats x = *(floats *)(scores + t);
         if (layer->softcap > 0)
-            x = NAME(tanh)(x / layer->softcap) * layer->softcap;
-        if (t < low || t + LANES > high)
-            x = NAME(select)((lane + (int)t >= (int)low) & (lane + (int)t < (int)high), x, NAME(splat)(-INFINITY));
-        *(floats *)(scores + t) = x;
+            *(floats *)(scores + t) = x = NAME(tanh)(x * (layer->scaling / layer->softcap)) * layer->softcap;
+        if (t < low || t + LANES > high) {
+            ints within = (lane + (int)t >= (int)low) & (lane + (int)t < (int)high);
+            *(floats *)(scores + t) = x = NAME(select)(within, x, NAME(splat)(-INFINITY));
+        }
         best = NAME(larger)(x, best);
     }
-    float top = NAME(largest)(best);
-    if (top < *highest)
-        top = *highest;
-    float shrink = NAME(exp)(NAME(splat)(*highest - top))[0];
+    float shrink = 1, top = *highest;
+    best *= scale;
+    if (NAME(any_above)(best, top)) {
+        top = NAME(largest)(best);
+        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
+        *highest = top;
+    }
     for (long t = 0; t < tokens; t += LANES) {
-        floats x = *(floats *)(scores + t);
-        floats weight = NAME(exp)(x - top);
-        weight = NAME(select)(x == -INFINITY, NAME(splat)(0), weight);
+        floats weight = NAME(power)(*(floats *)(scores + t) * scale - top);
         sum += weight;
         if (pairs)
             NAME(store_bf16)((uint16_t *)weights + t, weight);
         else
             *(floats *)((float *)weights + t) = weight;
     }
-    *total = *total * shrink + NAME(sum)(sum);
-    *highest = top;
+    *(floats *)sums = *(floats *)sums * shrink + sum;
     return shrink;
 }
 
@@ -178,10 +200,9 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
                               long tokens, long valid, int head, int pairs)
 {
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
-    long value_steps = pairs ? tokens / 2 : tokens, columns = ROUND_UP(tokens, LANES);
-    const uint32_t *query = s->query + (long)head * task->rows * layer->group * steps;
-    float *out = s->out + (long)head * count * padded, *highest = s->highest + head * count, *total = s->total + head * count;
-    floats sums[TILE_ROWS][TILE_VECTORS];
+    long value_steps = pairs ? tokens / 2 : tokens;
+    const uint32_t *query = s->query + (long)head * count * steps;
+    float *out = s->out + (long)head * count * padded;
     for (long row = 0; row < count; row += TILE_ROWS) {
         int rows = count - row < TILE_ROWS ? (int)(count - row) : TILE_ROWS;
         long first_position = task->position + row / layer->group;
@@ -189,34 +210,25 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
         long seen = layer->window ? first_position - layer->window + 1 : 0;
         if (last_position < first || seen >= first + tokens)
             continue;
-        for (long column = 0; column < columns; column += PANEL) {
-            int width = (int)((columns - column < PANEL ? columns - column : PANEL) / LANES);
-            memset(sums, 0, sizeof sums);
+        /* of the tile, what the last row sees */
+        long here = last_position + 1 - first < tokens ? ROUND_UP(last_position + 1 - first, GROUP) : tokens;
+        for (long column = 0; column < here; column += PANEL)
             /* the panel is TILE_VECTORS wide in memory, also where fewer are filled */
-            NAME(tile_of_words)(rows, TILE_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps, sums,
-                                NULL, 0);
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < width; v++)
-                    *(floats *)(s->scores + r * TOKENS + column + v * LANES) = sums[r][v];
-        }
+            NAME(tile_of_words)(rows, TILE_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps,
+                                s->scores + column, TOKENS, NULL, NULL, 0);
         for (int r = 0; r < rows; r++) {
-            long position = task->position + (row + r) / layer->group;
+            long position = task->position + (row + r) / layer->group, place = head * count + row + r;
             long low = layer->window ? position - layer->window + 1 - first : 0;
             long high = position + 1 - first < valid ? position + 1 - first : valid;
             void *weights = (char *)s->weights + r * TOKENS * 4;
-            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, weights, columns, low, high, pairs,
-                                       highest + row + r, total + row + r);
+            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, weights, here, low, high, pairs,
+                                       s->highest + place, s->sums + place * LANES);
         }
         for (long column = 0; column < padded; column += PANEL) {
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < width; v++)
-                    sums[r][v] = *(floats *)(out + (row + r) * padded + column + v * LANES) * s->shrink[r];
-            NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)s->weights, TOKENS, s->values + column * value_steps,
-                                value_steps, sums, NULL, 0);
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < width; v++)
-                    *(floats *)(out + (row + r) * padded + column + v * LANES) = sums[r][v];
+            NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)s->weights, TOKENS,
+                                s->values + column * value_steps, pairs ? here / 2 : here, out + row * padded + column,
+                                padded, s->shrink, NULL, 0);
         }
     }
 }
@@ -224,9 +236,10 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
 #if HAS_DOT
 /* -- few rows ------------------------------------------------------------------------------------------------------
  *
- * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied where
- * they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values are paired in
- * registers. */
+ * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
+ * where they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values
+ * are paired in registers. Meanwhile the next tile is fetched in the order in which it lies, all heads of it, and
+ * not the head that is worked on: so the processor sees what comes next, and fetches some of it by itself. */
 
 /* sums[i] of the 16 vectors, added across their lanes, as element i of one. */
 INLINE __m512 NAME(sums_of_16)(__m512 *a)
@@ -256,25 +269,22 @@ INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stri
 }
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions from ``column`` on. */
-INLINE void NAME(add_values)(const struct layer *layer, const struct NAME(places) *at, long inside, const struct scratch *s,
-                             float *out, long padded, long column, long valid, int rows, int parts)
+INLINE void NAME(add_values)(const struct layer *layer, const struct NAME(places) *at, const struct scratch *s,
+                             float *out, long padded, long column, long valid, int head, int rows, int parts)
 {
-    long stride = (long)layer->kv_heads * layer->v_dim * 2;
+    long stride = (long)layer->kv_heads * layer->v_dim * 2, inside = ((long)head * layer->v_dim + column) * 2;
+    long done = (head * layer->v_dim + column) * TOKENS * 2;
+    const char *next = NULL;
     __m512 sums[FEW_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2 * parts; v++)
             sums[r][v] = _mm512_loadu_ps(out + r * padded + column + v * 16) * s->shrink[r];
     for (long t = 0; t < valid; t += 2) {
-        const char *from = at->values[t / GROUP] + inside + t % GROUP * stride + column * 2;
-        const char *next = at->next_values[t / GROUP];
+        const char *from = at->values[t / GROUP] + inside + t % GROUP * stride;
         __m512i pairs[4];
-        if (next) {
-            next += inside + t % GROUP * stride + column * 2;
-            UNROLL for (int p = 0; p < parts; p++) {
-                __builtin_prefetch(next + p * 64, 0, 2);
-                __builtin_prefetch(next + stride + p * 64, 0, 2);
-            }
-        }
+        if (t % GROUP == 0)
+            next = NAME(place)(at->next_values, GROUP * stride, done + t * 64 * parts);
+        NAME(bring)(next ? next + t % GROUP * 64 * parts : NULL, 128 * parts);
         UNROLL for (int p = 0; p < parts; p++)
             NAME(interleave)(from + p * 64, stride, (int)(valid - t), pairs + p * 2, pairs + p * 2 + 1);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -296,29 +306,28 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
     const uint16_t *query = (const uint16_t *)(s->query + (long)head * rows * dim / 2);
     float *out = s->out + (long)head * rows * padded;
     for (long g = 0; g < tokens / GROUP; g++) {
-        const char *keys = at->keys[g] + head * dim * 2, *next = at->next_keys[g] ? at->next_keys[g] + head * dim * 2 : NULL;
         UNROLL for (int r = 0; r < rows; r++)
-            NAME(score_group)(query + r * dim, keys, stride, dim, s->scores + r * TOKENS + g * GROUP);
-        if (next)
-            for (int t = 0; t < GROUP; t++)
-                NAME(bring)(next + t * stride, dim * 2);
+            NAME(score_group)(query + r * dim, at->keys[g] + head * dim * 2, stride, dim,
+                              s->scores + r * TOKENS + g * GROUP);
+        NAME(bring)(NAME(place)(at->next_keys, GROUP * stride, (head * TOKENS + g * GROUP) * dim * 2), GROUP * dim * 2);
     }
     for (int r = 0; r < rows; r++) {
         long position = task->position + r / layer->group;
         long low = layer->window ? position - layer->window + 1 - first : 0;
         long high = position + 1 - first < valid ? position + 1 - first : valid;
-        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, (char *)s->weights + r * TOKENS * 4, tokens, low, high, 1,
-                                   s->highest + head * rows + r, s->total + head * rows + r);
+        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, (char *)s->weights + r * TOKENS * 4, tokens, low,
+                                   high, 1, s->highest + head * rows + r, s->sums + (head * rows + r) * LANES);
     }
-    long column = 0, inside = (long)head * layer->v_dim * 2;
+    long column = 0;
     for (; column + 64 <= layer->v_dim; column += 64)
-        NAME(add_values)(layer, at, inside, s, out, padded, column, valid, rows, 2);
+        NAME(add_values)(layer, at, s, out, padded, column, valid, head, rows, 2);
     if (column < layer->v_dim)
-        NAME(add_values)(layer, at, inside, s, out, padded, column, valid, rows, 1);
+        NAME(add_values)(layer, at, s, out, padded, column, valid, head, rows, 1);
 }
 
 static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                  const struct NAME(places) *at, long first, long tokens, long valid, int head, long rows)
+                                  const struct NAME(places) *at, long first, long tokens, long valid, int head,
+                                  long rows)
 {
     switch (rows) {
         case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 1); break;
@@ -335,10 +344,9 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
     struct NAME(places) at;
     for (int head = 0; head < task->heads; head++)
         NAME(copy_queries)(layer, task, task->head + head, pairs, s->query + (long)head * count * steps);
-    for (long i = 0; i < task->heads * count; i++) {
+    for (long i = 0; i < task->heads * count; i++)
         s->highest[i] = -FLT_MAX;
-        s->total[i] = 0;
-    }
+    memset(s->sums, 0, task->heads * count * LANES * sizeof(float));
     memset(s->out, 0, task->heads * count * padded * sizeof(float));
     for (long first = task->first; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
@@ -354,6 +362,8 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }
     }
+    for (long i = 0; i < task->heads * count; i++)
+        s->total[i] = NAME(sum)(*(floats *)(s->sums + i * LANES));
 }
 
 /* A task's rows and heads over its positions; leaves sums, highest scores and outputs in the scratch. */
@@ -374,15 +384,16 @@ static void NAME(write_rows)(const struct layer *layer, const struct task *task,
             long row = task->row + i / layer->group, h = (task->head + head) * layer->group + i % layer->group;
             float total = s->total[head * count + i], highest = s->highest[head * count + i], scale = 1;
             if (layer->sinks) {
-                float top = layer->sinks[h] > highest ? layer->sinks[h] : highest;
-                scale = expf(highest - top);
-                total = total * scale + expf(layer->sinks[h] - top);
+                float sink = layer->sinks[h] * LOG2_E, top = sink > highest ? sink : highest;
+                scale = exp2f(highest - top);
+                total = total * scale + exp2f(sink - top);
             }
             const float *from = s->out + ((long)head * count + i) * padded;
             long at = (row * layer->kv_heads * layer->group + h) * layer->v_dim, d = 0;
             if (layer->type == BFLOAT16)
                 for (; d + LANES <= layer->v_dim; d += LANES)
-                    NAME(store_bf16)((uint16_t *)task->call->out + at + d, *(const floats *)(from + d) * (scale / total));
+                    NAME(store_bf16)((uint16_t *)task->call->out + at + d,
+                                     *(const floats *)(from + d) * (scale / total));
             for (; d < layer->v_dim; d++)
                 NAME(store)(task->call->out, at + d, layer->type, from[d] * (scale / total));
         }

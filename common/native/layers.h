@@ -5,7 +5,8 @@ INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
     if (type == FLOAT32)
         return *(const floats *)((const float *)from + at);
 #if LANES == 16
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at))), 16);
+    __m256i halves = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at));
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 #else
     floats x;
     for (int i = 0; i < LANES; i++)
@@ -48,7 +49,8 @@ static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pa
         for (long c = 0; c < width; c++)
             for (long s = 0; s < steps; s++)
                 for (long e = 0; e < each; e++)
-                    panel[(s * width + c) * each + e] = first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
+                    panel[(s * width + c) * each + e] =
+                        first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
     }
 }
 
@@ -81,8 +83,8 @@ INLINE floats NAME(activate)(floats x, enum activation activation)
 }
 
 /* A tile's sums, finished and written: bias, then either the gate of neighbouring vectors or what was there before. */
-INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows, long column,
-                              int width, floats sums[TILE_ROWS][TILE_VECTORS])
+INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows,
+                              long column, int width, floats sums[TILE_ROWS][TILE_VECTORS])
 {
     int step = linear->activation ? 2 : 1;
     for (int r = 0; r < rows; r++)
@@ -114,8 +116,12 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         }
 }
 
+/* What of a tile's sums is kept when more steps are added to them. */
+static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
+
 /* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
-static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end, long panel)
+static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
+                             long panel)
 {
     int pairs = linear->type == BFLOAT16;
     long each = pairs ? 2 : 1, steps = linear->in / each, stride = product->in_row / each, column = panel * PANEL;
@@ -124,7 +130,6 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
     const uint32_t *from = product->from;
     floats sums[BYTE_TILES][TILE_ROWS][TILE_VECTORS];
     uint32_t some[SOME_STEPS * PANEL];
-    memset(sums, 0, (end - start + TILE_ROWS - 1) / TILE_ROWS * sizeof *sums);
     for (long done = 0; done < steps; done += SOME_STEPS) {
         long now = steps - done < SOME_STEPS ? steps - done : SOME_STEPS, bytes = words_wide * now * each;
         const int8_t *here = weight + words_wide * done * each;
@@ -133,7 +138,8 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
         for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
-                                from + row * stride + done, stride, some, now, sums[tile], NULL, 0);
+                                from + row * stride + done, stride, some, now, (float *)sums[tile], PANEL,
+                                done ? NAME(all) : NULL, NULL, 0);
     }
     for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
         NAME(finish_tile)(linear, product, row, end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, column,
@@ -148,8 +154,9 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
             NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
 
-/* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel; a run's
- * first tiles bring the next panel nearer. */
+/* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel;
+ * those of a run with few tiles meet some steps of the panel after the other, which stay in first-level cache. A
+ * run's first tiles bring what comes next nearer. */
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     if (linear->scale) {
@@ -160,22 +167,29 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     long steps = pairs ? linear->in / 2 : linear->in, stride = pairs ? product->in_row / 2 : product->in_row;
     long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
     run = run < TILE_ROWS ? TILE_ROWS : run;
-    floats sums[TILE_ROWS][TILE_VECTORS];
+    floats sums[FEW_TILES][TILE_ROWS][TILE_VECTORS];
     for (long start = 0; start < product->rows; start += run) {
         long end = start + run < product->rows ? start + run : product->rows;
         long tiles = (end - start + TILE_ROWS - 1) / TILE_ROWS;
+        long ahead = tiles <= FEW_TILES ? SOME_STEPS : steps, some = tiles > 1 ? ahead : steps;
         int lines = tiles == 1 ? 4 : tiles <= 3 ? 2 : 1;
         for (long panel = first; panel < last; panel++) {
-            long column = panel * PANEL, tile = 0;
+            long column = panel * PANEL;
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
             const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
-            for (long row = start; row < end; row += TILE_ROWS, tile++) {
-                int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
-                const char *next = (const char *)(weight + steps * width * LANES) + tile * steps * lines * 64;
-                memset(sums, 0, sizeof sums);
-                NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)product->from + row * stride, stride, weight, steps,
-                                    sums, next, tile * lines < TILE_VECTORS ? lines : 0);
-                NAME(finish_tile)(linear, product, row, rows, column, width, sums);
+            for (long done = 0; done < steps; done += some) {
+                long now = steps - done < some ? steps - done : some, tile = 0;
+                for (long row = start; row < end; row += TILE_ROWS, tile++) {
+                    int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
+                    float *own = (float *)sums[tile % FEW_TILES];
+                    const uint32_t *here = weight + done * width * LANES;
+                    const char *next = (const char *)(here + ahead * width * LANES) + tile * now * lines * 64;
+                    NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)product->from + row * stride + done,
+                                        stride, here, now, own, PANEL, done ? NAME(all) : NULL, next,
+                                        tile * lines < TILE_VECTORS ? lines : 0);
+                    if (done + now == steps)
+                        NAME(finish_tile)(linear, product, row, rows, column, width, (floats (*)[TILE_VECTORS])own);
+                }
             }
         }
     }
@@ -195,8 +209,10 @@ INLINE void NAME(norm_row)(const struct norm *norm, const void *from, long at, v
     for (; i < dim; i++)
         rest += NAME(load)(from, at + i, type) * NAME(load)(from, at + i, type);
     float scale = 1 / sqrtf((NAME(sum)(squares) + rest) / (float)dim + norm->epsilon);
-    for (i = 0; i + LANES <= dim; i += LANES)
-        NAME(store_floats)(to, out + i, type, NAME(load_floats)(from, at + i, type) * scale * *(const floats *)(norm->weight + i));
+    for (i = 0; i + LANES <= dim; i += LANES) {
+        floats x = NAME(load_floats)(from, at + i, type) * scale;
+        NAME(store_floats)(to, out + i, type, x * *(const floats *)(norm->weight + i));
+    }
     for (; i < dim; i++)
         NAME(store)(to, out + i, type, NAME(load)(from, at + i, type) * scale * norm->weight[i]);
 }
@@ -210,7 +226,8 @@ static void NAME(norm_rows)(const struct norm *norm, const void *from, void *to,
             NAME(norm_row)(norm, from, row * norm->dim, to, row * norm->dim, BFLOAT16);
 }
 
-INLINE void NAME(rotate_head)(void *x, long at, const void *cos, const void *sin, long angle, long rotated, enum type type)
+INLINE void NAME(rotate_head)(void *x, long at, const void *cos, const void *sin, long angle, long rotated,
+                              enum type type)
 {
     long half = rotated / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -228,7 +245,8 @@ INLINE void NAME(rotate_head)(void *x, long at, const void *cos, const void *sin
     }
 }
 
-INLINE void NAME(rotate_typed)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin, enum type type)
+INLINE void NAME(rotate_typed)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin,
+                               enum type type)
 {
     for (long row = 0; row < rows; row++)
         for (long head = 0; head < rotary->query_heads + rotary->key_heads; head++) {
@@ -240,8 +258,10 @@ INLINE void NAME(rotate_typed)(const struct rotary *rotary, void *x, long rows, 
         }
 }
 
-/* Queries and keys of rows [rows][query heads, key heads, ...], in place: normed by head if there is a norm, and rotated. */
-static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin, int type)
+/* Queries and keys of rows [rows][query heads, key heads, ...], in place: normed by head if there is a norm, and
+ * rotated. */
+static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin,
+                              int type)
 {
     if (type == FLOAT32)
         NAME(rotate_typed)(rotary, x, rows, cos, sin, FLOAT32);

@@ -25,8 +25,10 @@ enum type { FLOAT32, BFLOAT16, FLOAT16 };
 
 #define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
-#define MAX_ROWS 192 /* query rows times heads of a group that are worked on at a time */
+#define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time */
 #define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
+#define PAGE 4096    /* bytes of memory that are found at once */
+#define LOG2_E 1.44269504f
 #define PART 512     /* least positions of a part when the positions of a sequence are split over threads */
 
 struct layer {
@@ -59,7 +61,8 @@ struct task { /* some rows and heads of a span over positions [first, last) */
 
 struct scratch {
     uint32_t *query, *keys, *values;
-    float *scores, *weights, *out, *highest, *total, *shrink;
+    float *scores, *weights, *shrink, *out; /* of a tile of rows; out: of all rows */
+    float *highest, *sums, *total; /* of each row: score times log2 e, sums of the weights by lane and of all lanes */
 };
 
 #define KEY_STEPS(layer, pairs) ((pairs) ? ((layer)->k_dim + 1) / 2 : (layer)->k_dim)
@@ -80,8 +83,9 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
-#define SOME_STEPS 64         /* of a panel of bytes that become words in first-level cache, then meet all rows of a run */
+#define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
+#define FEW_TILES 3           /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 
 enum activation { NONE, SILU, GELU_TANH };
@@ -90,7 +94,7 @@ struct linear { /* y = x @ weight.T + bias; with an activation, of every other v
     const void *packed; /* words, or with a scale bytes: an int8 for each element of a word */
     const float *bias;  /* [columns] or NULL */
     const float *scale; /* [columns] or NULL: what the weights of a column are multiples of */
-    int64_t in, columns, out;          /* columns: of the weight, rounded up to vectors; out: elements that are written */
+    int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
 };
 
@@ -145,8 +149,8 @@ struct variant {
 };
 
 #define VARIANT(text)                                                                                                  \
-    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), \
-     NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
+    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),                     \
+     NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
 #ifdef X86
 #pragma GCC push_options
@@ -247,7 +251,7 @@ EXPORT int tandem_use(const char *name)
     return -1;
 }
 
-/* -- memory for a thread's intermediate results --------------------------------------------------------------------- */
+/* -- memory for a thread's intermediate results -------------------------------------------------------------------- */
 
 static __thread char *thread_memory;
 static __thread size_t thread_bytes;
@@ -264,7 +268,7 @@ static char *own_memory(size_t bytes)
     return thread_memory;
 }
 
-/* -- attention ------------------------------------------------------------------------------------------------------ */
+/* -- attention ----------------------------------------------------------------------------------------------------- */
 
 /* Parts of ``bytes`` of scratch, rounded up to cache lines; adds to ``at``. */
 static void *carve(char *memory, size_t *at, size_t bytes)
@@ -286,6 +290,7 @@ static size_t lay_out(const struct layer *layer, long rows, char *memory, struct
     s->shrink = carve(memory, &at, 8 * 4);
     s->out = carve(memory, &at, rows * padded * 4);
     s->highest = carve(memory, &at, rows * 4);
+    s->sums = carve(memory, &at, rows * active->lanes * 4);
     s->total = carve(memory, &at, rows * 4);
     return at;
 }
@@ -341,7 +346,8 @@ static int add_span(struct tasks *tasks, const struct layer *layer, const struct
         task.first = seen > 0 ? seen / GROUP * GROUP : 0;
         task.heads = few ? layer->kv_heads : 1;
         for (task.head = 0; task.head < layer->kv_heads; task.head += task.heads) {
-            long parts = few && spans->count < 2 * threads && threads > 1 ? (2 * threads + spans->count - 1) / spans->count : 1;
+            int split = few && spans->count < 2 * threads && threads > 1;
+            long parts = split ? (2 * threads + spans->count - 1) / spans->count : 1;
             long most_parts = (task.last - task.first) / PART;
             if (add_parts(tasks, task, parts < most_parts ? parts : most_parts))
                 return -1;
@@ -355,7 +361,7 @@ static void merge_part(const struct scratch *s, const float *part, long rows, lo
 {
     for (long i = 0; i < rows; i++, part += padded + 2) {
         float top = part[padded] > s->highest[i] ? part[padded] : s->highest[i];
-        float own = expf(s->highest[i] - top), other = expf(part[padded] - top);
+        float own = exp2f(s->highest[i] - top), other = exp2f(part[padded] - top);
         for (long d = 0; d < padded; d++)
             s->out[i * padded + d] = s->out[i * padded + d] * own + part[d] * other;
         s->total[i] = s->total[i] * own + part[padded + 1] * other;
@@ -372,7 +378,8 @@ static void keep_part(const struct scratch *s, float *part, long rows, long padd
     }
 }
 
-static int merge_parts(const struct layer *layer, const struct tasks *tasks, const float *parts, size_t bytes, long rows)
+static int merge_parts(const struct layer *layer, const struct tasks *tasks, const float *parts, size_t bytes,
+                       long rows)
 {
     struct scratch s;
     char *memory = own_memory(bytes);
@@ -420,7 +427,8 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
     float *parts = tasks.parts ? malloc(tasks.parts * rows * (padded + 2) * sizeof *parts) : NULL;
     failed |= tasks.parts && !parts;
     if (!failed) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1) reduction(| : failed)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)                 \
+    reduction(| : failed)
         for (long i = 0; i < tasks.count; i++) {
             const struct task *task = tasks.list + i;
             struct scratch s;
@@ -434,7 +442,8 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
             if (task->part < 0)
                 active->write_rows(layer, task, &s);
             else
-                keep_part(&s, parts + task->part * rows * (padded + 2), task->rows * layer->group * task->heads, padded);
+                keep_part(&s, parts + task->part * rows * (padded + 2), task->rows * layer->group * task->heads,
+                          padded);
         }
     }
     if (!failed && tasks.parts)
@@ -482,12 +491,14 @@ EXPORT void tandem_norm(const struct norm *norm, const void *from, void *to, int
     active->norm_rows(norm, from, to, rows, type);
 }
 
-EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, const void *cos, const void *sin, int type)
+EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, const void *cos, const void *sin,
+                          int type)
 {
     active->rotate_rows(rotary, x, rows, cos, sin, type);
 }
 
-/* To ``peaks`` [rows] where in each row [columns] of ``from`` its largest number stands, -1 if it has none that is finite. */
+/* To ``peaks`` [rows] where in each row [columns] of ``from`` its largest number stands, -1 if it has none that is
+ * finite. */
 EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int type, int64_t *peaks)
 {
     active->peak_rows(from, rows, columns, type, peaks);
@@ -497,14 +508,16 @@ EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int ty
 EXPORT void tandem_store(const struct layer *layer, const char *key, const char *value, int64_t rows, int64_t key_row,
                          int64_t value_row, const int64_t *block, const int64_t *offset)
 {
-    long size = layer->element_bytes, keys = layer->kv_heads * layer->k_dim * size, values = layer->kv_heads * layer->v_dim * size;
+    long size = layer->element_bytes, keys = layer->kv_heads * layer->k_dim * size;
+    long values = layer->kv_heads * layer->v_dim * size;
     for (long i = 0; i < rows; i++) {
-        memcpy((char *)layer->keys + block[i] * layer->block_bytes + offset[i] * keys, key + i * key_row * size, keys);
-        memcpy((char *)layer->values + block[i] * layer->block_bytes + offset[i] * values, value + i * value_row * size, values);
+        long place = block[i] * layer->block_bytes;
+        memcpy((char *)layer->keys + place + offset[i] * keys, key + i * key_row * size, keys);
+        memcpy((char *)layer->values + place + offset[i] * values, value + i * value_row * size, values);
     }
 }
 
-/* -- whole layers --------------------------------------------------------------------------------------------------- */
+/* -- whole layers -------------------------------------------------------------------------------------------------- */
 
 /* The first half of a layer: this step's keys and values into the pool. */
 static void store_keys(const struct decoder *layer, const struct pass *pass)
@@ -524,7 +537,8 @@ static int attend_and_gate(const struct decoder *layer, const struct pass *pass)
 {
     const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
     const struct rotary *rotary = layer->rotary;
-    if (tandem_attend(layer->attention, pass->spans, pass->qkv, pass->attended, rotary->row, rotary->dim, pass->threads))
+    if (tandem_attend(layer->attention, pass->spans, pass->qkv, pass->attended, rotary->row, rotary->dim,
+                      pass->threads))
         return -1;
     tandem_linear(out, pass->attended, pass->hidden, pass->hidden, pass->rows, out->in, out->out, pass->threads);
     tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, pass->rows, gate_up->type);
@@ -533,9 +547,9 @@ static int attend_and_gate(const struct decoder *layer, const struct pass *pass)
     return 0;
 }
 
-/* Halves [first, last) of layers, two each. Whoever has something to do between a layer's halves, when its keys and values
- * are in the pool, calls for some at a time: what Python does between two kernels runs on cold caches and costs a decode
- * step more than the kernels' call itself. 0, or -1 when there is no memory. */
+/* Halves [first, last) of layers, two each. Whoever has something to do between a layer's halves, when its keys and
+ * values are in the pool, calls for some at a time: what Python does between two kernels runs on cold caches and
+ * costs a decode step more than the kernels' call itself. 0, or -1 when there is no memory. */
 EXPORT int tandem_layers(const struct decoder *layers, const struct pass *pass, int64_t first, int64_t last)
 {
     for (long half = first; half < last; half++)
@@ -546,7 +560,7 @@ EXPORT int tandem_layers(const struct decoder *layers, const struct pass *pass, 
     return 0;
 }
 
-/* -- measuring ------------------------------------------------------------------------------------------------------ */
+/* -- measuring ----------------------------------------------------------------------------------------------------- */
 
 /* Reads every byte of ``words`` [count], a multiple of 32, and returns something that depends on each of them. */
 EXPORT uint64_t tandem_read(const uint64_t *words, int64_t count, int threads)

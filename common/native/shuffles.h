@@ -31,8 +31,9 @@ INLINE void NAME(transpose_words)(const char *from, long stride, uint32_t *to, l
 /* 32 words, each of an element of this row and the one below it; of ``live`` rows that are not zero. */
 INLINE void NAME(interleave)(const char *from, long stride, int live, __m512i *first, __m512i *second)
 {
-    const __m512i low = _mm512_set_epi64(0x002F000F002E000E, 0x002D000D002C000C, 0x002B000B002A000A, 0x0029000900280008,
-                                         0x0027000700260006, 0x0025000500240004, 0x0023000300220002, 0x0021000100200000);
+    const __m512i low =
+        _mm512_set_epi64(0x002F000F002E000E, 0x002D000D002C000C, 0x002B000B002A000A, 0x0029000900280008,
+                         0x0027000700260006, 0x0025000500240004, 0x0023000300220002, 0x0021000100200000);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     __m512i own = live > 0 ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
     __m512i below = live > 1 ? _mm512_loadu_si512(from + stride) : _mm512_setzero_si512();

@@ -17,32 +17,39 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, int pairs)
 #endif
 }
 
-/* sums[r][v] += rows[r] . panel[.][v]; ``next`` is brought nearer, ``lines`` cache lines per step. */
+/* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
+ * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step. */
 INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long row_stride, const uint32_t *panel,
-                       long steps, floats sums[TILE_ROWS][TILE_VECTORS], const char *next, int lines)
+                       long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
     floats acc[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < width; v++)
-            acc[r][v] = sums[r][v];
+    if (keep) {
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < width; v++)
+                acc[r][v] = *(const floats *)(sums + r * sums_row + v * LANES) * keep[r];
+    } else {
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < width; v++)
+                acc[r][v] = (floats){};
+    }
     for (long s = 0; s < steps; s++) {
         words b[TILE_VECTORS];
         UNROLL for (int v = 0; v < width; v++)
             b[v] = *(const words *)(panel + (s * width + v) * LANES);
         UNROLL for (int line = 0; line < lines; line++)
-            __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
+            __builtin_prefetch(next + (s * lines + line) * 64, 0, 3);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < width; v++)
                 acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], pairs);
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < width; v++)
-            sums[r][v] = acc[r][v];
+            *(floats *)(sums + r * sums_row + v * LANES) = acc[r][v];
 }
 
 #define TILE_CASE(r, v)                                                                                               \
     case (r) * 8 + (v):                                                                                               \
-        NAME(tile)(r, v, pairs, row, row_stride, panel, steps, sums, next, lines);                                    \
+        NAME(tile)(r, v, pairs, row, row_stride, panel, steps, sums, sums_row, keep, next, lines);                    \
         break;
 #if TILE_VECTORS == 4
 #define TILE_WIDTHS(r) TILE_CASE(r, 1) TILE_CASE(r, 2) TILE_CASE(r, 3) TILE_CASE(r, 4)
@@ -52,7 +59,7 @@ INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long
 
 /* The same with a number of rows and vectors that is only known now: one loop per pair of them. */
 INLINE void NAME(any_tile)(int rows, int width, int pairs, const uint32_t *row, long row_stride, const uint32_t *panel,
-                           long steps, floats sums[TILE_ROWS][TILE_VECTORS], const char *next, int lines)
+                           long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
     switch (rows * 8 + width) {
         TILE_WIDTHS(1)
@@ -67,17 +74,17 @@ INLINE void NAME(any_tile)(int rows, int width, int pairs, const uint32_t *row, 
 }
 
 static void NAME(tile_of_words)(int rows, int width, int pairs, const uint32_t *row, long row_stride,
-                                const uint32_t *panel, long steps, floats sums[TILE_ROWS][TILE_VECTORS],
+                                const uint32_t *panel, long steps, float *sums, long sums_row, const float *keep,
                                 const char *next, int lines)
 {
     if (!pairs)
-        NAME(any_tile)(rows, width, 0, row, row_stride, panel, steps, sums, next, 0);
+        NAME(any_tile)(rows, width, 0, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
     else if (!lines)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, next, 0);
+        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
     else if (lines <= 1)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, next, 1);
+        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
     else if (lines <= 2)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, next, 2);
+        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 2);
     else
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, next, 4);
+        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 4);
 }

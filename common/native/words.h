@@ -1,12 +1,11 @@
 /* The vectors of one variant, and how numbers become the 32-bit words that tiles multiply.
  *
- * Included once per variant, between a target pragma and its end. A variant defines
- *   NAME(x)  the name of x in this variant
- *   LANES    floats per vector, TILE_VECTORS vectors and TILE_ROWS rows per register tile
- *   HAS_DOT  1 where the processor multiplies pairs of bfloat16 (AVX512-BF16)
+ * Included once per variant, between a target pragma and its end. A variant defines NAME(x)  the name of x in this
+ * variant LANES    floats per vector, TILE_VECTORS vectors and TILE_ROWS rows per register tile HAS_DOT  1 where
+ * the processor multiplies pairs of bfloat16 (AVX512-BF16)
  *
- * A word is one float32, or two bfloat16 that follow one another in the summed dimension. Both are multiplied by the same
- * loop (tiles.h); only the product of two vectors of words differs. float16 becomes float32 words.
+ * A word is one float32, or two bfloat16 that follow one another in the summed dimension. Both are multiplied by
+ * the same loop (tiles.h); only the product of two vectors of words differs. float16 becomes float32 words.
  */
 
 #define PANEL (LANES * TILE_VECTORS) /* columns of a packed panel */
@@ -19,8 +18,23 @@ typedef int32_t NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), ma
 #define ints NAME(ints)
 
 INLINE floats NAME(splat)(float x) { return (floats){} + x; }
-INLINE floats NAME(select)(ints where, floats yes, floats no) { return (floats)(((ints)yes & where) | ((ints)no & ~where)); }
-INLINE floats NAME(larger)(floats a, floats b) { return NAME(select)(a > b, a, b); }
+
+INLINE floats NAME(select)(ints where, floats yes, floats no)
+{
+    return (floats)(((ints)yes & where) | ((ints)no & ~where));
+}
+
+/* The larger of each two; of ``a`` that is not a number ``b``. */
+INLINE floats NAME(larger)(floats a, floats b)
+{
+#if LANES == 16
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return NAME(select)(a > b, a, b);
+#endif
+}
 
 INLINE float NAME(sum)(floats x)
 {
@@ -46,6 +60,15 @@ INLINE float NAME(largest)(floats x)
 #endif
 }
 
+INLINE int NAME(any_above)(floats x, float limit)
+{
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    return NAME(largest)(x) > limit;
+#endif
+}
+
 /* e^x for x <= 88, with a relative error below 2e-7; 1.2e-38 below -87. What is not a number stays so. */
 INLINE floats NAME(exp)(floats x)
 {
@@ -64,6 +87,31 @@ INLINE floats NAME(exp)(floats x)
     p = p * rest + 1.0f;
     ints power = ((ints)shifted - 0x4B400000 + 127) << 23;
     return p * (floats)power;
+}
+
+/* 2^x for x <= 127, with a relative error below 3e-7; 0 for what is too small. What is not a number stays so. */
+INLINE floats NAME(power)(floats x)
+{
+#if LANES == 16
+    x = NAME(larger)(NAME(splat)(-200.0f), x); /* the rest of an infinite number would be none */
+    floats whole = (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const float round = 12582912.0f; /* as in exp */
+    x = NAME(larger)(NAME(splat)(-127.0f), x); /* whose power has no bits left */
+    floats shifted = x + round, whole = shifted - round;
+#endif
+    floats rest = x - whole;
+    floats p = NAME(splat)(0.00132764720f); /* fitted to the relative error on [-0.5, 0.5] */
+    p = p * rest + 0.00967554148f;
+    p = p * rest + 0.0555071327f;
+    p = p * rest + 0.240221197f;
+    p = p * rest + 0.693146967f;
+    p = p * rest + 1.0f;
+#if LANES == 16
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    return p * (floats)(((ints)shifted - 0x4B400000 + 127) << 23);
+#endif
 }
 
 INLINE floats NAME(tanh)(floats x)
