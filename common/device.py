@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import platform
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from typing import Literal
 from common.kv.layout import KvDtype
 
 GIB = 1 << 30
+LARGE_PAGE = 2 << 20
 _SPINS = "300000"
 """Turns of libgomp's waiting loop, a few milliseconds: longer than anything between two operations of a step."""
 KV_LIMIT_BYTES = 4 * GIB
@@ -193,6 +195,17 @@ def keep_freed_memory() -> None:
         libc.malloc_trim(0)
         for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, GIB), (_M_TOP_PAD, 64 << 20)):
             libc.mallopt(option, value)
+
+
+def large_pages(size: int) -> tuple[mmap.mmap, int]:
+    """Zeroed memory, and the offset in it from which ``size`` bytes lie in pages of 2 MiB, but for their last part, if
+    the system gives any: what is swept through in every step is read a tenth faster from these."""
+    memory = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE
+    if whole := size // LARGE_PAGE * LARGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return memory, start
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:

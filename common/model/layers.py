@@ -16,7 +16,7 @@ from torch import nn
 from common import native
 from common.attention.interface import LayerAttention, Params, bind
 from common.attention.torch_ref import attend_one
-from common.model.linears import ACTIVATIONS, NativeLinear, native_pays
+from common.model.linears import ACTIVATIONS, NativeLinear, gather, native_pays
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -117,7 +117,8 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
         if activation is None:
             continue
         if (fused := _try(layer, activation, rotary)) is not None:
-            layers[index] = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
+            layers[index] = fused = FusedLayer(layer, activation, fused.params, int8) if int8 else fused
+            gather([fused.qkv, fused.out, fused.gate_up, fused.down])
             count += 1
     if count == len(layers) and _is_rms_norm(getattr(decoder, "norm", None)):
         decoder.norm = _norm(decoder.norm)

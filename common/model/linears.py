@@ -10,6 +10,7 @@ cannot be looked up in the packed form.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from common import device, native
 
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Activations that a gated linear layer can apply, by their names in transformers; ``enum activation`` of native.c."""
+_CACHE_LINE = 64
 
 
 class PackedLinear(nn.Module):
@@ -101,8 +103,24 @@ class NativeLinear(nn.Module):
             torch.get_num_threads(),
         )  # fmt: skip
 
+    def move(self, room: torch.Tensor) -> None:
+        """Keeps the packed weight in ``room``, uint8 of its size, from here on."""
+        self.packed = room.view(self.packed.dtype).copy_(self.packed)
+        self._linear.packed = self.packed.data_ptr()
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, native"
+
+
+def gather(linears: Sequence[NativeLinear]) -> None:
+    """Moves packed weights behind one another, into large pages where these are worth it."""
+    sizes = [-(-linear.packed.nbytes // _CACHE_LINE) * _CACHE_LINE for linear in linears]
+    if sum(sizes) < device.LARGE_PAGE:
+        return
+    memory, start = device.large_pages(sum(sizes))
+    for linear, size in zip(linears, sizes, strict=True):
+        linear.move(torch.frombuffer(memory, dtype=torch.uint8, count=linear.packed.nbytes, offset=start))
+        start += size
 
 
 class Int8Linear(nn.Module):
@@ -189,7 +207,9 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int, int8: bo
     if weight.device.type != "cpu":
         return None
     if native_pays(weight.dtype, int8) and weight.shape[1] % 2 == 0:
-        return NativeLinear(weight, bias, int8=int8)
+        linear = NativeLinear(weight, bias, int8=int8)
+        gather([linear])
+        return linear
     if int8:
         return Int8Linear(weight, bias)
     return PackedLinear(weight, bias, rows) if packing_pays(weight.dtype, rows) else None

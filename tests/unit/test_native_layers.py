@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import native
+from common import device, native
 from common.checkpoint import open_checkpoint
 from common.engine.runner import load_engine, sequence_of
 from common.ids import BlockId
@@ -101,6 +101,21 @@ def test_many_rows_go_in_runs(variant: str) -> None:
     torch.manual_seed(1)
     weight, x = torch.randn(70, 2048), torch.randn(400, 2048)
     assert_near(NativeLinear(weight, None).rows(x), x.double() @ weight.double().t())
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
+@pytest.mark.parametrize("int8", [False, True])
+def test_gathered_weights_lie_behind_one_another_in_large_pages(int8: bool) -> None:
+    torch.manual_seed(3)
+    layers = [NativeLinear(torch.randn(rows, 510), None, int8=int8) for rows in (33, 4096, 2048)]
+    x = torch.randn(7, 510)
+    before = [layer.rows(x) for layer in layers]
+    linears.gather(layers)
+    starts = [layer.packed.data_ptr() for layer in layers]
+    assert starts[0] % device.LARGE_PAGE == 0
+    for layer, start, following in zip(layers, starts, starts[1:], strict=False):
+        assert 0 <= following - start - layer.packed.nbytes < 64
+    assert all(torch.equal(layer.rows(x), expected) for layer, expected in zip(layers, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
