@@ -233,8 +233,78 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
     }
 }
 
+/* -- few rows of float32 ------------------------------------------------------------------------------------------- */
+
+/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for ``width`` vectors of dimensions from ``column``
+ * on. */
+INLINE void NAME(add_floats)(const struct layer *layer, const struct NAME(places) *at, const struct scratch *s,
+                             float *out, long padded, long column, long valid, int head, int rows, int width)
+{
+    long stride = (long)layer->kv_heads * layer->v_dim, inside = (long)head * layer->v_dim + column;
+    floats sums[FEW_ROWS][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < width; v++)
+            sums[r][v] = *(const floats *)(out + r * padded + column + v * LANES) * s->shrink[r];
+    for (long t = 0; t < valid; t++) {
+        const float *from = (const float *)at->values[t / GROUP] + t % GROUP * stride + inside;
+        const char *next = at->next_values[t / GROUP];
+        NAME(bring)(next ? next + (t % GROUP * stride + inside) * 4 : NULL, width * LANES * 4);
+        UNROLL for (int v = 0; v < width; v++)
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[r][v] += *(const floats *)(from + v * LANES) * s->weights[r * TOKENS + t];
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < width; v++)
+            *(floats *)(out + r * padded + column + v * LANES) = sums[r][v];
+}
+
+/* One tile of positions for the few rows of one key-value head, of whole vectors: packing would cost more than it
+ * saves. */
+INLINE void NAME(attend_floats)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                const struct NAME(places) *at, long first, long tokens, long valid, int head, int rows)
+{
+    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), stride = (long)layer->kv_heads * dim, column = 0;
+    const float *query = (const float *)(s->query + (long)head * rows * dim);
+    float *out = s->out + (long)head * rows * padded;
+    for (long t = 0; t < tokens; t++) {
+        long inside = t % GROUP * stride + head * dim;
+        const float *key = (const float *)at->keys[t / GROUP] + inside;
+        const char *next = at->next_keys[t / GROUP];
+        NAME(bring)(next ? next + inside * 4 : NULL, dim * 4);
+        floats sums[FEW_ROWS] = {};
+        for (long d = 0; d < dim; d += LANES)
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[r] += *(const floats *)(query + r * dim + d) * *(const floats *)(key + d);
+        UNROLL for (int r = 0; r < rows; r++)
+            s->scores[r * TOKENS + t] = NAME(sum)(sums[r]);
+    }
+    for (int r = 0; r < rows; r++) {
+        long position = task->position + r / layer->group, place = head * rows + r;
+        long low = layer->window ? position - layer->window + 1 - first : 0;
+        long high = position + 1 - first < valid ? position + 1 - first : valid;
+        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, s->weights + r * TOKENS, tokens, low, high, 0,
+                                   s->highest + place, s->sums + place * LANES);
+    }
+    for (; column + 4 * LANES <= padded; column += 4 * LANES)
+        NAME(add_floats)(layer, at, s, out, padded, column, valid, head, rows, 4);
+    for (; column < padded; column += LANES)
+        NAME(add_floats)(layer, at, s, out, padded, column, valid, head, rows, 1);
+}
+
+static void NAME(attend_few_floats)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                    const struct NAME(places) *at, long first, long tokens, long valid, int head,
+                                    long rows)
+{
+    switch (rows) {
+        case 1: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 1); break;
+        case 2: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 2); break;
+        case 3: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 3); break;
+        case 4: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 4); break;
+    }
+}
+
 #if HAS_DOT
-/* -- few rows ------------------------------------------------------------------------------------------------------
+/* -- few rows of bfloat16 -------------------------------------------------------------------------------------------
  *
  * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
  * where they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values
@@ -358,6 +428,10 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
                 continue;
             }
 #endif
+            if (layer->type == FLOAT32 && count <= FEW_ROWS && layer->k_dim % LANES == 0 && layer->v_dim % LANES == 0) {
+                NAME(attend_few_floats)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
+                continue;
+            }
             NAME(pack)(layer, &at, head, ROUND_UP(valid, GROUP), valid, pairs, s);
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }

@@ -18,7 +18,9 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, int pairs)
 }
 
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
- * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step. */
+ * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step; more than one are not
+ * kept beyond first-level cache, since few rows want them: what the rest of the process works on stays in the
+ * others. */
 INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long row_stride, const uint32_t *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
@@ -37,7 +39,7 @@ INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long
         UNROLL for (int v = 0; v < width; v++)
             b[v] = *(const words *)(panel + (s * width + v) * LANES);
         UNROLL for (int line = 0; line < lines; line++)
-            __builtin_prefetch(next + (s * lines + line) * 64, 0, 3);
+            __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 1 ? 0 : 3);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < width; v++)
                 acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], pairs);

@@ -40,6 +40,10 @@ INLINE float NAME(sum)(floats x)
 {
 #if LANES == 16
     return _mm512_reduce_add_ps((__m512)x);
+#elif LANES == 8
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float total = 0;
     for (int i = 0; i < LANES; i++)
