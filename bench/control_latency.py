@@ -3,7 +3,9 @@
 A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
 and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
 to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: Failed). A worker
-that computes answers after its step; here there are none. Round trips are first measured with nothing else going on.
+that computes answers after its step; here there are none. Round trips are first measured with nothing else going on,
+and beside as many processes that only copy memory as threads work while KV streams: what the machine's scheduler alone
+makes of a round trip when there are fewer cores than that.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 
+import numpy as np
 import uvloop
 
 from common.channel import Channels, receive, send
@@ -53,6 +56,8 @@ POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 1024, 3
 LONGEST = 1 << 20
 PROBE_S = 0.002
 """Between an answer and the next message to the same process."""
+STREAMING_THREADS, STARTED_S = 4, 0.5
+"""Each worker's own, and the one in which libzmq copies for it."""
 PERCENTILES = (0.5, 0.9, 0.99, 1.0)
 
 
@@ -192,6 +197,13 @@ class House:
         self._timers["lease"] = self._loop.call_later(HEARTBEAT_MS / 1000, self._lease)
 
 
+def copy_memory() -> None:
+    """A process that is always ready to run."""
+    source, target = (np.ones(1 << 20, np.uint8) for _ in range(2))
+    while True:
+        target[:] = source
+
+
 async def measure(count: int, idle_s: float) -> None:
     house = House()
     processes = multiprocessing.get_context("spawn")
@@ -210,6 +222,17 @@ async def measure(count: int, idle_s: float) -> None:
         began = time.monotonic()
         await asyncio.sleep(idle_s)
         report("nothing else going on", house.trips, began, time.monotonic())
+        for _ in range(STREAMING_THREADS):
+            children.append(processes.Process(target=copy_memory, daemon=True))
+            children[-1].start()
+        await asyncio.sleep(STARTED_S)
+        began = time.monotonic()
+        await asyncio.sleep(idle_s)
+        report(f"beside {STREAMING_THREADS} processes that copy memory", house.trips, began, time.monotonic())
+        for child in children[-STREAMING_THREADS:]:
+            child.kill()
+            child.join()
+        del children[-STREAMING_THREADS:]
         house.stream(count)
         began = time.monotonic()
         await house.complete.wait()
