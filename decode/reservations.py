@@ -2,13 +2,14 @@
 
 Pure. A reservation takes all blocks of its prompt before a byte may leave prefill, and pins the prefix that decode has
 in its own cache, so only the rest travels. When blocks are short it waits here in order of arrival; sequences parked by
-preemption come before it.
+preemption come before it, and so do prompts to be computed here that waited for blocks when it came.
 
     asked ── blocks ──► granted ── claim ──► a running sequence         asked | granted ── drop ──► gone
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -58,11 +59,14 @@ class Reservations:
     def ask(self, reservation: Reservation) -> None:
         self._waiting[reservation.transfer] = reservation
 
-    def grant(self, spare_blocks: int) -> Reservation | None:
-        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running ones to grow; None if it cannot."""
+    def grant(self, spare_blocks: int, asked_before: float = math.inf) -> Reservation | None:
+        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running ones to grow; None if it cannot, or
+        if that one came too late."""
         if not self._waiting:
             return None
         transfer, reservation = next(iter(self._waiting.items()))
+        if reservation.asked_at >= asked_before:
+            return None
         tokens = reservation.sequence.tokens
         holder, salt = transfer_holder(transfer), reservation.request.cache_salt
         table = self._cache.open(holder, tokens, salt, reservation.chain, reservation.peer.dtype)

@@ -13,6 +13,7 @@ Decode steps and prompt chunks share a batch; the planner keeps chunks from stal
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,8 @@ class DecodeWorker(Worker):
         self._lives: dict[TransferId, _Life] = {}
         self._done: OrderedDict[SequenceId, _Told] = OrderedDict()
         self.reservations = Reservations(self.cache)
+        self._short_since = math.inf
+        """Since when prompts to be computed here have been waiting for blocks."""
         self.receiver = Receiver(
             self.channels,
             self.engine.memory,
@@ -191,8 +194,15 @@ class DecodeWorker(Worker):
                     self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _grant(self, now: float) -> None:
-        """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them."""
-        while not self.planner.parked and (reservation := self.reservations.grant(self.planner.running)):
+        """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is
+        computed here needs all of its blocks at once, and would never find them if every hand-off were let past."""
+        if not self.planner.in_need:
+            self._short_since = math.inf
+        elif self._short_since == math.inf:
+            self._short_since = now
+        while not self.planner.parked and (
+            reservation := self.reservations.grant(self.planner.running, self._short_since)
+        ):
             table = reservation.table
             if table is None:
                 raise InvariantBroken(f"{reservation.transfer} was granted no table")

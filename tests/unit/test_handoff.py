@@ -369,6 +369,29 @@ def test_a_small_decode_pool_parks_and_resumes(bench: Bench) -> None:
     assert decode.planner.preemptions > 0
 
 
+def test_hand_offs_do_not_keep_a_large_prompt_from_its_blocks(bench: Bench) -> None:
+    bench.add("prefill", OracleEngine(64))
+    bench.add("decode", OracleEngine(20))
+    small = [make_request(30, output) for output in (20, 30, 40)]
+    for request in small:
+        bench.place(request, "prefill-0", "decode-1")
+    bench.until(lambda: all(bench.streams[request.id, 1, 0] for request in small))
+    large = make_request(200, 5)
+    bench.tell("decode-1", Generate(large, 1))
+    placed = len(small)
+    while not bench.done(large):
+        bench.turn()
+        for index, request in enumerate(small):
+            if bench.done(request):  # the next one comes at once: there are never 13 of 20 blocks free
+                small[index] = make_request(30, 40)
+                bench.place(small[index], "prefill-0", "decode-1")
+                placed += 1
+        assert placed < 30, "it waits for ever"
+    bench.until(lambda: bench.done(*small))
+    for request in (large, *small):
+        bench.check(request)
+
+
 def compute_without_blocks_at_decode(bench: Bench, request: Request) -> None:
     """Prefill is told of ``request`` and decode is not yet: the prompt is computed and keeps its blocks."""
     bench.tell("prefill-0", Prefill(request, 1, bench.peer("decode-1")))
