@@ -35,8 +35,8 @@ log = logging.getLogger("tandem.prefill")
 
 PUMP_S = 0.005
 """How often hand-offs are looked after during a step."""
-LOOKS_PER_STEP = 4
-"""How often in a step what is computed may leave."""
+LOOK_S = 0.05
+"""How often what is computed in a step may leave."""
 BUDGET_S = 0.001
 """Time for moving KV between two looks at control messages."""
 
@@ -64,7 +64,7 @@ class PrefillWorker(Worker):
         self._tried: dict[TransferId, Incarnation] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
-        self._pumped_at = 0.0
+        self._pumped_at = self._looked_at = 0.0
         self.sender = Sender(
             self.channels,
             self.engine.memory,
@@ -146,11 +146,11 @@ class PrefillWorker(Worker):
 
     def _on_layer(self, layer: int) -> None:
         """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed. Not
-        after each: between two layers everything here is cold, and costs a prompt more than its bytes do."""
-        done, layers = layer + 1, len(self.engine.layout.layers)
-        if done % max(1, layers // LOOKS_PER_STEP) and done < layers:
+        after each quick one: between two layers everything here is cold, and costs a prompt more than its bytes do."""
+        done, batch, now = layer + 1, self._batch, self.clock()
+        if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
             return
-        batch, now = self._batch, self.clock()
+        self._looked_at = now
         for segment, table in zip(batch.segments, batch.tables, strict=True):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
         if now - self._pumped_at > PUMP_S:
