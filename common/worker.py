@@ -309,7 +309,8 @@ class Worker(abc.ABC):
         """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S."""
         refusal, told = self.membership.refusal, self._told_refusal
         self._told_refusal = refusal
-        if self.membership.joined and not refusal:
+        silent = now > self._leased_until
+        if self.membership.joined and not (refusal or silent):
             return
         if refusal in ("", told) and now - self._lonely_since <= LONELY_S:
             return
@@ -320,6 +321,9 @@ class Worker(abc.ABC):
                 self.settings.coordinator,
                 refusal,
             )
+        elif silent:
+            words = "the coordinator at %s has said nothing for %g s: waiting for it"
+            log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
         else:
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
 

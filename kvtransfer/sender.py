@@ -248,7 +248,8 @@ class Sender:
     def _hang_up(self, line: _Line, now: float) -> None:
         """The peer of ``line`` hangs: what libzmq still keeps for it is given back. Hand-offs that have not waited for
         as long try a new connection, and repeat what was on its way."""
-        log.warning("decode worker %s is silent: what was queued for it is dropped", line.peer.name)
+        if line.queued:  # else it may just have left
+            log.warning("decode worker %s is silent: what was queued for it is dropped", line.peer.name)
         self._close(line, linger_ms=0)
         for outgoing in [each for each in self._outgoing.values() if each.line is line]:
             outgoing.line = self._line(line.peer, now)

@@ -681,6 +681,16 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
     assert decode.cache.pool.counts.held == 0
 
 
+def test_a_worker_without_work_says_that_its_coordinator_is_silent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.worker.LONELY_S", 0.2)
+    bench.lease_ms = 300
+    bench.add("decode", OracleEngine(64))
+    bench.until(lambda: "127.0.0.1" in caplog.text and "has said nothing for" in caplog.text)
+    assert "requests are dropped" not in caplog.text
+
+
 def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
     bench.add("colocated", OracleEngine(8))
     request = make_request(100, 100)
