@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.mutations import MUTATIONS
 
 SEEDS, PIECE = 2000, 250
-MUTATED_SEEDS = 400
+MUTATED_SEEDS = 1500
 """At most; most bugs are caught by the first ten."""
 
 
