@@ -193,7 +193,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("all that were hit try again at once", RetryBudget, "allows", _yes, ("are tried again at once",)),
     ),
     "a crash is a goodbye": (
-        Mutation("a worker that dies of an error leaves politely", Worker, "close", _leaves, ("have died of one", "fails with request_timeout")),
+        Mutation(
+            "a worker that dies of an error leaves politely",
+            Worker, "close", _leaves, ("have died of one", "fails with request_timeout"),
+        ),
     ),
     "blame everybody": (
         Mutation("all that met two crashes are refused", Dispatcher, "died", _blames_all, ("beside a poisonous one",)),
