@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import platform
+import signal
 import socket
 
 from common import device, heap
@@ -39,6 +40,7 @@ def run(config: WorkerConfig) -> int:
     worker = build(config, checkpoint)
     gc.freeze()  # the model and its modules live for ever: later collections need not walk them
     worker.run()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, as it should: whoever is impatient changes nothing
     return 0
 
 
