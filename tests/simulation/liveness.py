@@ -77,11 +77,12 @@ class Attempt:
 
 
 class Pause(NamedTuple):
-    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come."""
+    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come, ``second``: and no other."""
 
     began: float
     ended: float
     started: bool
+    second: bool = False
 
     @property
     def seconds(self) -> float:
@@ -118,7 +119,9 @@ class Patience:
             if pause.started:
                 before = _touching(record, pause, before)
                 limit = self.noticed_s if before else CALM_S
-                limit += self.work_s if before and record.yields else CALM_STEPS * self.slowest_s
+                # the first token is prefill's: where messages get lost others may hold decode's blocks by then
+                others_first = (before and record.yields) or (pause.second and self.noise_s > 0)
+                limit += self.work_s if others_first else CALM_STEPS * self.slowest_s
             else:
                 limit = self.noticed_s + self.work_s
             limit += self.noise_s

@@ -299,11 +299,12 @@ class SimulatedClient:
             complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
         if self.sampling.logprobs is not None and len(logprobs) != len(ids):
             complain(f"request {self.number}: {len(logprobs)} log-probabilities of {len(ids)} tokens")
-        self._heard(started=sum(map(len, self.output)) > len(ids))
+        known = sum(map(len, self.output)) - len(ids)
+        self._heard(started=known > 0, second=max(map(len, self.output)) - len(ids) <= 1)
         return len(output) >= self.stop_after.get(choice, 1 << 30)
 
-    def _heard(self, *, started: bool) -> None:
-        pause = Pause(self.last_at, self.system.clock.now, started)
+    def _heard(self, *, started: bool, second: bool = False) -> None:
+        pause = Pause(self.last_at, self.system.clock.now, started, second)
         if started:
             self.longest_gap = max(self.longest_gap, pause.seconds)
         if pause.seconds > SHORT_S:
