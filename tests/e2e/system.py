@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,12 +225,16 @@ class Client:
         """POST /v1/chat/completions with one user message, not streaming."""
         return await self._whole("/v1/chat/completions", messages=[{"role": "user", "content": text}], **fields)
 
-    async def stream(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
-        """POST /v1/completions, streaming: everything that came, in one answer."""
+    async def stream(
+        self, prompt: Sequence[int] | str, *, begun: asyncio.Future[Mapping[str, str]] | None = None, **fields: Any
+    ) -> Answer:
+        """POST /v1/completions, streaming: everything that came, in one answer. ``begun`` gets its headers."""
         fields = {"stream_options": {"include_usage": True}, **fields}
         response = await self.post("/v1/completions", prompt=prompt, stream=True, return_token_ids=True, **fields)
         async with response:
             assert response.status == 200, await response.text()
+            if begun is not None:
+                begun.set_result(response.headers)
             answer = Answer(200, dict(response.headers), [], [], {}, {}, {})
             async for event in events(response):
                 assert "error" not in event, event

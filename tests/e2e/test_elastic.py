@@ -6,7 +6,7 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -198,14 +198,13 @@ async def test_a_second_signal_stops_a_worker_that_was_started_alone(
         for name in ("d0", "d1"):
             cluster.start("decode", name, "--drain-timeout", "60")
         await cluster.until_ready(client, "p0", "d0", "d1")
-        asked = asyncio.create_task(client.stream(prompt_of(40, 63), **fields))
-        while not (busy := [name for name in ("d0", "d1") if (await client.workers())[name]["running"]]):
-            assert not asked.done()
-        leaving = cluster.workers[busy[0]]
+        begun: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
+        asked = asyncio.create_task(client.stream(prompt_of(40, 63), begun=begun, **fields))
+        leaving = cluster.workers[(await begun)["x-tandem-decode"]]
         leaving.popen.send_signal(signal.SIGTERM)
         while "draining for at most 60 s" not in leaving.text:
             assert not asked.done()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
         assert leaving.popen.poll() is None, "it has the stream to end"
         leaving.popen.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(leaving.popen.wait, READY_S) == 0
