@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,9 @@ def test_goals_are_measured_and_saved_with_their_table(
     figures = json.loads(saved.read_text())
     assert figures["quick"] is True and figures["peers"] is None and figures["failed"] == {}
     median, tail, rate = figures["rows"]
-    assert 0 < median["value"] <= tail["value"] and rate["value"] > 100 and rate["floors_hold"] is True
+    # both are differences to a bare server, of a handful of requests here: chance may make them negative
+    assert math.isfinite(median["value"]) and math.isfinite(tail["value"])
+    assert rate["value"] > 100 and rate["floors_hold"] is True
     shown = capsys.readouterr().out
     assert shown == saved.with_suffix(".md").read_text() and shown.startswith("| goal | what | value |")
 
