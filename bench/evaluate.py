@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Figures:
 
 @dataclass
 class Report:
-    """What an evaluation found. ``golden`` tells which questions were asked: only like is compared with like."""
+    """What an evaluation found. ``golden`` tells which file was asked: only like is compared with like."""
 
     model: str
     golden: str
@@ -65,6 +65,18 @@ class Report:
         if not verdict.right:
             asked = str(record["messages"][-1]["content"])
             self.failures.append({"skill": record["skill"], "asked": asked, "said": said, "why": verdict.why})
+
+    def only(self, skills: Iterable[str]) -> Report:
+        """The part about these skills; StartError if one was not asked."""
+        if missing := [name for name in skills if name not in self.skills]:
+            raise StartError(
+                f"the baseline says nothing of {', '.join(missing)}",
+                f"its skills are {', '.join(self.skills)}",
+                "correct --skills, or make it again with --save",
+            )
+        kept = {name: self.skills[name] for name in skills}
+        failures = [failure for failure in self.failures if failure["skill"] in kept]
+        return replace(self, skills=kept, failures=failures)
 
     def as_json(self) -> dict[str, Any]:
         skills = {name: vars(figures) for name, figures in self.skills.items()}
@@ -122,18 +134,23 @@ async def evaluate(
 
 
 def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], str]:
-    """The records, and a digest of the file."""
+    """The records of these skills (all if none is named), and a digest of the whole file."""
     try:
         content = path.read_bytes()
         records: list[Record] = [json.loads(line) for line in content.splitlines()]
+        if not records:
+            raise ValueError("it is empty")
     except (OSError, ValueError) as error:
         raise StartError(f"cannot read the golden set {path}", str(error), "name another with --golden") from error
+    known = {record["skill"] for record in records}
+    if unknown := sorted(set(skills) - known):
+        raise StartError(
+            f"no golden item asks for {', '.join(unknown)}",
+            f"the skills of {path.name} are {', '.join(sorted(known))}",
+            "correct --skills",
+        )
     chosen = [record for record in records if not skills or record["skill"] in skills]
-    if not chosen:
-        known = ", ".join(sorted({record["skill"] for record in records}))
-        raise StartError("no golden item is left", f"the skills of {path.name} are {known}", "correct --skills")
-    digest = hashlib.blake2b(content + ",".join(sorted(skills)).encode(), digest_size=8).hexdigest()
-    return chosen, digest
+    return chosen, hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
@@ -193,13 +210,15 @@ def _progress(console: Console | None) -> Progress:
 
 def table(report: Report, baseline: Report | None = None) -> Table:
     """Figures per skill, beside those of the baseline if there is one."""
+    if baseline:
+        baseline = comparable(baseline, report)
     shown = Table(title=f"golden set: {escape(report.model)}", title_justify="left")
     for name in ("skill", "items", "right", "valid", *(("baseline", "change") if baseline else ())):
         shown.add_column(name, justify="left" if name == "skill" else "right")
     for name, figures in [*report.skills.items(), ("all", report.total)]:
         row = [name, str(figures.items), f"{figures.share:.1%}", f"{figures.valid / figures.items:.1%}"]
         if baseline:
-            before = baseline.total if name == "all" else baseline.skills.get(name, Figures())
+            before = baseline.total if name == "all" else baseline.skills[name]
             change = figures.share - before.share
             colour = "red" if change < 0 else "green" if change > 0 else "dim"
             row += [f"{before.share:.1%}", f"[{colour}]{change:+.1%}[/]"]
@@ -207,17 +226,22 @@ def table(report: Report, baseline: Report | None = None) -> Table:
     return shown
 
 
-def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: float) -> list[str]:
-    """In words, what became worse by more than is tolerated."""
+def comparable(baseline: Report, report: Report) -> Report:
+    """What ``baseline`` says of the skills in ``report``; StartError if it was made with other questions."""
     if report.golden != baseline.golden:
         raise StartError(
             "the baseline was made with other questions",
             f"{baseline.golden} is not {report.golden}",
             "make it again with --save",
         )
-    found = []
+    return baseline.only(report.skills)
+
+
+def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: float) -> list[str]:
+    """In words, what became worse by more than is tolerated; of the baseline only the skills that were asked count."""
+    baseline, found = comparable(baseline, report), []
     for name, before in [*baseline.skills.items(), ("all", baseline.total)]:
-        now = report.total if name == "all" else report.skills.get(name, Figures())
+        now = report.total if name == "all" else report.skills[name]
         allowed = tolerance if name == "all" else skill_tolerance
         if before.share - now.share > allowed + 1e-9:
             found.append(f"{name} fell from {before.share:.1%} to {now.share:.1%}")
@@ -238,12 +262,12 @@ def run(config: EvalConfig) -> int:
             concurrency=config.concurrency, api_key=config.api_key or "", skills=skills, console=console,
         )
     )  # fmt: skip
+    if config.save:
+        _save(report, Path(config.save))
     console.print(table(report, baseline))
     for failure in report.failures[: config.failures]:
         text = f"{failure['skill']}: {failure['asked']!r} -> {failure['said']!r}: {failure['why']}"
         console.print(text, markup=False, highlight=False)
-    if config.save:
-        _save(report, Path(config.save))
     found = drops(report, baseline, config.tolerance, config.skill_tolerance) if baseline else []
     for line in found:
         console.print(f"[red]drop:[/] {line}")

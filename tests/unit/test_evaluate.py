@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import evaluate as module
-from bench.evaluate import GOLDEN, Report, drops, evaluate, read_golden, table
+from bench.evaluate import GOLDEN, Report, comparable, drops, evaluate, read_golden, table
 from common.errors import StartError
 from deploy import cli
 
@@ -103,11 +104,25 @@ async def test_a_refused_request_counts_as_wrong_and_says_why(serve: Serve) -> N
     assert report.failures[0]["why"] == "HTTP 503: busy"
 
 
-async def test_other_questions_are_not_compared(serve: Serve) -> None:
+async def test_some_skills_are_compared_with_the_same_ones_of_a_whole_baseline(serve: Serve) -> None:
+    whole = await evaluate(await serve(lambda r: knows(r) if r["skill"] == "copy" else {"content": "No."}))
+    good, bad = [
+        await evaluate(await serve(answer), skills=["copy"]) for answer in (knows, lambda record: {"content": "No."})
+    ]
+    baseline = comparable(whole, good)
+    assert list(baseline.skills) == ["copy"] and baseline.total.share == 1.0 and not baseline.failures
+    assert drops(good, whole, 0.01, 0.05) == []
+    assert drops(bad, whole, 0.01, 0.05) == ["copy fell from 100.0% to 0.0%", "all fell from 100.0% to 0.0%"]
+    assert table(bad, whole).row_count == 2
+
+
+async def test_what_the_baseline_was_not_asked_is_not_compared(serve: Serve) -> None:
     url = await serve(knows)
     world, copying = await evaluate(url, skills=["world"]), await evaluate(url, skills=["copy"])
-    with pytest.raises(StartError, match="other questions"):
+    with pytest.raises(StartError, match="says nothing of world"):
         drops(world, copying, 0.01, 0.05)
+    with pytest.raises(StartError, match="other questions"):
+        drops(world, replace(world, golden="another"), 0.01, 0.05)
 
 
 async def test_no_server_is_said_in_words() -> None:
@@ -117,7 +132,13 @@ async def test_no_server_is_said_in_words() -> None:
 
 def test_an_unknown_skill_lists_the_known_ones() -> None:
     with pytest.raises(StartError, match="arithmetic"):
-        read_golden(GOLDEN, ["flying"])
+        read_golden(GOLDEN, ["copy", "flying"])
+
+
+def test_an_empty_golden_set_is_no_figure(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(StartError, match="cannot read the golden set"):
+        read_golden(tmp_path / "empty.jsonl")
 
 
 def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
