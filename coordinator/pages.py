@@ -1,6 +1,9 @@
-"""Endpoints that show something or turn text into tokens: models, health, metrics, workers, tokenize."""
+"""Endpoints that show something or turn text into tokens: what is here, models, health, metrics, workers, tokenize."""
 
 from __future__ import annotations
+
+import html
+from collections.abc import Iterable
 
 from aiohttp import web
 
@@ -24,6 +27,43 @@ MAX_DETOKENIZED = 1 << 20
 """Token ids in one POST /detokenize."""
 SHOWN_DIGITS = 8
 """Of an incarnation, which all but names a worker to the coordinator's socket: enough to tell a restart."""
+
+
+# -- what is here -----------------------------------------------------------------------------------------------------
+
+
+@routes.get("/")
+async def front(request: web.Request) -> web.Response:
+    """The model and every endpoint: a page for who takes HTML, as browsers say they do, else JSON."""
+    services = request.app[SERVICES]
+    found = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
+    endpoints = sorted({(path, method) for method, path in found if method != "HEAD" and path != "/"})
+    headers = {"Vary": "Accept"}
+    if "text/html" in request.headers.get("Accept", ""):
+        page = _front_page(services.model.name, endpoints)
+        return web.Response(text=page, content_type="text/html", headers=headers)
+    shown: Json = {
+        "server": "tandem",
+        "version": product_version(),
+        "model": services.model.name,
+        "endpoints": [f"{method} {path}" for path, method in endpoints],
+    }
+    return json_response(shown, headers=headers)
+
+
+def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
+    """Links where a click can follow them: to what takes GET at a fixed path."""
+    items = []
+    for path, method in endpoints:
+        linked = method == "GET" and "{" not in path
+        items.append(f"<li>{method} " + (f'<a href="{path}">{path}</a>' if linked else path) + "</li>")
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem</title>',
+            f"<h1>Tandem {html.escape(product_version())} serves {html.escape(model)}</h1>",
+            "<ul>", *items, "</ul></html>\n",
+        ]
+    )  # fmt: skip
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -894,7 +894,7 @@ async def test_with_a_key_everything_is_closed(model: Path) -> None:
     async with open_house(model, "colocated", api_key="s3cret", admin_api_key="root") as house:
         good, admin = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer root"}
         bad = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}, {"Authorization": "Bearer é"}]
-        for path in ("/v1/models", "/metrics", "/version", "/nowhere", "/admin/workers"):
+        for path in ("/", "/v1/models", "/metrics", "/version", "/nowhere", "/admin/workers"):
             for headers in bad:
                 response, body = await house.get(path, headers=headers)
                 assert response.status == 401 and body["error"]["code"] == "invalid_api_key"
@@ -1084,6 +1084,28 @@ async def test_a_worker_is_drained_by_name(model: Path) -> None:
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_root_tells_what_is_here(house: House) -> None:
+    response, body = await house.get("/")
+    assert response.status == 200 and body["server"] == "tandem" and body["model"] == "tiny"
+    assert {"POST /v1/chat/completions", "GET /v1/models", "GET /health", "GET /metrics"} <= set(body["endpoints"])
+    assert "GET /" not in body["endpoints"]
+    assert (await house.get("/nowhere"))[0].status == 404
+
+
+async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> None:
+    async with open_house(model, "colocated", served_model_name="<b>&co") as house:
+        async with house.client.get(house.url, headers={"Accept": "text/html,*/*;q=0.8"}) as response:
+            page = await response.text()
+        assert response.content_type == "text/html" and response.headers["Vary"] == "Accept"
+        assert "serves &lt;b&gt;&amp;co<" in page and "<b>" not in page
+        assert "POST /v1/chat/completions" in page
+        links = re.findall(r'href="([^"]+)"', page)
+        assert {"/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
+        for link in links:
+            async with house.client.get(house.url + link) as response:
+                assert response.status == 200, link
 
 
 async def test_models(house: House) -> None:
