@@ -81,35 +81,24 @@ class SpanWriter:
         logprobs: Seq[Logprobs | None],
     ) -> None:
         """A span, or as many as it takes; only the last one tells of an end."""
-        if len(self.requests) == MAX_SPANS:
-            self._close()
-        while (room := MAX_SPANS - len(self.ids)) < len(tokens):
-            if room:
-                told = logprobs[: max(0, room - (len(tokens) - len(logprobs)))]
-                self._append(sequence, start, tokens[:room], FinishReason.RUNNING, -1, told)
-                start, tokens, logprobs = start + room, tokens[room:], logprobs[len(told) :]
-            self._close()
-        self._append(sequence, start, tokens, finish, stop_id, logprobs)
-
-    def _append(
-        self,
-        sequence: SequenceId,
-        start: int,
-        tokens: list[int],
-        finish: FinishReason,
-        stop_id: int,
-        logprobs: Seq[Logprobs | None],
-    ) -> None:
-        self.requests.append(sequence.request)
-        self.choices.append(sequence.choice)
-        self.attempts.append(sequence.attempt)
-        self.starts.append(start)
-        self.counts.append(len(tokens))
-        self.finish.append(finish)
-        self.stop_ids.append(stop_id)
-        self.ids += tokens
-        self.logprobs += [None] * (len(tokens) - len(logprobs))
-        self.logprobs += logprobs
+        last = False
+        while not last:
+            if len(self.requests) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
+                self._close()
+            count = min(len(tokens), MAX_SPANS - len(self.ids))
+            told = logprobs[: max(0, count - (len(tokens) - len(logprobs)))]
+            last = count == len(tokens)
+            self.requests.append(sequence.request)
+            self.choices.append(sequence.choice)
+            self.attempts.append(sequence.attempt)
+            self.starts.append(start)
+            self.counts.append(count)
+            self.finish.append(finish if last else FinishReason.RUNNING)
+            self.stop_ids.append(stop_id if last else -1)
+            self.ids += tokens[:count]
+            self.logprobs += [None] * (count - len(told))
+            self.logprobs += told
+            start, tokens, logprobs = start + count, tokens[count:], logprobs[len(told) :]
 
     def messages(self) -> Iterator[Tokens]:
         """Everything collected, in order; nothing if there is nothing."""
