@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LEAST_MS = 0.1
 """Shorter times are drawn as this one."""
+DECADE = 10
+"""Times further apart than this factor are drawn on a logarithmic axis."""
 WAIT, PREFILL, DECODE = "#c7c7c7", "#d1603d", "#3d6fb1"
 
 
@@ -41,8 +43,10 @@ def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objectiv
         good = [record for record in run.records if record.ok]
         _distribution(first, name, [record.ttft * 1000 for record in good])
         _distribution(between, name, [gap * 1000 for record in good for gap in record.itls])
-    _label(first, "time to first token", "ms", "share of requests", bounds.get("ttft"))
-    _label(between, "time between tokens", "ms", "share of gaps", bounds.get("tpot"))
+    _label(first, "time to first token", "ms", "share of requests")
+    _label(between, "time between tokens", "ms", "share of gaps")
+    _times(first, bounds.get("ttft"))
+    _times(between, bounds.get("tpot"))
     if any(runs):
         first.legend(loc="lower right", frameon=False)
     shared: Axes | None = None
@@ -66,21 +70,41 @@ def draw_attainment(
         axes.plot(rates, [100 * share for share in shares], marker="o", markersize=4, label=name)
     axes.axhline(100 * wanted, color="black", linewidth=0.8, linestyle="--")
     axes.set_ylim(0, 103)
+    axes.set_xlim(left=0)
     _label(axes, f"requests inside {objectives}", "requests per second", "%")
     axes.legend(frameon=False)
     _write(figure, path)
 
 
 def _distribution(axes: Axes, name: str, values: Sequence[float]) -> None:
-    if not values:
+    if values:
+        axes.ecdf(np.maximum(values, LEAST_MS), label=name or None, linewidth=1.4)
+
+
+def _times(axes: Axes, bound: float | None) -> None:
+    """Axes whose distributions are drawn: plain numbers, few enough to stay apart. ``bound``: the maximum wanted."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_ylim(0, 1.03)
+    if not axes.lines:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
+        axes.set_xticks([])
         return
-    ordered = np.sort(np.maximum(np.asarray(values), LEAST_MS))
-    axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=name or None, linewidth=1.4)
-    axes.set_xscale("log")
+    if bound is not None:
+        axes.axvline(bound, color="black", linewidth=0.8, linestyle="--")
+    if (factor := axes.dataLim.x1 / axes.dataLim.x0) > DECADE:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if factor < DECADE**2 else (1,)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.locator_params(axis="x", nbins=6)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:
     """A row per request: waiting, prefill (as far as the server tells it apart from waiting), decode."""
+    from matplotlib.ticker import MaxNLocator
+
     for row, record in enumerate(records):
         if not record.moments:
             axes.plot(record.sent_at - began_at, row, "x", color="black", markersize=4)
@@ -92,9 +116,10 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
         axes.barh(row, last - first, left=first, height=0.8, color=DECODE)
     for colour, name in ((WAIT, "waiting"), (PREFILL, "prefill"), (DECODE, "decode")):
         axes.barh(0, 0, color=colour, label=name)
-    axes.invert_yaxis()
+    axes.set_ylim(len(records) - 0.5, -0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _label(axes, f"{title}every request from being sent to its last token", "s", "request")
-    axes.legend(loc="lower left", ncols=3, frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0)
 
 
 def _lanes(axes: Axes, run: Run) -> None:
@@ -117,14 +142,12 @@ def _lanes(axes: Axes, run: Run) -> None:
     _label(axes, "what its workers did", "s", "")
 
 
-def _label(axes: Axes, title: str, horizontal: str, vertical: str, bound: float | None = None) -> None:
+def _label(axes: Axes, title: str, horizontal: str, vertical: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(horizontal)
     axes.set_ylabel(vertical)
     axes.grid(color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    if bound is not None:
-        axes.axvline(bound, color="black", linewidth=0.8, linestyle="--")
 
 
 def _figure(width: float, height: float) -> Figure:

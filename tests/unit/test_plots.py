@@ -1,0 +1,79 @@
+"""Pictures of small and of uneven runs: every axis has labels, and they stay apart."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from bench import plots
+from bench.client import Record
+from bench.load import Run
+from bench.metrics import Objective
+
+
+def run(*ttfts_ms: float, gaps_ms: tuple[float, ...] = (6.0, 6.1)) -> Run:
+    """Requests one after another, each with the gaps given."""
+    records, now = [], 0.0
+    for ttft in ttfts_ms:
+        moments = [now + ttft / 1000]
+        for gap in gaps_ms:
+            moments.append(moments[-1] + gap / 1000)
+        stages = {"prefill_ms": ttft / 2, "prefill": "prefill-0", "decode": "decode-0"}
+        records.append(Record(now, 8, now, moments, [], len(moments), stages))
+        now = moments[-1]
+    return Run(records, now, 0.0)
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was drawn last, in a list."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure))
+    return drawn
+
+
+RUNS = {
+    "one request": {"": run(45.0)},
+    "one token": {"": run(45.0, gaps_ms=())},
+    "narrow": {"": run(31.2, 31.3, 33.7)},
+    "a factor of two": {"": run(145.0, 170.0, 212.0, 260.0)},
+    "all but the same": {"": run(1000.01, 1000.02)},
+    "three decades": {"": run(95.0, 90_000.0, gaps_ms=(8.0, 90.0))},
+    "five decades": {"": run(3.0, 45_000.0, gaps_ms=(0.01, 900.0))},
+    "two systems": {"1p1d": run(34.0, 35.0), "2c": run(41.0, 400.0)},
+    "failed": {"": Run([Record(0.0, 8, error="HTTP 503")], 0.0, 0.0)},
+}
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("objectives", [[], [Objective("ttft", 40.0), Objective("tpot", 8.0)]], ids=["", "bounds"])
+def test_labels_stay_apart(runs: dict[str, Run], objectives: list[Objective], figure: list[Any]) -> None:
+    plots.draw_runs(runs, Path("run.png"), objectives)
+    canvas = FigureCanvasAgg(figure[0])
+    canvas.draw()
+    for axes in figure[0].axes:
+        for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1)):
+            low, high = sorted(axis.get_view_interval())
+            labels = [
+                label
+                for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+                if low <= at <= high and label.get_text()
+            ]
+            boxes = [label.get_window_extent(canvas.get_renderer()) for label in labels]
+            spans = sorted(tuple(box.get_points()[:, side]) for box in boxes)
+            assert labels or axes.texts, (axes.get_title(loc="left"), side)
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), labels
+            assert not any(label.get_text() for label in axis.get_ticklabels(minor=True))
+
+
+def test_requests_are_counted_in_whole_numbers(figure: list[Any]) -> None:
+    for count in (1, 3, 40):
+        plots.draw_run(run(*[50.0] * count), Path("run.png"))
+        (timeline,) = [axes for axes in figure[-1].axes if axes.get_ylabel() == "request"]
+        low, high = sorted(timeline.get_ylim())
+        shown = [at for at in timeline.get_yticks() if low <= at <= high]
+        assert shown and all(at == int(at) and 0 <= at < count for at in shown)
