@@ -224,10 +224,11 @@ class Supervisor:
 
     async def _measured_links(self) -> tuple[object, ...]:
         """How KV travels between the pools and how fast; the mere names when the measuring takes too long."""
+        pairs = len(self._pool("prefill")) * len(self._pool("decode"))
         deadline = time.monotonic() + LINKS_TIMEOUT_S
         while True:
             links = tuple(await asyncio.to_thread(self._links))
-            if all(isinstance(link, dict) for link in links) or time.monotonic() > deadline:
+            if sum(isinstance(link, dict) for link in links) >= pairs or time.monotonic() > deadline:
                 return links
             await asyncio.sleep(POLL_S)
 
