@@ -63,7 +63,8 @@ REJECTED_WAIT_S = 0.5
 """The same when prefill is missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
 MISSED_BEATS = 3
-"""A worker whose heartbeats omit a request so often in a row does not have it (its tokens travel on another socket)."""
+"""A worker whose heartbeats omit a request so often in a row, although it was asked for the tokens that are missing
+each time before, does not have it (tokens travel on another socket than heartbeats)."""
 _FINISHES = tuple(FinishReason)
 _LEFTOVERS = 64
 """So many requests that were given up may stand in the queue."""
@@ -590,7 +591,8 @@ class Dispatcher:
             self.fail(ticket, worker_error(message))
 
     def beat(self, worker: Worker) -> None:
-        """Looks for requests that the worker should have and does not (their last message was lost).
+        """Looks for requests that the worker should have and does not: it is asked for their last words, and if none
+        come they are placed anew.
 
         Counts only beats between which everything that had arrived was read: under a backlog a heartbeat overtakes
         the tokens that explain it.
@@ -608,6 +610,18 @@ class Dispatcher:
             if missed >= MISSED_BEATS:
                 log.warning("%s does not have a request that it was given", worker.hello.name)
                 self._failed_by(worker, ticket)
+            elif missed:
+                self._ask_for_the_end(worker, ticket)
+
+    def _ask_for_the_end(self, worker: Worker, ticket: Ticket) -> None:
+        """It may have finished what it does not list, and its last words were lost: it can say them again for a while.
+        Beats count again once it has acted on that, which a worker in a long step has not."""
+        life = ticket.life
+        for choice, finish in enumerate(life.finish):
+            if not finish and not self._send(
+                ticket, worker, Resend(ticket.id, life.attempt, choice, len(life.output[choice]))
+            ):
+                return
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
         """Decode has a request from its reservation to its end, prefill until the first token."""

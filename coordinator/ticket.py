@@ -59,6 +59,7 @@ class Ticket:
     cut: bool = False
     """A choice was ended from this side: the workers do not know."""
     sent: dict[Incarnation, int] = field(default_factory=dict)
+    """The number of the last message about it to each of its workers, as their heartbeats count."""
     not_before: float = 0.0
     """Not to be placed earlier: after a failure something must change first."""
     avoid: frozenset[Pair] = frozenset()

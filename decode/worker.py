@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,12 @@ import msgspec
 
 from common.engine.planner import Sampled
 from common.errors import InvariantBroken
-from common.ids import SequenceId, TransferId, pack_tokens, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Logprobs, Measure, Resend, Reserve, Timing
+from common.finished import Finished
+from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
+from common.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing
 from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence, TokenLogprobs
-from common.spans import SpanWriter, from_wire, stop_id, to_wire
+from common.spans import SpanWriter, from_wire
 from common.worker import Worker
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Failed, Landed, Receiver
@@ -37,10 +37,6 @@ BUDGET_S = 0.002
 """Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
 READING_S = 0.002
 """Between two looks at a read of a sender's pool, while there is nothing else to do."""
-KEPT_FOR_RESEND, KEPT_S = 256, 5.0
-"""Finished sequences whose tokens can be told again, and for how long: a coordinator that has seen a gap asks every
-0.2 s, and an end that it was not told of it misses with the third heartbeat, 1.5 s later, and has the request computed
-again."""
 
 
 @dataclass(slots=True)
@@ -54,23 +50,12 @@ class _Life:
     landed_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What a Resend may ask of a sequence that has finished at ``at``: no prompt, which is most of one."""
-
-    at: float
-    output: bytes
-    finish: FinishReason
-    stop_id: int
-    logprobs: tuple[Logprobs | None, ...]
-
-
 class DecodeWorker(Worker):
     """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
 
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
-        self._done: OrderedDict[SequenceId, _Told] = OrderedDict()
+        self._finished = Finished()
         self.reservations = Reservations(self.cache)
         self._short_since = math.inf
         """Since when prompts to be computed here have been waiting for blocks."""
@@ -160,11 +145,7 @@ class DecodeWorker(Worker):
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
         writer = SpanWriter()
-        if told := self._done.get(sequence_id):
-            output = unpack_tokens(told.output)
-            if len(output) > start:
-                writer.again(sequence_id, start, output, told.finish, told.stop_id, told.logprobs)
-        else:
+        if not self._finished.tell(sequence_id, start, writer):
             for sequence in self.sequences(sequence_id.transfer):
                 if sequence.id == sequence_id and sequence.output_length > start:
                     writer.add(sequence, start)
@@ -176,7 +157,7 @@ class DecodeWorker(Worker):
         return READING_S if self.receiver.reading else super().rest_s()
 
     def move_kv(self, now: float) -> None:
-        self._forget(now)
+        self._finished.forget(now)
         self.receiver.step_s = self.pace.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, BUDGET_S):
@@ -283,23 +264,12 @@ class DecodeWorker(Worker):
         if sequence.finish is FinishReason.RUNNING:
             return
         self.planner.finish(sequence)
-        self._keep(sequence)
+        self._finished.keep(sequence, self.clock())
         life = self._lives[sequence.id.transfer]
         life.running.discard(sequence.id)
         if not life.running:
             del self._lives[sequence.id.transfer]
             self.over(sequence.id.transfer)
-
-    def _keep(self, sequence: Sequence) -> None:
-        logprobs = tuple(to_wire(entry) for entry in sequence.logprobs)
-        output = pack_tokens(sequence.output)
-        self._done[sequence.id] = _Told(self.clock(), output, sequence.finish, stop_id(sequence), logprobs)
-        if len(self._done) > KEPT_FOR_RESEND:
-            self._done.popitem(last=False)
-
-    def _forget(self, now: float) -> None:
-        while self._done and now - next(iter(self._done.values())).at > KEPT_S:
-            self._done.popitem(last=False)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:
         life = self._lives[sequence.id.transfer]

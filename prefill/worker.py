@@ -22,7 +22,8 @@ from typing import Any
 
 from common.engine.planner import Sampled
 from common.errors import WireError
-from common.ids import Incarnation, TransferId, pack_tokens, transfer_holder
+from common.finished import Finished
+from common.ids import Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
 from common.kv.table import BlockTable
 from common.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing
 from common.request import FinishReason
@@ -64,6 +65,7 @@ class PrefillWorker(Worker):
         self._tried: dict[TransferId, Incarnation] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
+        self._finished = Finished()
         self._pumped_at = self._looked_at = 0.0
         self.sender = Sender(
             self.channels,
@@ -94,8 +96,8 @@ class PrefillWorker(Worker):
                 self._prefill(message, now)
             case Abort(request=request, attempt=attempt):
                 self.abort(TransferId(request, attempt))
-            case Resend(request=request, attempt=attempt, start=start):
-                self._resend(TransferId(request, attempt), start)
+            case Resend(request=request, attempt=attempt, choice=choice, start=start):
+                self._resend(SequenceId(request, choice, attempt), start)
             case Measure():
                 self._measure(message, now)
             case _:
@@ -128,13 +130,16 @@ class PrefillWorker(Worker):
         self._aside.discard(transfer)
         self.over(transfer)
 
-    def _resend(self, transfer: TransferId, start: int) -> None:
-        """The first token again; decode's first span repeats it anyway, so what is gone here needs no answer."""
-        prompt = self._prompts.get(transfer)
-        if prompt is not None and prompt.sequence.output_length > start:
-            writer = SpanWriter()
+    def _resend(self, sequence_id: SequenceId, start: int) -> None:
+        """The first token again. What was handed over needs no answer, since decode's first span repeats it; what ended
+        here is known to nobody else."""
+        writer = SpanWriter()
+        prompt = self._prompts.get(sequence_id.transfer)
+        if prompt is None:
+            self._finished.tell(sequence_id, start, writer)
+        elif prompt.sequence.id == sequence_id and prompt.sequence.output_length > start:
             writer.add(prompt.sequence, start)
-            self._send(writer)
+        self._send(writer)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -193,6 +198,8 @@ class PrefillWorker(Worker):
 
     def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:
         if all(choice.finish is not FinishReason.RUNNING for choice in choices):
+            for choice in choices:
+                self._finished.keep(choice, now)
             self.sender.cancel(transfer, "ended by its first token")
             self._drop(transfer)
             return
@@ -244,6 +251,7 @@ class PrefillWorker(Worker):
         return self.sender.behind
 
     def move_kv(self, now: float) -> None:
+        self._finished.forget(now)
         self._pump(now, BUDGET_S)
         ended, self._ended = self._ended, []
         for end in ended:

@@ -243,7 +243,7 @@ class FakeWorker:
             spans = SpanWriter()
             spans.add(job.sequences[choice], start)
             for said in spans.messages():
-                send(control, said)
+                self._say(control, said)
 
     def _timings(self) -> dict[str, float]:
         if self.role == "decode":

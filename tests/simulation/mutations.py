@@ -186,6 +186,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             Dispatcher, "beat", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
         ),
     ),
+    "ends are not asked for": (
+        Mutation(
+            "what a worker does not list any more is given again at once",
+            Dispatcher, "_ask_for_the_end", _nothing, (NO_NEXT_TOKEN,),
+        ),
+    ),
     "no resend": (
         Mutation("lost tokens are not asked for again", Dispatcher, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
     ),

@@ -52,7 +52,7 @@ class Line:
 @dataclass
 class Losing:
     """The ``number``-th message with this ``tag`` (a frame of KV: "frame") is lost, and ``struck`` hears of its ends.
-    Tokens are such as have more of theirs after them."""
+    "last tokens" are such as end a choice."""
 
     tag: str
     number: int
@@ -70,7 +70,9 @@ class Losing:
         if len(parts) == 2:
             return self.tag == "frame"
         tag, *fields = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])
-        return bool(tag == self.tag) and not (tag == "tokens" and any(fields[_FINISH]))
+        if tag == "tokens" and any(fields[_FINISH]):
+            tag = "last tokens"
+        return bool(tag == self.tag)
 
 
 @dataclass

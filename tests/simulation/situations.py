@@ -286,7 +286,7 @@ class Careless(OneFault):
     """One message is lost, and the connection stays."""
 
     def _faults(self) -> None:
-        tags = ("prefill", "reserve", "tokens", "open", "grant", "frame", "ack", "commit", "accept")
+        tags = ("prefill", "reserve", "tokens", "last tokens", "open", "grant", "frame", "ack", "commit", "accept")
         tag = self.rng.choice(tags)
         self.noticed_s = LOST_S if tag in ("prefill", "reserve") else RESENT_S
         self.system.network.losing = Losing(tag, self.rng.randint(1, 6), self.system.struck)

@@ -18,6 +18,7 @@ import zmq
 
 from common.channel import bind_router, send
 from common.errors import WireError
+from common.finished import KEPT_S
 from common.ids import (
     Incarnation,
     RequestId,
@@ -53,7 +54,7 @@ from common.messages import (
 from common.request import FinishReason, Request, SamplingParams
 from common.wire import decode, seal
 from common.worker import Worker, WorkerSettings
-from decode.worker import KEPT_S, DecodeWorker
+from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
 
@@ -715,13 +716,27 @@ def test_what_has_finished_can_be_told_again_for_a_while_and_keeps_no_prompt(
         bench.tell("colocated-0", Resend(request.id, 1, choice, 2))
     bench.until(lambda: len(bench.finished) == 2)
     assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == told
-    kept = worker._done  # type: ignore[attr-defined]
-    assert [len(each.output) for each in kept.values()] == [4 * 6, 4 * 6]
+    kept = worker._finished._outputs  # type: ignore[attr-defined]
+    assert [len(each.tokens) for each in kept.values()] == [4 * 6, 4 * 6]
     assert [len(each.logprobs) for each in kept.values()] == [6 if logprobs else 0] * 2
     now = worker.clock() + KEPT_S + 1
     monkeypatch.setattr(worker, "clock", lambda: now)
     bench.turn()
     assert not kept
+
+
+def test_first_tokens_that_ended_a_request_can_be_told_again(pair: Bench) -> None:
+    """Decode has never heard of them, and prefill holds nothing of the request any more."""
+    request = make_request(50, 1, n=2)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request) and pair.quiet())
+    pair.streams.clear()
+    pair.finished.clear()
+    for choice in range(2):
+        for name in pair.workers:
+            pair.tell(name, Resend(request.id, 1, choice, 0))
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
 
 
 _SENSE: dict[str, Any] = {"prompt": pack_tokens([1, 2, 3]), "sampling": [8, 1], "n": 2, "emitted": [], "ended": []}

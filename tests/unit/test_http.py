@@ -596,7 +596,19 @@ async def test_lost_token_messages_are_asked_for_again(model: Path) -> None:
         assert decode.got(Resend)
 
 
-async def test_a_lost_last_message_is_noticed_by_heartbeats(model: Path) -> None:
+async def test_lost_last_tokens_are_asked_for_when_heartbeats_omit_the_request(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", drop={Tokens})
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 5, "n": 2}))
+        await until(lambda: decode.got(Reserve) and not decode.busy, "it has finished")
+        decode.drop.clear()
+        response, body = await asked
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 10
+        assert len(decode.got(Reserve)) == 1, "nothing was computed again"
+        assert {message.choice for message in decode.got(Resend)} == {0, 1}
+
+
+async def test_a_request_whose_end_is_not_told_again_is_given_again(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", drop={Tokens})
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 5}))
