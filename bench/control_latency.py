@@ -46,7 +46,7 @@ from common.messages import (
 from common.request import Request, SamplingParams
 from common.sequence import Batch, StepResult
 from common.worker import WorkerSettings
-from coordinator.gateway import HEARTBEAT_MS, Gateway
+from coordinator.gateway import Gateway
 from coordinator.registry import Registry, Worker
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -194,7 +194,7 @@ class House:
     def _lease(self) -> None:
         for worker in self.workers.values():
             self.gateway.send(worker, Lease(b"", self.gateway.sent[worker.id] + 1))
-        self._timers["lease"] = self._loop.call_later(HEARTBEAT_MS / 1000, self._lease)
+        self._timers["lease"] = self._loop.call_later(self.registry.times.heartbeat_s, self._lease)
 
 
 def copy_memory() -> None:

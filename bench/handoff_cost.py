@@ -61,14 +61,15 @@ from common.messages import (
 )
 from common.pace import Pace
 from common.request import FinishReason, Request, SamplingParams
+from common.times import FailureTimes
 from common.wire import encode, seal, unseal
 from common.worker import TIMER_S, Worker
 from coordinator.dispatch import Dispatcher
-from coordinator.gateway import HEARTBEAT_MS, Gateway
+from coordinator.gateway import Gateway
 from coordinator.lifecycle import Life, State
 from coordinator.limits import Admission
 from coordinator.metrics import Metrics
-from coordinator.registry import SWEEP_S, Registry
+from coordinator.registry import Registry
 from coordinator.router import Router
 from coordinator.ticket import Client, Ticket
 from kvtransfer.credit import CreditBook
@@ -78,7 +79,7 @@ from kvtransfer.proof import proof, proves
 from kvtransfer.session import Limits, ReceiverSession, SenderSession
 
 BLOCK_SIZE, CHUNK = 16, 512
-BEAT_S = HEARTBEAT_MS / 1000
+TIMES = FailureTimes()
 COUNTERS = {f"counter_{number}": float(number) for number in range(16)}
 PREFILL, DECODE = Incarnation("p" * 16), Incarnation("d" * 16)
 
@@ -465,7 +466,7 @@ def parts(shape: Shape, seconds: float) -> Iterator[tuple[str, float]]:
     """What each safeguard costs one request of ``shape`` that is in the system for ``seconds``, in microseconds."""
     wire, watch, share = Wire(), Watch(shape.live), 1 / shape.live
     try:
-        beats, looks, steps = seconds / BEAT_S, seconds / SWEEP_S, shape.output + shape.prompt / CHUNK
+        beats, looks, steps = seconds / TIMES.heartbeat_s, seconds / TIMES.sweep_s, shape.output + shape.prompt / CHUNK
         yield f"leases ({beats:.1f} to each of two workers)", 2 * beats * lease(wire, shape.live) * share
         yield f"heartbeats ({beats:.1f} of each of two workers)", 2 * beats * watch.heartbeat(wire) * share
         yield f"snapshots for them ({steps:.0f} steps)", steps * snapshot(shape.live) * share

@@ -200,6 +200,12 @@ class ServingOptions:
         one_of("local", "wait", "reject"),
         "routing",
     )
+    failure_timeout: float = option(
+        2.0,
+        "how long a worker may be silent, or make no progress, before its requests move; workers follow",
+        decimal(0.5, 60, "SECONDS"),
+        "routing",
+    )
     max_queued_requests: int = option(2048, "requests that may wait; more get 429", count(1), "queue")
     max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait; more get 429", count(1), "queue")
     request_timeout: float = option(600.0, "deadline of a request", DEADLINE, "queue")

@@ -54,6 +54,7 @@ class Membership:
         self.bad_messages = 0
         self._welcome: Welcome | None = None
         self._heart: Heart | None = None
+        self._interval_s = 0.0
         self._dial()
         self._say_hello()
 
@@ -133,7 +134,11 @@ class Membership:
     # -- the heart ----------------------------------------------------------------------------------------------------
 
     def _start_heart(self, interval_s: float) -> None:
+        if self._heart is not None and interval_s != self._interval_s:  # another coordinator, with times of its own
+            self._heart.stop()
+            self._heart = None
         if self._heart is None:
+            self._interval_s = interval_s
             name = identity(self.hello.name, self.hello.incarnation, beats=True)
             self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 

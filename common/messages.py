@@ -20,9 +20,10 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 7
+PROTOCOL = 8
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Short = Annotated[str, msgspec.Meta(max_length=128)]
 """A name or a fingerprint; the address of an abstract socket has at most 107 bytes."""
@@ -184,11 +185,13 @@ FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | 
 
 
 class Welcome(Message, tag="welcome"):
-    """The worker is registered."""
+    """The worker is registered. What it holds for a coordinator or a hand-off that is not heard of for ``lease_ms`` it
+    drops; a hand-off without progress for ``patience_ms`` it gives up."""
 
     coordinator: Incarnation
-    heartbeat_ms: int
-    lease_ms: int
+    heartbeat_ms: Milliseconds
+    lease_ms: Milliseconds
+    patience_ms: Milliseconds
 
 
 class Turned(Message, tag="turned"):
@@ -244,10 +247,10 @@ class Abort(Message, tag="abort"):
 
 
 class Lease(Message, tag="lease"):
-    """Every 500 ms: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32), joined. It
-    renews the lease on those; whatever came before this message and is not listed was given up (its Abort was lost).
-    A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off. ``sent`` is
-    how many messages this one makes since Welcome: those of them that have not arrived were lost."""
+    """As often as heartbeats: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32),
+    joined. It renews the lease on those; whatever came before this message and is not listed was given up (its Abort
+    was lost). A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off.
+    ``sent`` is how many messages this one makes since Welcome: those of them that have not arrived were lost."""
 
     live: bytes
     sent: int

@@ -134,6 +134,10 @@ class Worker(abc.ABC):
         return hello
 
     @abc.abstractmethod
+    def heed(self, welcome: Welcome) -> None:
+        """The times that a coordinator has given hold for hand-offs, too."""
+
+    @abc.abstractmethod
     def handle(self, message: Any, now: float) -> None:
         """One control message about a request."""
 
@@ -216,6 +220,7 @@ class Worker(abc.ABC):
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
             case Welcome(lease_ms=lease_ms):
+                self.heed(message)
                 self._lease_s = lease_ms / 1000
                 self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()

@@ -21,6 +21,7 @@ from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError
+from common.times import FailureTimes
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway, bracketed
 from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
@@ -67,7 +68,7 @@ async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None]
 async def running(config: CoordinatorConfig, scale: Scale | None = None) -> AsyncIterator[Services]:
     """Everything but HTTP, in the running event loop."""
     checkpoint = open_checkpoint(config.model, config.revision)
-    registry = Registry(checkpoint.fingerprint)
+    registry = Registry(checkpoint.fingerprint, FailureTimes(config.failure_timeout))
     registry.expected = {
         "prefill": config.expect_prefill,
         "decode": config.expect_decode,

@@ -43,13 +43,13 @@ from common.messages import (
 )
 from common.request import FinishReason, Request
 from coordinator.breakers import Alone, Pair
-from coordinator.gateway import HEARTBEAT_MS, Gateway
+from coordinator.gateway import Gateway
 from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
 from coordinator.refusals import given_up, internal, no_workers, quarantined, shutting_down, worker_error
-from coordinator.registry import SWEEP_S, Registry, Worker
+from coordinator.registry import Registry, Worker
 from coordinator.router import Need, NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
 
@@ -68,9 +68,9 @@ each time before, does not have it (tokens travel on another socket than heartbe
 _FINISHES = tuple(FinishReason)
 _LEFTOVERS = 64
 """So many requests that were given up may stand in the queue."""
-STALL_S, STALL_INTERVALS, STALL_STEPS = 2.0, 20, 4
-"""A stream that gets nothing for so long, so many of its usual intervals and of its worker's steps is given to another
-worker, if its worker does not say why."""
+STALL_INTERVALS, STALL_STEPS = 20, 4
+"""A stream that gets nothing for the failure timeout, so many of its usual intervals and of its worker's steps is given
+to another worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
 CRASH_DELAY_S = 0.02
@@ -90,6 +90,7 @@ class Dispatcher:
     ) -> None:
         self.gateway, self.router, self.admission, self.metrics = gateway, router, admission, metrics
         self.registry: Registry = gateway.registry
+        self.times = self.registry.times
         self.breakers = router.breakers
         self.retries = RetryBudget()
         self.links = Links()
@@ -641,7 +642,7 @@ class Dispatcher:
             if self.breakers.tick(now):
                 self.pump_soon()
             if now >= self._leases_due:
-                self._leases_due = now + HEARTBEAT_MS / 1000 - SWEEP_S / 2
+                self._leases_due = now + self.times.heartbeat_s - self.times.sweep_s / 2
                 self._renew_leases()
             for worker in list(self.registry):
                 self._look_for_stalls(worker, now)
@@ -658,14 +659,14 @@ class Dispatcher:
         beat, on = worker.beat, self._on.get(worker.id)
         if beat is None or not on:
             return
-        resting = set(_ids(beat.resting))
+        resting, least_s = set(_ids(beat.resting)), self.times.timeout_s
         for ticket in list(on.values()):
             if ticket.life.state is not State.DECODING or ticket.life.decode != worker.id or ticket.id in resting:
                 continue
-            if now - ticket.heard_at <= STALL_S:  # the usual: what the patience really is takes longer to find out
+            if now - ticket.heard_at <= least_s:  # the usual: what the patience really is takes longer to find out
                 continue
             silence_s = self.registry.lags.silence(ticket.heard_at, now)
-            if silence_s > max(STALL_S, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000):
+            if silence_s > max(least_s, STALL_INTERVALS * ticket.interval_s, STALL_STEPS * beat.longest_ms / 1000):
                 log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence_s)
                 self._failed_by(worker, ticket)
 
@@ -677,8 +678,8 @@ class Dispatcher:
             self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1))
 
     def _next_tick(self) -> None:
-        self._due = self._clock() + SWEEP_S
-        self._ticks = self._loop.call_later(SWEEP_S, self._tick)
+        self._due = self._clock() + self.times.sweep_s
+        self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)
 
     def _give_up_waiting(self, waited_s: float) -> None:
         role = self.router.missing_role()

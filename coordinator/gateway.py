@@ -41,8 +41,6 @@ from coordinator.registry import Refused, Registry, Worker, WorkerState
 
 log = logging.getLogger("tandem.gateway")
 
-HEARTBEAT_MS = 500
-LEASE_MS = 8_000
 MESSAGES_PER_TURN = 512
 """After so many the event loop gets a turn, so that clients are served while workers flood."""
 COMPLAIN_EVERY_S = 10.0
@@ -50,8 +48,8 @@ COMPLAIN_EVERY_S = 10.0
 PROBES_S = (0.01, 0.1)
 """After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
 REJOIN_LOOKS = 4
-"""A worker whose connection was closed has died if nothing was heard of it at so many looks (SWEEP_S) after: a heart
-beats every HEARTBEAT_MS, and dials anew within a tenth of a second."""
+"""A worker whose connection was closed has died if nothing was heard of it at so many looks after: that is the time of
+two heartbeats, and a heart dials anew within a tenth of a second."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
 """Names no request: a probe that means nothing to whom it reaches."""
 
@@ -212,7 +210,7 @@ class Gateway:
     # -- in -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
-        """Drops workers that have been silent too long. To be called every SWEEP_S."""
+        """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``."""
         self._read()
         self._complain(now_s)
         for worker in self.registry.sweep(now_s):
@@ -357,7 +355,9 @@ class Gateway:
                 self._events.lost(old, crashed=False)
         worker = verdict.worker
         self.sent[worker.id] = 0
-        if self.send(worker, Welcome(self.incarnation, HEARTBEAT_MS, LEASE_MS)):
+        times = self.registry.times
+        told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
+        if self.send(worker, Welcome(self.incarnation, *told)):
             self.registry.welcome(worker)
             log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
             self._events.joined(worker)

@@ -20,14 +20,11 @@ from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from common.options import parse_address
+from common.times import FailureTimes
 from coordinator.lags import Lags
 
-SILENCE_S = 1.75
-"""A worker not heard of for so long is gone; with the time between two looks that makes two seconds."""
-HANG_S, HANG_STEPS = 2.0, 4.0
-"""A turn of a worker's loop that takes this long, and so many times what is expected of a step, will never end."""
-SWEEP_S = 0.25
-"""How often :meth:`Registry.sweep` is expected to be called; what is later than that is our own lag, not silence."""
+HANG_STEPS = 4.0
+"""A turn of a worker's loop that takes longer than the failure timeout, and than so many expected steps, never ends."""
 _FORGOTTEN = 1024
 
 
@@ -106,17 +103,18 @@ class Refused:
 
 
 class Registry:
-    """All workers that are not gone. ``fingerprint`` is the served model's, None to take the first worker's."""
+    """All workers that are not gone. ``fingerprint`` is the served model's, None to take the first worker's; ``times``
+    say when one that is silent is."""
 
-    def __init__(self, fingerprint: str | None) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, fingerprint: str | None, times: FailureTimes | None = None) -> None:
+        self.fingerprint, self.times = fingerprint, times or FailureTimes()
         self.seen: dict[Role, set[str]] = {"prefill": set(), "decode": set(), "colocated": set()}
         """Names of the workers that have been ready at least once."""
         self.expected: dict[Role, int] = {"prefill": 0, "decode": 0, "colocated": 0}
         """How many of each must have been ready once before the system is."""
         self._workers: dict[Incarnation, Worker] = {}
         self._replaced: dict[Incarnation, None] = {}
-        self.lags = Lags(SWEEP_S)
+        self.lags = Lags(self.times.sweep_s)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -173,7 +171,7 @@ class Registry:
     def hangs(self, worker: Worker) -> bool:
         """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
         beat = worker.beat
-        return beat is not None and beat.turn_ms > 1000 * HANG_S and beat.turn_ms > HANG_STEPS * beat.expected_ms
+        return beat is not None and beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
 
     def drains(self, worker: Worker) -> None:
         """The worker has said that it takes nothing new. Idempotent."""
@@ -192,9 +190,10 @@ class Registry:
         self._workers.pop(worker.id, None)
 
     def sweep(self, now_s: float) -> list[Worker]:
-        """Removes and returns workers that have been silent too long. To be called when what had arrived was read."""
+        """Removes and returns workers that have been silent too long. To be called every ``times.sweep_s``, when what
+        had arrived was read."""
         self.lags.look(now_s)
-        silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > SILENCE_S]
+        silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s]
         for worker in silent:
             self.gone(worker)
         return silent

@@ -23,13 +23,14 @@ from common.engine.planner import Sampled
 from common.errors import InvariantBroken
 from common.finished import Finished
 from common.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
-from common.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing
+from common.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
 from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence, TokenLogprobs
 from common.spans import SpanWriter, from_wire
 from common.worker import Worker
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.session import Limits
 
 log = logging.getLogger("tandem.decode")
 
@@ -72,6 +73,9 @@ class DecodeWorker(Worker):
 
     def close_links(self) -> None:
         self.receiver.close()
+
+    def heed(self, welcome: Welcome) -> None:
+        self.receiver.limit(Limits.told(welcome))
 
     def holdings(self) -> set[TransferId]:
         return {*self._lives, *self._trials}

@@ -123,6 +123,11 @@ class Receiver:
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
+    def limit(self, limits: Limits) -> None:
+        """Hand-offs that begin from now on keep to ``limits``."""
+        self._limits = limits
+        self._sources.lease_s = limits.lease_s
+
     def expect(
         self, transfer: TransferId, tokens: int, have: int, table: Sequence[BlockId], peer: Peer, now: float
     ) -> None:

@@ -172,6 +172,10 @@ class Sender:
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
+    def limit(self, limits: Limits) -> None:
+        """Hand-offs that begin from now on keep to ``limits``."""
+        self._limits = limits
+
     def open(self, transfer: TransferId, peer: Peer, tokens: int, table: Sequence[BlockId], now: float) -> None:
         """Announces ``tokens`` tokens to ``peer``. ``table`` may still grow; its blocks must stay until the end.
         WireError if nothing can be sent there."""

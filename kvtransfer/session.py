@@ -22,7 +22,8 @@ from typing import ClassVar
 from common.errors import InvariantBroken, WireError
 from common.ids import TransferId
 from common.kv.layout import KvLayout
-from common.messages import Commit
+from common.messages import Commit, Welcome
+from common.times import FailureTimes
 from kvtransfer.frames import FrameHeader, Rectangle, fold
 from kvtransfer.plan import TARGET_BYTES, Outbox
 
@@ -64,13 +65,19 @@ class Limits:
     steps that the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers
     that is still no fault of our own. A frame has about ``frame_bytes``."""
 
-    no_progress_s: float = 2.0
+    no_progress_s: float = FailureTimes().timeout_s
     busy_steps: float = 4.0
     resend_s: float = 0.2
-    renew_s: float = 0.5
-    lease_s: float = 8.0
+    renew_s: float = FailureTimes().heartbeat_s
+    lease_s: float = FailureTimes().lease_s
     lag_s: float = 0.1
     frame_bytes: int = TARGET_BYTES
+
+    @classmethod
+    def told(cls, welcome: Welcome) -> Limits:
+        """What a coordinator wants of the hand-offs between its workers."""
+        patience, renewal, lease = welcome.patience_ms, welcome.heartbeat_ms, welcome.lease_ms
+        return cls(no_progress_s=patience / 1000, renew_s=renewal / 1000, lease_s=lease / 1000)
 
 
 class Session:

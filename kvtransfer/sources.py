@@ -56,7 +56,7 @@ class Sources:
     What no hand-off has used for ``lease_s``, which is how long one may be silent, is let go."""
 
     def __init__(self, channels: Channels, lease_s: float, reader: nixl.NixlReader | None = None) -> None:
-        self._channels, self._lease_s, self._reader = channels, lease_s, reader
+        self._channels, self.lease_s, self._reader = channels, lease_s, reader
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
     def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Knocking | None:
@@ -95,7 +95,7 @@ class Sources:
         for key, source in list(self._sources.items()):
             source.used_at = max(source.used_at, heard.get(id(source.pool), 0.0))
             used = source.knock is not None or id(source.pool) in heard
-            idle = source.pool is not None and now - source.used_at > self._lease_s
+            idle = source.pool is not None and now - source.used_at > self.lease_s
             if not used and (idle or len(self._sources) > MAX_POOLS):
                 del self._sources[key]
                 if source.pool is not None:

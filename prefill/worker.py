@@ -25,12 +25,13 @@ from common.errors import WireError
 from common.finished import Finished
 from common.ids import Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
 from common.kv.table import BlockTable
-from common.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing
+from common.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
 from common.request import FinishReason
 from common.sequence import Batch, Sequence
 from common.spans import SpanWriter, stop_id, to_wire
 from common.worker import Worker
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+from kvtransfer.session import Limits
 
 log = logging.getLogger("tandem.prefill")
 
@@ -78,6 +79,9 @@ class PrefillWorker(Worker):
 
     def close_links(self) -> None:
         self.sender.close()
+
+    def heed(self, welcome: Welcome) -> None:
+        self.sender.limit(Limits.told(welcome))
 
     def holdings(self) -> set[TransferId]:
         return {*self._prompts, *self._trials}

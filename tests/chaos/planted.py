@@ -5,17 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from coordinator import registry
 from coordinator.dispatch import Dispatcher
 from coordinator.ticket import Ticket
 from deploy.cli import main
 
-SILENCE, QUEUED = "silence is noticed late", "queued requests are kept"
-SILENCE_S = 6.0
-
-
-def _notice_silence_late() -> None:
-    registry.SILENCE_S = SILENCE_S
+QUEUED = "queued requests are kept"
 
 
 def _keep_queued() -> None:
@@ -28,7 +22,7 @@ def _keep_queued() -> None:
     Dispatcher.abort = abort_if_placed  # type: ignore[method-assign]
 
 
-BUGS: dict[str, Callable[[], None]] = {SILENCE: _notice_silence_late, QUEUED: _keep_queued}
+BUGS: dict[str, Callable[[], None]] = {QUEUED: _keep_queued}
 
 if __name__ == "__main__":
     BUGS[sys.argv[1]]()

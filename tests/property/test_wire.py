@@ -242,7 +242,7 @@ EXAMPLES: list[Message] = [
     Cached(b"a" * 16, b"b" * 16),
     Measured("0123456789abcdef", "shm", 65_536, 0.002),  # type: ignore[arg-type]
     Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
-    Welcome("0123456789abcdef", 500, 8000),  # type: ignore[arg-type]
+    Welcome("0123456789abcdef", 500, 8000, 2000),  # type: ignore[arg-type]
     Turned("another model"),
     Rejoin(),
     Prefill(_REQUEST, 1, _PEER),

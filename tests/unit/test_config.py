@@ -250,3 +250,11 @@ def test_the_same_name_means_the_same_kind_everywhere() -> None:
 def test_configurations_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ChatConfig().url = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["0.4", "61", "nan", "soon"])
+@pytest.mark.parametrize("config", [UpConfig, CoordinatorConfig])
+def test_a_failure_timeout_that_cannot_work_is_refused(config: type[Any], text: str) -> None:
+    with pytest.raises(StartError, match=r"--failure-timeout.*0\.5 to 60"):
+        load_config(config, {"model": "m", "failure_timeout": text}, {})
+    assert load_config(config, {"model": "m", "failure_timeout": "0.5"}, {}).config.failure_timeout == 0.5

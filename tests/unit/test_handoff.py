@@ -38,6 +38,7 @@ from common.messages import (
     FromWorker,
     Generate,
     Goodbye,
+    Heartbeat,
     Hello,
     Lease,
     Measure,
@@ -55,6 +56,7 @@ from common.request import FinishReason, Request, SamplingParams
 from common.wire import decode, seal
 from common.worker import Worker, WorkerSettings
 from decode.worker import DecodeWorker
+from kvtransfer.session import Limits
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
 
@@ -78,6 +80,7 @@ class Bench:
         self.cached: list[Cached] = []
         self.goodbyes: list[Incarnation] = []
         self.lease_ms = 60_000
+        self.beats = 0
 
     def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
         name = WorkerName(f"{role}-{len(self.workers)}")
@@ -109,7 +112,9 @@ class Bench:
         match message:
             case Hello():
                 self.hellos[message.name] = message
-                send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms), identity)
+                send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
+            case Heartbeat():
+                self.beats += 1
             case Tokens():
                 self._spans(message)
             case Failed():
@@ -664,20 +669,35 @@ def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
     pair.until(pair.quiet)
 
 
+def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> None:
+    """Also from a second coordinator, which has others."""
+    for name in pair.workers:
+        pair.tell(name, Welcome(Incarnation("other"), 20, 4_000, 500))
+    pair.until(lambda: pair.beats >= 40, deadline_s=4)  # of two hearts that beat twice a second: 16
+    prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
+    told = Limits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
+    assert prefill.sender._limits == decode.receiver._limits == told  # type: ignore[attr-defined]
+    assert decode.receiver._sources.lease_s == 4.0  # type: ignore[attr-defined]
+    request = make_request(50, 4)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
+
+
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
     bench.lease_ms = 300
-    bench.add("prefill", OracleEngine(64))
-    decode = bench.add("decode", OracleEngine(64))
-    running, reserved = make_request(100, 900), make_request(90, 4)
+    bench.add("prefill", OracleEngine(512))
+    decode = bench.add("decode", OracleEngine(512))
+    running, reserved = make_request(100, 8000), make_request(90, 4)
     bench.place(running, "prefill-0", "decode-1")
-    bench.tell("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
-    both = [TransferId(running.id, 1), TransferId(reserved.id, 1)]
-    bench.until(lambda: len(decode.holdings()) == 2)
+    bench.until(lambda: len(decode.holdings()) == 1)
     renewed_until = time.monotonic() + 0.6  # twice as long as without
     while time.monotonic() < renewed_until:
-        bench.tell("decode-1", Lease(pack_transfers(both), 0))
+        bench.tell("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
         bench.turn()
-        assert len(decode.holdings()) == 2
+        assert len(decode.holdings()) == 1
+    bench.tell("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
+    bench.until(lambda: len(decode.holdings()) == 2)
     bench.until(lambda: not decode.holdings(), deadline_s=2)
     assert decode.cache.pool.counts.held == 0
 

@@ -34,8 +34,10 @@ from common.messages import (
     Role,
     Timing,
     Tokens,
+    Welcome,
 )
 from common.request import Request
+from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator.app import drain
 from coordinator.breakers import FAILURES
@@ -410,6 +412,17 @@ async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> 
         await stream_over(house, hang)
 
 
+async def test_a_shorter_failure_timeout_notices_silence_sooner_than_the_usual_one_could(model: Path) -> None:
+    async with open_house(model, failure_timeout=0.5) as house:
+        worker = await house.add("colocated")
+        (welcome,) = worker.got(Welcome)
+        assert (welcome.heartbeat_ms, welcome.lease_ms, welcome.patience_ms) == (125, 2000, 500)
+        worker.fall_silent()
+        silent_at = time.monotonic()
+        await until(lambda: not len(house.dispatcher.registry), "it is gone")
+        assert time.monotonic() - silent_at < FailureTimes().silence_s
+
+
 async def test_a_worker_that_leaves_politely(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         first = await house.add("decode", step_s=0.01)
@@ -570,10 +583,9 @@ async def test_two_crashes_are_enough(model: Path) -> None:
         assert response.status == 500 and body["error"]["code"] == "request_quarantined"
 
 
-async def test_a_stream_that_is_held_and_never_served_moves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:
     """The decode worker lives, lists the request, and says nothing about it."""
-    monkeypatch.setattr("coordinator.dispatch.STALL_S", 0.3)
-    async with open_house(model, "prefill") as house:
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
         stuck = await house.add("decode", step_s=30.0)
         await house.add("decode", step_s=0.001, name="other")
         answers = [await house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(2)]

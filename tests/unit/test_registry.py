@@ -13,8 +13,11 @@ from common.errors import InvariantBroken
 from common.ids import Incarnation, WorkerName
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from common.times import FailureTimes
 from coordinator.lags import Lags
-from coordinator.registry import SILENCE_S, SWEEP_S, Joined, Refused, Registry, Worker, WorkerState
+from coordinator.registry import Joined, Refused, Registry, Worker, WorkerState
+
+TIMES = FailureTimes()
 
 
 def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **changes: Any) -> Hello:
@@ -151,14 +154,14 @@ def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
-    assert registry.sweep(SWEEP_S) == []
-    assert registry.sweep(SWEEP_S + 10) == [], "we were not listening for ten seconds"
-    now = SWEEP_S + 10
+    assert registry.sweep(TIMES.sweep_s) == []
+    assert registry.sweep(TIMES.sweep_s + 10) == [], "we were not listening for ten seconds"
+    now = TIMES.sweep_s + 10
     while registry.get(worker.id) is not None and now < 100:
-        now += SWEEP_S
+        now += TIMES.sweep_s
         gone = registry.sweep(now)
     assert gone == [worker] and worker.state is WorkerState.GONE
-    assert now - (SWEEP_S + 10) <= SILENCE_S + 2 * SWEEP_S
+    assert now - (TIMES.sweep_s + 10) <= TIMES.silence_s + 2 * TIMES.sweep_s
 
 
 def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_again() -> None:
@@ -167,12 +170,12 @@ def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_aga
     registry.sweep(0.0)
     registry.heard(worker, 10.0)  # what waited for us is read before the sweep
     assert registry.sweep(10.0) == [] and worker.heard_at == 10.0
-    assert registry.sweep(10.0 + SWEEP_S) == []
-    now = 10.0 + SWEEP_S
+    assert registry.sweep(10.0 + TIMES.sweep_s) == []
+    now = 10.0 + TIMES.sweep_s
     while registry.get(worker.id) is not None and now < 100:
-        now += SWEEP_S
+        now += TIMES.sweep_s
         registry.sweep(now)
-    assert now - 10.0 <= SILENCE_S + 2 * SWEEP_S
+    assert now - 10.0 <= TIMES.silence_s + 2 * TIMES.sweep_s
 
 
 @pytest.mark.parametrize("late_s", [0.01, 0.1, 0.25, 0.5, 1.0])
@@ -183,9 +186,9 @@ def test_a_coordinator_that_is_always_late_notices_silence_all_the_same(late_s: 
     now = 0.0
     registry.sweep(now)
     while len(registry):
-        now += SWEEP_S + late_s
+        now += TIMES.sweep_s + late_s
         registry.sweep(now)
-    assert now <= SILENCE_S + SWEEP_S + 2 * late_s
+    assert now <= TIMES.silence_s + TIMES.sweep_s + 2 * late_s
 
 
 def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
@@ -198,10 +201,10 @@ def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40), st.integers(0, 39), st.floats(0.0, 1.0))
 def test_the_longest_lag_since_somebody_was_heard_is_excused(lags: list[float], which: int, part: float) -> None:
-    looks, told = [0.0], Lags(SWEEP_S)
+    looks, told = [0.0], Lags(TIMES.sweep_s)
     told.look(0.0)
     for late_s in lags:
-        looks.append(looks[-1] + SWEEP_S + late_s)
+        looks.append(looks[-1] + TIMES.sweep_s + late_s)
         told.look(looks[-1])
     before = looks[min(which, len(lags) - 1)]
     heard_at = before + part * (looks[-1] - before)
@@ -213,8 +216,8 @@ def test_a_heartbeat_keeps_a_worker() -> None:
     registry = Registry("f")
     worker = join(registry)
     for step in range(40):
-        registry.heard(worker, step * SWEEP_S)
-        assert registry.sweep(step * SWEEP_S) == []
+        registry.heard(worker, step * TIMES.sweep_s)
+        assert registry.sweep(step * TIMES.sweep_s) == []
 
 
 def test_a_restart_replaces_the_earlier_incarnation_for_good() -> None:

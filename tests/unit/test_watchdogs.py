@@ -8,8 +8,9 @@ from common.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from common.messages import Heartbeat
 from common.pace import FIRST_STEP_S, REMEMBERED, Pace
+from common.times import FailureTimes
 from coordinator.limits import MIN_RETRIES, RETRY_SHARE, RetryBudget
-from coordinator.registry import HANG_S, HANG_STEPS, Registry
+from coordinator.registry import HANG_STEPS, Registry
 from kvtransfer.session import Limits, SenderSession, TransferState
 from tests.unit.test_registry import join
 
@@ -53,6 +54,29 @@ def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> No
     pace = Pace()
     pace.took(512, 512 * 512, 1.0)
     assert pace.expect(1, 600) == 1.0
+
+
+def test_all_times_of_failures_follow_from_one() -> None:
+    usual, quick, patient = FailureTimes(), FailureTimes(0.5), FailureTimes(60.0)
+    assert (usual.heartbeat_s, usual.sweep_s, usual.silence_s, usual.lease_s) == (0.5, 0.25, 1.75, 8.0)
+    assert (quick.heartbeat_s, quick.sweep_s, quick.silence_s, quick.lease_s) == (0.125, 0.0625, 0.4375, 2.0)
+    assert patient.heartbeat_s == usual.heartbeat_s, "routing lives on what heartbeats tell"
+    assert patient.silence_s + patient.sweep_s == 60.0
+    limits = Limits()
+    assert (limits.no_progress_s, limits.renew_s, limits.lease_s) == (2.0, 0.5, 8.0)
+
+
+def test_a_silence_or_a_hang_is_as_long_as_the_registry_is_told() -> None:
+    for timeout_s in (0.5, 2.0, 8.0):
+        registry = Registry(None, times := FailureTimes(timeout_s))
+        worker, now = join(registry), 0.0
+        registry.beat(worker, beat(int(900 * timeout_s), 1))
+        assert not registry.hangs(worker)
+        registry.beat(worker, beat(int(1100 * timeout_s), 1))
+        assert registry.hangs(worker)
+        while not registry.sweep(now):
+            now += times.sweep_s
+        assert timeout_s <= now <= timeout_s + times.sweep_s
 
 
 def waiting(grant_at: float | None = None) -> SenderSession:
@@ -130,8 +154,8 @@ def beat(turn_ms: int, expected_ms: int) -> Heartbeat:
     [(-1, 0, False), (1900, 1, False), (2100, 1, True), (7900, 2000, False), (8100, 2000, True)],
 )
 def test_a_heart_over_a_turn_without_end_is_no_life(turn_ms: int, expected_ms: int, hangs: bool) -> None:
-    assert (HANG_S, HANG_STEPS) == (2.0, 4.0)
-    registry = Registry(None)
+    assert HANG_STEPS == 4.0
+    registry = Registry(None, FailureTimes(2.0))
     worker = join(registry)
     registry.beat(worker, beat(turn_ms, expected_ms))
     assert registry.hangs(worker) is hangs
