@@ -35,10 +35,8 @@ from kvtransfer.session import Limits
 
 log = logging.getLogger("tandem.prefill")
 
-PUMP_S = 0.005
-"""How often hand-offs are looked after during a step."""
 LOOK_S = 0.05
-"""How often what is computed in a step may leave."""
+"""How often, while a step goes on, hand-offs are looked after and what it has computed leaves."""
 BUDGET_S = 0.001
 """Time for moving KV between two looks at control messages."""
 
@@ -67,7 +65,7 @@ class PrefillWorker(Worker):
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
         self._finished = Finished()
-        self._pumped_at = self._looked_at = 0.0
+        self._looked_at = 0.0
         self.sender = Sender(
             self.channels,
             self.engine.memory,
@@ -159,11 +157,9 @@ class PrefillWorker(Worker):
         done, batch, now = layer + 1, self._batch, self.clock()
         if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
             return
-        self._looked_at = now
         for segment, table in zip(batch.segments, batch.tables, strict=True):
             self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
-        if now - self._pumped_at > PUMP_S:
-            self._pump(now)
+        self._pump(now)
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
         """Prompts are complete: their first tokens go to the coordinator before anything else."""
@@ -248,7 +244,7 @@ class PrefillWorker(Worker):
     # -- shipping -----------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float, budget_s: float = math.inf) -> None:
-        self._pumped_at = now
+        self._looked_at = now
         self._ended += self.sender.pump(now, budget_s)
 
     def more_to_move(self) -> bool:
