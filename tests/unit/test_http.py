@@ -402,7 +402,7 @@ async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> No
 
 
 async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
         first = await house.add("decode", step_s=0.01)
         await house.add("decode", step_s=0.01)
 
