@@ -38,7 +38,7 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of the history
         environment = os.environ | {"PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
-    logging.basicConfig(level=logging.DEBUG if options.log else logging.CRITICAL, format="%(name)s: %(message)s")
+    logging.basicConfig(level=logging.DEBUG if options.log else logging.WARNING, format="%(name)s: %(message)s")
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if options.trace:

@@ -15,7 +15,7 @@ from common.engine.planner import Planner
 from common.ids import TransferId
 from common.kv.cache import KvCache
 from common.worker import Worker
-from coordinator import gateway
+from coordinator import gateway, registry
 from coordinator.breakers import Breakers
 from coordinator.dispatch import Dispatcher
 from coordinator.lifecycle import Accepted, Gap, Life
@@ -39,6 +39,7 @@ class Mutation(NamedTuple):
 
 
 WRONG_TOKENS = "is not the beginning of"
+FALSE_ALARM = "is taken for dead though nothing was wrong"
 NO_FIRST_TOKEN, NO_NEXT_TOKEN = "s for the first token", "s for the next token"
 
 
@@ -179,6 +180,13 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "no hang watchdog": (
         Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
+    ),
+    "silence is death": (
+        Mutation("one late heartbeat is enough", registry, "SILENCE_S", 0.3, (FALSE_ALARM,)),
+    ),
+    "a long step is a hang": (
+        Mutation("a step may not take as long as was to be expected", registry, "HANG_STEPS", 0.5, ()),
+        Mutation("nor a quarter of a second", registry, "HANG_S", 0.25, (FALSE_ALARM,)),
     ),
     "no missed beats": (
         Mutation(

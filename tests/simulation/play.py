@@ -79,12 +79,8 @@ def run(seed: int) -> Outcome:
     with _chance(rng):
         kind = KINDS[seed % len(KINDS)]
         system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
-        alarm = _Alarm(system)
-        logging.getLogger("tandem").addHandler(alarm)
-        try:
+        with _alarmed(system):
             kind(system, rng).play()
-        finally:
-            logging.getLogger("tandem").removeHandler(alarm)
     return _outcome(system, seed)
 
 
@@ -98,7 +94,7 @@ class _Alarm(logging.Handler):
     def _silent(self, record: logging.LogRecord) -> None:
         """A worker is taken for dead: there must be a reason."""
         message = record.getMessage()
-        if "is gone: silent" in message or "is gone: its step" in message:
+        if "is gone: silent" in message or "is gone: one turn" in message:
             name = message.split()[1]
             if name not in self._system.suspects | self._system.lossy:
                 self._system.complain(f"{name} is taken for dead though nothing was wrong with it")
@@ -107,8 +103,23 @@ class _Alarm(logging.Handler):
         if record.exc_info is None and record.levelno < logging.ERROR:
             self._silent(record)
             return
+        if self._system.sick and "a request failed in the engine" in record.getMessage():
+            return
         why = f" ({record.exc_info[1]!r})" if record.exc_info else ""
         self._system.complain(f"{record.name}: {record.getMessage()}{why}")
+
+
+@contextmanager
+def _alarmed(system: System) -> Iterator[None]:
+    """Shown is the log only where everything is: the alarm hears it anyway."""
+    log, alarm = logging.getLogger("tandem"), _Alarm(system)
+    log.addHandler(alarm)
+    log.propagate = log.isEnabledFor(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.removeHandler(alarm)
+        log.propagate = True
 
 
 @contextmanager

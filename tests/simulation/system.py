@@ -392,6 +392,11 @@ class System:
         """Also what is found where the real code would swallow an exception."""
         self._look_for_stragglers()
 
+    @property
+    def sick(self) -> bool:
+        """Whether there is a worker that fails whatever it is given."""
+        return any(worker.engine.sick for worker in self.workers.values())
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def add_worker(self, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
