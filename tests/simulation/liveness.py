@@ -119,8 +119,10 @@ class Patience:
             if pause.started:
                 before = _touching(record, pause, before)
                 limit = self.noticed_s if before else CALM_S
-                # the first token is prefill's: where messages get lost others may hold decode's blocks by then
-                others_first = (before and record.yields) or (pause.second and self.noise_s > 0)
+                # where messages get lost others may hold decode's blocks by the time that a stream comes there: after
+                # its first token, which is prefill's, and after it was lost and placed again
+                comes = pause.second or any(pause.began <= each.began <= pause.ended for each in record.attempts)
+                others_first = (before and record.yields) or (comes and self.noise_s > 0)
                 limit += self.work_s if others_first else CALM_STEPS * self.slowest_s
             else:
                 limit = self.noticed_s + self.work_s

@@ -25,6 +25,8 @@ from common.wire import DIGEST_BYTES, encode
 from tests.simulation.clock import Clock, Process
 
 RECONNECT_S = 0.05
+_NOTHING = zmq.Again()
+"""One for all: making one takes longer than the rest of an empty look into a socket."""
 Parts = list[bytes]
 
 
@@ -133,8 +135,8 @@ class Network:
     def opened(self, socket: Socket) -> None:
         self._sockets.setdefault(socket.process.name, []).append(socket)
 
-    def count(self, fault: str) -> None:
-        self.happened[fault] = self.happened.get(fault, 0) + 1
+    def count(self, fault: str, times: int = 1) -> None:
+        self.happened[fault] = self.happened.get(fault, 0) + times
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -323,7 +325,7 @@ class Socket:
 
     def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[Any]:
         if not self.inbox:
-            raise zmq.Again
+            raise _NOTHING.with_traceback(None)
         parts = self.inbox.popleft()
         return list(parts) if copy else [Frame(part) for part in parts]
 

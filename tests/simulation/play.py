@@ -17,6 +17,7 @@ from coordinator import dispatch
 from tests.simulation.history import History
 from tests.simulation.situations import (
     Careless,
+    Crammed,
     Crowded,
     Disconnected,
     Forlorn,
@@ -45,6 +46,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Forlorn,
     Poisonous,
     Sick,
+    Crammed,
 )
 
 

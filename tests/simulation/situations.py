@@ -29,13 +29,17 @@ class OneFault(History):
 
     roles = ("prefill", "prefill", "decode", "decode")
     requests, rate, tokens = 8, 20.0, 40
+    pace = 2.0
 
     def _build(self) -> None:
-        self.system.coordinator.router.local_prefill = "never"
+        self.system.coordinator.router.local_prefill, self.system.pace = "never", self.pace
         for number, role in enumerate(self.roles):
             name = f"{role}-{number}"
             self.names.append(name)
-            self.system.add_worker(name, role, 200, 16, "a")
+            self.system.add_worker(name, role, self._blocks(role), 16, "a")
+
+    def _blocks(self, role: str) -> int:
+        return 200
 
     def _work_s(self) -> float:
         """Chunks of all prompts, and as many steps as an answer has tokens: pools work side by side."""
@@ -109,7 +113,7 @@ class Muted(OneFault):
     """The tokens of a decode worker do not arrive; what its heart tells does, and that it has the streams."""
 
     roles = ("prefill", "decode", "decode")
-    requests, tokens = 4, 500  # when a stream is over the heart tells of it no more, and that is noticed, too
+    requests, tokens, pace = 4, 125, 8.0  # as of a stream that is over the heart tells no more, which is noticed, too
 
     def _faults(self) -> None:
         victim = self._victim()
@@ -182,7 +186,7 @@ class Poisonous(OneFault):
     have died of it."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 24, 60
+    requests, tokens = 24, 40
 
     def _faults(self) -> None:
         raised, poison = self.rng.random() < 0.5, self.rng.choice(self.system.clients)
@@ -221,7 +225,7 @@ class Disconnected(OneFault):
     middle of long steps, in which only their hearts can tell that nobody has died. Nobody is blamed."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 8, 200
+    requests, tokens, pace = 8, 50, 8.0
 
     def _faults(self) -> None:
         first = self.system.workers["decode-2"]
@@ -256,7 +260,7 @@ class Sick(OneFault):
     """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
 
     roles = ("prefill", "prefill", "prefill", "decode", "decode", "decode")
-    requests = 40
+    requests, tokens = 40, 10
 
     def _faults(self) -> None:
         role = self.rng.choice(("prefill", "decode"))
@@ -308,3 +312,32 @@ class Crowded(OneFault):
             self._plan(3.0, self.system.start_worker, self.names[0])
 
         self._when(many, kill)
+
+
+class Crammed(OneFault):
+    """Decode workers promise more than they have blocks for: sequences are parked in the middle of their answers, and
+    computed again when there is room."""
+
+    requests, rate, tokens = 12, 200.0, 48
+    blocks = 22
+    """Of one decode worker: for two or three whole answers, but for twice as many prompts."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.system.horizon = self.system.coordinator.router.horizon = 2
+
+    def _blocks(self, role: str) -> int:
+        return self.blocks if role == "decode" else super()._blocks(role)
+
+    def _faults(self) -> None:
+        """None but the lack of room."""
+
+    def _judge(self) -> None:
+        parked = sum(worker.worker.planner.preemptions for worker in self.system.workers.values())
+        if not parked:
+            self.system.complain("no sequence was parked")
+        self.system.network.count("parked", parked)
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(f"request {client.number} ends with {client.ends}, for want of blocks")
+        super()._judge()

@@ -365,7 +365,7 @@ class System:
         self.horizon = HORIZON_TOKENS if one_fault else rng.choice((HORIZON_TOKENS, 2))
         """A short one promises too much: sequences are parked."""
         self.no_prefill: NoPrefillPolicy = "local" if one_fault else rng.choice(("local", "local", "wait", "reject"))
-        self.pace = 2.0 if one_fault else rng.choice((1.0,) * 8 + (20.0, 100.0))
+        self.pace = 1.0 if one_fault else rng.choice((1.0,) * 8 + (20.0, 100.0))
         """A step takes so many times 4 ms and more: with the largest up to a second."""
         self.ranked = not one_fault and rng.random() < 0.3
         """Whether requests differ in priority."""
