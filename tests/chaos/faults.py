@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.wire import DIGEST_BYTES
+from coordinator.gateway import LEASE_MS
 from coordinator.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
@@ -287,14 +288,20 @@ async def restart(role: str, scene: Scene) -> Proof:
     await scene.house.until(proof, 5.0, "the worker is dead")
     await _start_again(scene, [worker])
     await scene.house.until_ready()
+    scene.back_s = await _of_use(scene, worker)
+    return proof
+
+
+async def _of_use(scene: Scene, worker: Worker) -> float:
+    """How long a worker that is ready has nobody's first token: it is asked for by further requests."""
     ready_at, used_at = clock(), float("inf")
     while used_at == float("inf") and clock() < ready_at + ARRIVES_S:
         asks = [scene.house.ask(64, 4) for _ in range(2)]
-        await asyncio.gather(*(ask.send(scene.session) for ask in asks))
-        served = [ask.arrivals[-1] for ask in asks if ask.headers.get(f"x-tandem-{role}") == worker.name]
+        scene.neighbours += asks
+        await asyncio.gather(*(scene.send(ask) for ask in asks))
+        served = [ask.arrivals[-1] for ask in asks if ask.headers.get(f"x-tandem-{worker.role}") == worker.name]
         used_at = min(served, default=used_at)
-    scene.back_s = used_at - ready_at
-    return proof
+    return used_at - ready_at
 
 
 async def no_prefill(then: Literal["local", "wait", "reject"], scene: Scene) -> Proof:
@@ -474,6 +481,22 @@ async def black_hole(which: str, scene: Scene) -> Proof:
     proxy.black_hole = True
     _let_go(scene)
     return proof
+
+
+async def outlast_lease(role: str, scene: Scene) -> Proof:
+    """A partition from the coordinator that is longer than a lease: the worker lets go of all that it had when its own
+    lapses, and when the line is whole again it is the same process that joins and serves. ``back_s``: from then on."""
+    worker: Worker = getattr(scene, role)
+    process, incarnation, held = worker.process, worker.incarnation, worker.holds
+    proof = await black_hole(role, scene)
+    await asyncio.sleep(LEASE_MS / 1000 + 1.0)  # the length of the fault itself
+    let_go = worker.holds == (0, 0)
+    worker.control.heal()
+    healed_at = clock()
+    await scene.house.until_ready()
+    scene.back_s = clock() - healed_at + await _of_use(scene, worker)
+    same = process is worker.process and incarnation == worker.incarnation
+    return lambda: proof() and any(held) and let_go and same
 
 
 async def fail_hand_off(scene: Scene) -> Proof:
