@@ -60,7 +60,10 @@ async def test_a_load_fails_if_a_silent_prefill_worker_is_noticed_late(tmp_path:
     assert f"{figures.first_s:.2f} s to a first token" in figures.wrong
 
 
-async def test_a_cell_fails_if_a_queued_request_outlives_its_client(tmp_path: Path) -> None:
+async def test_a_cell_fails_if_a_queued_request_outlives_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "HAPPENED_S", 0.5)
     async with House.running(
         tmp_path / "house", flags=matrix.FLAGS + LEAVES.house.flags, planted=planted.QUEUED
     ) as house:
