@@ -5,7 +5,7 @@
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
-    python -m tests.chaos model [DIRECTORY] [--dtype bfloat16]                torch workers of a checkpoint, killed
+    python -m tests.chaos model [DIRECTORY] [--dtype bfloat16] [--only TEXT]  one fault under load of a checkpoint
     python -m tests.chaos overload                                            two and three times what can be served
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
 
@@ -72,7 +72,7 @@ def _overload(options: argparse.Namespace) -> tuple[bool, str]:
 def _model(options: argparse.Namespace) -> tuple[bool, str]:
     from tests.chaos import model  # it imports torch
 
-    knobs = {"requests": options.requests, "at_once": options.at_once, "dtype": options.dtype}
+    knobs = {"requests": options.requests, "at_once": options.at_once, "dtype": options.dtype, "only": options.only}
     return _told(asyncio.run(model.load(options.directory, options.model or model.BUILTIN, **knobs)))
 
 
@@ -112,11 +112,12 @@ def main() -> int:
         command.set_defaults(run=run)
     too_much = commands.add_parser("overload", help="goodput at multiples of the peak")
     too_much.set_defaults(run=_overload)
-    models = commands.add_parser("model", help="workers with a model, killed under load")
+    models = commands.add_parser("model", help="one fault under load, with a model")
     models.add_argument("model", type=Path, nargs="?", help="checkpoint; without it the built-in model")
     models.add_argument("--requests", type=int, default=64)
     models.add_argument("--at-once", type=int, default=16, help="clients")
     models.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    models.add_argument("--only", default="", help="faults whose name has this text")
     models.set_defaults(run=_model)
     hang_ups = commands.add_parser("aborts", help="how soon a client's hanging up frees blocks")
     hang_ups.add_argument("--count", type=int, default=100)

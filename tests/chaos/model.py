@@ -1,15 +1,16 @@
-"""The same with a model: real ``tandem`` processes, torch, and a worker killed under load.
+"""The same with a model: real ``tandem`` processes, torch, and a worker or a link that breaks under load.
 
 Outputs are judged teacher-forced (:mod:`tests.reference`), since float32 differs in its last bits between the shapes in
-which prefill and decode compute, and bfloat16 in more. What a gap may last is measured: noticing a death, and computing
-again the prompts of all streams that a worker had. For that, one client asks for a single token after prompts as long
-as the longest of those, one at a time, in the middle of the undisturbed load. A first token may take on top what it
-takes there at most.
+which prefill and decode compute, and bfloat16 in more. What a gap may last is what noticing takes, and what is
+measured: computing again the prompts of all streams that a worker had. For that, one client asks for a single token
+after prompts as long as the longest of those, one at a time, in the middle of the undisturbed load. A first token may
+take on top what it takes there at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Sequence
@@ -20,14 +21,16 @@ from typing import Any
 
 from common.request import SamplingParams
 from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock, state_of
-from tests.chaos.load import Break, Figures, answered, signalled
+from tests.chaos.load import Break, Figures, answered, reset_links, signalled, swallow_link
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 BUILTIN = ROOT / "common" / "builtin" / "model"
 LOAD_S = 180.0
-NOTICED_S = 0.2
+NOTICED_S, SILENT_S = 0.2, 2.25
+"""A death or a reset is noticed so soon; silence, of a process or a link, after 2 s by a look every 0.25 s."""
 PROMPTS, OUTPUTS = range(80, 120), range(32, 48)
 FLAGS = ("--threads", "1", "--num-kv-blocks", "600", "--max-model-len", "1024", "--no-enable-prefix-caching")
+_LISTENS = re.compile(r"^listens at (\S+) as (\S+)$", re.M)
 TOLERANCE = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
@@ -63,18 +66,41 @@ class ModelHouse(House):
 
     async def start_worker(self, worker: Worker, *flags: str) -> None:
         worker.control.aim(self.control)
-        with (self.directory / f"{worker.name}.log").open("ab") as log:
+        worker.incarnation, worker.stopped = "", False
+        path = self.directory / f"{worker.name}.log"
+        path.touch()
+        known = len(path.read_text())
+        with path.open("ab") as log:
             worker.process = await self._spawn(
-                "-m", "deploy.cli", worker.role, str(self.model), "--name", worker.name,
+                "-m", "tests.chaos.behind", worker.data.address, worker.role, str(self.model), "--name", worker.name,
                 "--coordinator", worker.control.address, *worker.flags, *flags,
                 stdin=DEVNULL, stdout=log, stderr=STDOUT,
             )  # fmt: skip
-        worker.reading = asyncio.ensure_future(_gone(worker.process))
+        worker.reading = asyncio.ensure_future(self._listen(worker, worker.process, path, known))
+
+    async def _listen(self, worker: Worker, process: Process, log: Path, known: int) -> None:
+        """Learns from the log, ``known`` characters of which are old, where its proxy leads and who it is."""
+
+        async def listens() -> Any:
+            return _LISTENS.search(log.read_text(), known) or process.returncode is not None
+
+        found = await self.poll(listens, LOAD_S, f"{worker.name} listens")
+        if found is not True:
+            address, worker.incarnation = found.groups()
+            if address != "nothing":
+                worker.data.aim(address)
+        await process.wait()
 
     async def until_ready(self, within_s: float = LOAD_S) -> None:
         async def ready() -> bool:
             shown = await self.admin()
-            return all(name in shown and shown[name]["state"] == "ready" for name in self.workers)
+            return all(
+                worker.incarnation
+                and name in shown
+                and worker.incarnation.startswith(shown[name]["incarnation"])
+                and shown[name]["state"] == "ready"
+                for name, worker in self.workers.items()
+            )
 
         await self.poll(ready, within_s, f"every worker is ready (logs in {self.directory})")
 
@@ -99,10 +125,6 @@ class ModelHouse(House):
         return ModelAsk(prompt, max_tokens, 0, extra={"temperature": 0.0}, **judged, **options)
 
 
-async def _gone(process: Process) -> None:
-    await process.wait()
-
-
 async def _prompts_alone(house: ModelHouse, load: Sequence[Ask]) -> float:
     """Median seconds to the first token of a prompt as long as any that is computed again, while ``load`` runs."""
     times = []
@@ -113,33 +135,43 @@ async def _prompts_alone(house: ModelHouse, load: Sequence[Ask]) -> float:
     return median(times)
 
 
-async def load(directory: Path, model: Path, *, requests: int, at_once: int, dtype: str) -> list[Figures]:
-    """The same requests without a fault, twice, with a decode worker killed and with a prefill worker killed.
+FAULTS: dict[str, tuple[Break | None, float]] = {
+    "no fault": (None, 0.0),
+    "no fault, again": (None, 0.0),
+    "SIGKILL of one decode worker": (signalled("decode-0", signal.SIGKILL), NOTICED_S),
+    "SIGKILL of one prefill worker": (signalled("prefill-0", signal.SIGKILL), NOTICED_S),
+    "SIGSTOP of one decode worker": (signalled("decode-0", signal.SIGSTOP), SILENT_S),
+    "SIGSTOP of one prefill worker": (signalled("prefill-0", signal.SIGSTOP), SILENT_S),
+    "reset of every P-D link": (reset_links, NOTICED_S),
+    "black hole between one pair": (swallow_link, SILENT_S),
+}
+"""What breaks, and how soon that is noticed."""
+
+
+async def load(
+    directory: Path, model: Path, *, requests: int, at_once: int, dtype: str, only: str = ""
+) -> list[Figures]:
+    """The same requests without a fault, twice, and with each fault whose name has ``only`` in it.
 
     In bfloat16 a stream that moved may go on otherwise than one that stayed, and so may one that was batched with
     others: what is counted is how many answers differ from the first run's (the first-divergence rate), beside the
     second undisturbed run, which shows how many differ without any fault.
     """
     figures: list[Figures] = []
-    faults: dict[str, Break | None] = {
-        "no fault": None,
-        "no fault, again": None,
-        "SIGKILL of one decode worker": signalled("decode-0", signal.SIGKILL),
-        "SIGKILL of one prefill worker": signalled("prefill-0", signal.SIGKILL),
-    }
+    faults = {name: fault for name, fault in FAULTS.items() if fault[0] is None or only in name}
     async with ModelHouse.running(directory / "model", model=model, dtype=dtype) as house:
         asks = [house.ask(house.rng.choice(PROMPTS), house.rng.choice(OUTPUTS)) for _ in range(requests)]
-        first, allowed, alone = asks, 0.0, 0.0
-        for name, breaking in faults.items():
+        first, alone = asks, 0.0
+        turns = -(-at_once // (len(house.by_role("decode")) * len(house.by_role("prefill"))))
+        for name, (breaking, noticed_s) in faults.items():
             asks = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
             queued = figures[0].first_s if figures else 0.0
-            done = Figures(name, allowed_gap_s=allowed if breaking else 0.0, queued_s=queued)
+            # half of the streams move, and each prefill worker takes half of those
+            done = Figures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
             run = asyncio.ensure_future(answered(house, asks, done, breaking, at_once))
             if not figures:
                 alone, first = await _prompts_alone(house, asks), asks
             await run
-            turns = -(-at_once // (len(house.by_role("decode")) * len(house.by_role("prefill"))))
-            allowed = NOTICED_S + alone * turns  # half of the streams move, and each prefill worker takes half of those
             done.faults["answers unlike the first run's"] = sum(
                 ask.ids != before.ids for ask, before in zip(asks, first, strict=True)
             )

@@ -1,0 +1,33 @@
+"""``python -m tests.chaos.behind HOST:PORT ...``: the ``tandem`` command whose worker is reached through a proxy.
+
+It logs where it listens and as whom, and tells its coordinator that peers find it at HOST:PORT.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from common.messages import Hello
+from common.worker import Worker
+from decode.worker import DecodeWorker
+from deploy.cli import main
+from prefill.worker import PrefillWorker
+
+
+def _stand_behind(role: type[Worker], proxy: str) -> None:
+    introduce = role.introduce
+
+    def introduce_the_proxy(self: Worker, hello: Hello) -> Hello:
+        hello = introduce(self, hello)
+        print(f"listens at {hello.data_address or 'nothing'} as {hello.incarnation}", flush=True)
+        return msgspec.structs.replace(hello, data_address=hello.data_address and f"tcp://{proxy}")
+
+    role.introduce = introduce_the_proxy  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    for each in (DecodeWorker, PrefillWorker):
+        _stand_behind(each, sys.argv[1])
+    sys.exit(main(sys.argv[2:]))
