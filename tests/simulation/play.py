@@ -27,6 +27,7 @@ from tests.simulation.situations import (
     OneFault,
     Poisonous,
     Sick,
+    Unheard,
     Unladen,
 )
 from tests.simulation.system import System
@@ -42,6 +43,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Jammed,
     Muted,
     Careless,
+    Unheard,
     Crowded,
     Forlorn,
     Poisonous,

@@ -289,11 +289,18 @@ class Sick(OneFault):
 class Careless(OneFault):
     """One message is lost, and the connection stays."""
 
+    tags: tuple[str, ...] = ("prefill", "reserve", "open", "grant", "frame", "ack", "commit", "accept")
+
     def _faults(self) -> None:
-        tags = ("prefill", "reserve", "tokens", "last tokens", "open", "grant", "frame", "ack", "commit", "accept")
-        tag = self.rng.choice(tags)
+        tag = self.rng.choice(self.tags)
         self.noticed_s = LOST_S if tag in ("prefill", "reserve") else RESENT_S
         self.system.network.losing = Losing(tag, self.rng.randint(1, 6), self.system.struck)
+
+
+class Unheard(Careless):
+    """It had tokens that the coordinator has not."""
+
+    tags = "tokens", "last tokens"
 
 
 class Crowded(OneFault):
