@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 import numpy as np
 import uvloop
@@ -204,6 +205,24 @@ def copy_memory() -> None:
         target[:] = source
 
 
+async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
+    """Until what was asked for is complete; RuntimeError if a process has died."""
+    loop, died = asyncio.get_running_loop(), asyncio.Event()
+    sentinels = [child.sentinel for child in children]
+    for sentinel in sentinels:
+        loop.add_reader(sentinel, died.set)
+    waits = [asyncio.ensure_future(event.wait()) for event in (house.complete, died)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if died.is_set():
+            raise RuntimeError("a process of the measurement has died: what it said stands above")
+    finally:
+        for sentinel in sentinels:
+            loop.remove_reader(sentinel)
+        for wait in waits:
+            wait.cancel()
+
+
 async def measure(count: int, idle_s: float) -> None:
     house = House()
     processes = multiprocessing.get_context("spawn")
@@ -216,9 +235,9 @@ async def measure(count: int, idle_s: float) -> None:
         for child in children:
             child.start()
         asyncio.get_running_loop().add_reader(mine.fileno(), lambda: answers.append(mine.recv()))
-        await house.complete.wait()
+        await until_done(house, children)
         house.stream(64 << 20)  # maps, connects and touches what the first hand-off must
-        await house.complete.wait()
+        await until_done(house, children)
         began = time.monotonic()
         await asyncio.sleep(idle_s)
         report("nothing else going on", house.trips, began, time.monotonic())
@@ -235,7 +254,7 @@ async def measure(count: int, idle_s: float) -> None:
         del children[-STREAMING_THREADS:]
         house.stream(count)
         began = time.monotonic()
-        await house.complete.wait()
+        await until_done(house, children)
         ended = time.monotonic()
         rate = house.streamed / (ended - began) / 1e9
         report(f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s", house.trips, began, ended)

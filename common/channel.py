@@ -35,6 +35,7 @@ from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
 from common.messages import Message
+from common.threads import stand_back
 from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ by which it is 128 MiB at most). A frame has less than 2 MiB (:mod:`kvtransfer.p
 connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
 """What a prefill worker may hold unread of one decode worker's answers."""
+KV_NICENESS, KV_SLICE_S = 15, 0.0001
+"""How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
+and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
+hundred megabytes per second."""
 HANDSHAKE_MS = 2000
 """A handshake that stands still for so long is broken off and tried again; libzmq would wait for half a minute."""
 BEAT_SUFFIX = "|hb"
@@ -170,16 +175,18 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
 
 
 class Channels:
-    """The sockets of one process, in one libzmq context, and the clock that it lives by. Used from one thread."""
+    """The sockets of one process, and the clock that it lives by. Used from one thread. What carries KV has a libzmq
+    context of its own, that is an I/O thread of its own: no control message waits until it has copied its megabytes."""
 
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
+        self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
         self.keys = keys
         self._encrypt_kv = encrypt_kv
-        self._door: ThreadAuthenticator | None = None
+        self._doors: dict[zmq.Context[Any], ThreadAuthenticator] = {}
 
     @staticmethod
     def clock() -> float:
@@ -190,7 +197,8 @@ class Channels:
         """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV."""
         reports = MAX_REPORT_BYTES, REPORTS_HIGH_WATER_MESSAGES
         size, unread = (MAX_FRAME_BYTES, KV_HIGH_WATER_MESSAGES) if kv else reports
-        socket = bind_router(self.context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
+        context = self._of_kv() if kv else self.context
+        socket = bind_router(context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def dealer(
@@ -205,7 +213,7 @@ class Channels:
         before it dials."""
         kv = to == "decode"
         return connect_dealer(
-            self.context,
+            self._of_kv() if kv else self.context,
             address,
             name,
             max_frame_bytes=MAX_HANDOFF_BYTES if kv else MAX_MESSAGE_BYTES,
@@ -238,13 +246,23 @@ class Channels:
         frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
         return self.keys.party_of(str(frames[-1].get("User-Id"))), [frame.bytes for frame in frames]
 
+    def _of_kv(self) -> zmq.Context[Any]:
+        """The context of what carries KV. libzmq starts its threads with the first socket, and they are ranked like the
+        thread that starts them."""
+        if self._kv_context is None:
+            self._kv_context = zmq.Context()
+            starter = threading.Thread(target=_start_behind, args=(self._kv_context,))
+            starter.start()
+            starter.join()
+        return self._kv_context
+
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _as_server(self, socket: zmq.Socket[Any]) -> None:
         if self.keys is None or (self.keys.party == "decode" and not self._encrypt_kv):
             return
-        if self._door is None:
-            self._door = _open_door(self.context, self.keys)
+        if socket.context not in self._doors:
+            self._doors[socket.context] = _open_door(socket.context, self.keys)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, self.keys.party)
@@ -293,9 +311,10 @@ class Channels:
 
     def close(self) -> None:
         """Closes what is still open, after at most half a second for what must leave."""
-        if self._door is not None:
-            self._door.stop()
-            self._door = None
+        while self._doors:
+            self._doors.popitem()[1].stop()
+        if self._kv_context is not None:
+            self._kv_context.destroy(linger=500)
         self.context.destroy(linger=500)
 
 
@@ -358,6 +377,12 @@ def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthentica
         door.stop()  # its thread has a socket, which closing the context would wait for
         raise
     return door
+
+
+def _start_behind(context: zmq.Context[Any]) -> None:
+    """To be run in a thread that does nothing else."""
+    stand_back(KV_NICENESS, KV_SLICE_S)
+    context.socket(zmq.PAIR).close()
 
 
 def _descriptor(socket: zmq.Socket[Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -92,3 +94,42 @@ def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_los
         socket.close(linger=0)
     here.close()
     there.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness belongs to the process here")
+def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not() -> None:
+    def threads() -> dict[int, int]:
+        return {int(each): os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
+
+    before, ours = threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    channels = Channels()
+    sockets = [channels.router("tcp://127.0.0.1:*")[0]]
+    control = {each: nice for each, nice in threads().items() if each not in before}
+    assert control and set(control.values()) == {ours}
+    router, address = channels.router("tcp://127.0.0.1:*", kv=True)
+    sockets += [router, channels.dealer(address, b"peer", to="decode")]
+    kv = {each: nice for each, nice in threads().items() if each not in before | control}
+    assert kv and set(kv.values()) == {min(19, ours + channel.KV_NICENESS)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == ours
+    for socket in sockets:
+        socket.close()
+    channels.close()
+    assert not threads().keys() & (control | kv).keys()
+
+
+def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster: Path) -> None:
+    decode, prefill = (Channels(keys.load(cluster, party)) for party in ("decode", "prefill"))
+    stranger = Channels()
+    router, address = decode.router("tcp://127.0.0.1:*", kv=True)
+    unknown, peer = stranger.dealer(address, b"unknown", to="decode"), prefill.dealer(address, b"peer", to="decode")
+    try:
+        unknown.send(b"from whom")
+        peer.send(b"known")
+        assert router.poll(5000)
+        assert decode.take(router) == ("prefill", [b"peer", b"known"])
+        assert not router.poll(100)
+    finally:
+        for socket in (router, unknown, peer):
+            socket.close(linger=0)
+        for channels in (decode, prefill, stranger):
+            channels.close()
