@@ -39,13 +39,6 @@ INLINE void NAME(bring)(const char *row, long bytes)
             __builtin_prefetch(row + line, 0, 3);
 }
 
-/* Where ``offset`` bytes into groups of ``bytes`` each, all heads of them, are; NULL if that group is none. */
-INLINE const char *NAME(place)(const char *const groups[TOKENS / GROUP], long bytes, long offset)
-{
-    const char *group = groups[offset / bytes];
-    return group ? group + offset % bytes : NULL;
-}
-
 /* A group's keys as words, [steps][PANEL] each panel; positions are the columns. */
 INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const char *next, int pairs, uint32_t *panel)
 {
@@ -308,8 +301,57 @@ static void NAME(attend_few_floats)(const struct layer *layer, const struct task
  *
  * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
  * where they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values
- * are paired in registers. Meanwhile the next tile is fetched in the order in which it lies, all heads of it, and
- * not the head that is worked on: so the processor sees what comes next, and fetches some of it by itself. */
+ * are paired in registers. A tile is worked on in pieces of 16 positions of all heads, first its keys and then its
+ * values, and while one is worked on the one after it is fetched: that lies in a row, and is little enough to wait in
+ * first-level cache. */
+
+#define LEAD (8 << 10) /* bytes that are fetched before they are needed, at least; whole pieces */
+
+/* What a tile still reads, in that order: pieces of it, then the first of the next tile. */
+struct NAME(ahead) {
+    const char *pieces[2 * TOKENS / GROUP], *at, *end; /* the rest of piece ``next`` - 1 is [at, end) */
+    long bytes[2 * TOKENS / GROUP], count, next;
+};
+
+INLINE void NAME(add_piece)(struct NAME(ahead) *ahead, const char *piece, long bytes)
+{
+    if (piece) {
+        ahead->pieces[ahead->count] = piece;
+        ahead->bytes[ahead->count++] = bytes;
+    }
+}
+
+/* What follows the first keys of a tile of ``groups`` groups. */
+static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places) *at, long groups,
+                             struct NAME(ahead) *ahead)
+{
+    long keys = (long)GROUP * layer->kv_heads * layer->k_dim * 2;
+    long values = (long)GROUP * layer->kv_heads * layer->v_dim * 2;
+    long lead = keys >= LEAD ? 1 : keys >= LEAD / 2 ? 2 : TOKENS / GROUP;
+    ahead->count = ahead->next = 0;
+    ahead->at = ahead->end = NULL;
+    for (long g = lead; g < groups; g++)
+        NAME(add_piece)(ahead, at->keys[g], keys);
+    for (long g = 0; g < groups; g++)
+        NAME(add_piece)(ahead, at->values[g], values);
+    for (long g = 0; g < lead; g++)
+        NAME(add_piece)(ahead, at->next_keys[g], keys);
+}
+
+/* Brings the next ``bytes`` bytes nearer, or what is left of a piece. */
+INLINE void NAME(bring_ahead)(struct NAME(ahead) *ahead, long bytes)
+{
+    if (ahead->at >= ahead->end) {
+        if (ahead->next == ahead->count)
+            return;
+        ahead->at = ahead->pieces[ahead->next];
+        ahead->end = ahead->at + ahead->bytes[ahead->next++];
+    }
+    const char *at = ahead->at, *end = ahead->end - at < bytes ? ahead->end : at + bytes;
+    for (; at < end; at += 64)
+        __builtin_prefetch(at, 0, 3);
+    ahead->at = at;
+}
 
 /* sums[i] of the 16 vectors, added across their lanes, as element i of one. */
 INLINE __m512 NAME(sums_of_16)(__m512 *a)
@@ -338,72 +380,83 @@ INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stri
     _mm512_storeu_ps(scores, NAME(sums_of_16)(sums));
 }
 
-/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions from ``column`` on. */
-INLINE void NAME(add_values)(const struct layer *layer, const struct NAME(places) *at, const struct scratch *s,
-                             float *out, long padded, long column, long valid, int head, int rows, int parts)
+/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions and the first ``live``
+ * positions of a group; without a factor where ``shrink`` is NULL. */
+INLINE void NAME(add_values)(const char *values, long stride, int live, const int *weights, const float *shrink,
+                             float *out, long padded, int rows, int parts, struct NAME(ahead) *ahead, long share)
 {
-    long stride = (long)layer->kv_heads * layer->v_dim * 2, inside = ((long)head * layer->v_dim + column) * 2;
-    long done = (head * layer->v_dim + column) * TOKENS * 2;
-    const char *next = NULL;
     __m512 sums[FEW_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2 * parts; v++)
-            sums[r][v] = _mm512_loadu_ps(out + r * padded + column + v * 16) * s->shrink[r];
-    for (long t = 0; t < valid; t += 2) {
-        const char *from = at->values[t / GROUP] + inside + t % GROUP * stride;
+            sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * (shrink ? shrink[r] : 1);
+    for (int t = 0; t < live; t += 2) {
         __m512i pairs[4];
-        if (t % GROUP == 0)
-            next = NAME(place)(at->next_values, GROUP * stride, done + t * 64 * parts);
-        NAME(bring)(next ? next + t % GROUP * 64 * parts : NULL, 128 * parts);
+        NAME(bring_ahead)(ahead, share);
         UNROLL for (int p = 0; p < parts; p++)
-            NAME(interleave)(from + p * 64, stride, (int)(valid - t), pairs + p * 2, pairs + p * 2 + 1);
+            NAME(interleave)(values + t * stride + p * 64, stride, live - t, pairs + p * 2, pairs + p * 2 + 1);
         UNROLL for (int r = 0; r < rows; r++) {
-            __m512bh weight = (__m512bh)_mm512_set1_epi32(((const int *)s->weights)[r * TOKENS + t / 2]);
+            __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[r * TOKENS + t / 2]);
             UNROLL for (int v = 0; v < 2 * parts; v++)
                 sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2 * parts; v++)
-            _mm512_storeu_ps(out + r * padded + column + v * 16, sums[r][v]);
+            _mm512_storeu_ps(out + r * padded + v * 16, sums[r][v]);
 }
 
-/* One tile of positions for the few rows of one key-value head: what attend_tile does, without packing. */
+/* One tile of positions for the few rows of all of a task's key-value heads: what attend_tile does, without packing. */
 INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                             const struct NAME(places) *at, long first, long tokens, long valid, int head, int rows)
+                             const struct NAME(places) *at, long first, long tokens, long valid, int rows)
 {
-    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), stride = (long)layer->kv_heads * dim * 2;
-    const uint16_t *query = (const uint16_t *)(s->query + (long)head * rows * dim / 2);
-    float *out = s->out + (long)head * rows * padded;
-    for (long g = 0; g < tokens / GROUP; g++) {
-        UNROLL for (int r = 0; r < rows; r++)
-            NAME(score_group)(query + r * dim, at->keys[g] + head * dim * 2, stride, dim,
-                              s->scores + r * TOKENS + g * GROUP);
-        NAME(bring)(NAME(place)(at->next_keys, GROUP * stride, (head * TOKENS + g * GROUP) * dim * 2), GROUP * dim * 2);
-    }
-    for (int r = 0; r < rows; r++) {
-        long position = task->position + r / layer->group;
+    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES);
+    long groups = tokens / GROUP, count = task->heads * rows;
+    long key_stride = layer->kv_heads * dim * 2, value_stride = (long)layer->kv_heads * layer->v_dim * 2;
+    long parts = task->heads * (GROUP / 2) * ((layer->v_dim + 63) / 64);
+    long key_share = ROUND_UP(GROUP * key_stride, 64 * count) / count;
+    long value_share = ROUND_UP(GROUP * value_stride, 64 * parts) / parts;
+    struct NAME(ahead) ahead;
+    NAME(look_ahead)(layer, at, groups, &ahead);
+    for (long g = 0; g < groups; g++)
+        for (int head = 0; head < task->heads; head++)
+            UNROLL for (int r = 0; r < rows; r++) {
+                long row = head * rows + r;
+                NAME(score_group)((const uint16_t *)(s->query + row * dim / 2), at->keys[g] + head * dim * 2,
+                                  key_stride, dim, s->scores + row * TOKENS + g * GROUP);
+                NAME(bring_ahead)(&ahead, key_share);
+            }
+    for (long row = 0; row < count; row++) {
+        long position = task->position + row % rows / layer->group;
         long low = layer->window ? position - layer->window + 1 - first : 0;
         long high = position + 1 - first < valid ? position + 1 - first : valid;
-        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, (char *)s->weights + r * TOKENS * 4, tokens, low,
-                                   high, 1, s->highest + head * rows + r, s->sums + (head * rows + r) * LANES);
+        s->shrink[row] = NAME(weigh)(layer, s->scores + row * TOKENS, (char *)s->weights + row * TOKENS * 4, tokens,
+                                     low, high, 1, s->highest + row, s->sums + row * LANES);
     }
-    long column = 0;
-    for (; column + 64 <= layer->v_dim; column += 64)
-        NAME(add_values)(layer, at, s, out, padded, column, valid, head, rows, 2);
-    if (column < layer->v_dim)
-        NAME(add_values)(layer, at, s, out, padded, column, valid, head, rows, 1);
+    for (long g = 0; g < groups; g++)
+        for (int head = 0; head < task->heads; head++) {
+            const char *values = at->values[g] + (long)head * layer->v_dim * 2;
+            const int *weights = (const int *)s->weights + head * rows * TOKENS + g * GROUP / 2;
+            const float *shrink = g ? NULL : s->shrink + head * rows;
+            float *out = s->out + head * rows * padded;
+            int live = valid - g * GROUP < GROUP ? (int)(valid - g * GROUP) : GROUP;
+            long column = 0;
+            for (; column + 64 <= layer->v_dim; column += 64)
+                NAME(add_values)(values + column * 2, value_stride, live, weights, shrink, out + column, padded, rows,
+                                 2, &ahead, value_share);
+            if (column < layer->v_dim)
+                NAME(add_values)(values + column * 2, value_stride, live, weights, shrink, out + column, padded, rows,
+                                 1, &ahead, value_share);
+        }
 }
 
 static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                  const struct NAME(places) *at, long first, long tokens, long valid, int head,
-                                  long rows)
+                                  const struct NAME(places) *at, long first, long tokens, long valid, long rows)
 {
     switch (rows) {
-        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 1); break;
-        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 2); break;
-        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 3); break;
-        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, head, 4); break;
+        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1); break;
+        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2); break;
+        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3); break;
+        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4); break;
     }
 }
 #endif
@@ -421,13 +474,13 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
     for (long first = task->first; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
         NAME(find)(layer, task, first, &at);
-        for (int head = 0; head < task->heads; head++) {
 #if HAS_DOT
-            if (pairs && count <= FEW_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
-                NAME(attend_few_rows)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
-                continue;
-            }
+        if (pairs && count <= FEW_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
+            NAME(attend_few_rows)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, count);
+            continue;
+        }
 #endif
+        for (int head = 0; head < task->heads; head++) {
             if (layer->type == FLOAT32 && count <= FEW_ROWS && layer->k_dim % LANES == 0 && layer->v_dim % LANES == 0) {
                 NAME(attend_few_floats)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
                 continue;
