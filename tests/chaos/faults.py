@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.times import FailureTimes
 from common.wire import DIGEST_BYTES
-from coordinator.gateway import LEASE_MS
 from coordinator.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
@@ -489,7 +489,7 @@ async def outlast_lease(role: str, scene: Scene) -> Proof:
     worker: Worker = getattr(scene, role)
     process, incarnation, held = worker.process, worker.incarnation, worker.holds
     proof = await black_hole(role, scene)
-    await asyncio.sleep(LEASE_MS / 1000 + 1.0)  # the length of the fault itself
+    await asyncio.sleep(FailureTimes().lease_s + 1.0)  # the length of the fault itself
     let_go = worker.holds == (0, 0)
     worker.control.heal()
     healed_at = clock()
