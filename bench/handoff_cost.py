@@ -236,6 +236,7 @@ def snapshot(live: int) -> float:
         counters=dict(COUNTERS),
         membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),
         bad_transfer_messages=int,
+        stale_frames=int,
         cut_off_peers=int,
         holdings=lambda: there,
         draining_until=None,
