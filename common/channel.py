@@ -53,10 +53,10 @@ by which it is 128 MiB at most). A frame has less than 2 MiB (:mod:`kvtransfer.p
 connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
 """What a prefill worker may hold unread of one decode worker's answers."""
-KV_NICENESS, KV_SLICE_S = 15, 0.0001
+KV_NICENESS, CURVE_NICENESS, KV_SLICE_S = 15, 5, 0.0001
 """How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
 and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
-hundred megabytes per second."""
+few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one."""
 HANDSHAKE_MS = 2000
 """A handshake that stands still for so long is broken off and tried again; libzmq would wait for half a minute."""
 BEAT_SUFFIX = "|hb"
@@ -251,7 +251,8 @@ class Channels:
         thread that starts them."""
         if self._kv_context is None:
             self._kv_context = zmq.Context()
-            starter = threading.Thread(target=_start_behind, args=(self._kv_context,))
+            niceness = CURVE_NICENESS if self.keys is not None and self._encrypt_kv else KV_NICENESS
+            starter = threading.Thread(target=_start_behind, args=(self._kv_context, niceness))
             starter.start()
             starter.join()
         return self._kv_context
@@ -379,9 +380,9 @@ def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthentica
     return door
 
 
-def _start_behind(context: zmq.Context[Any]) -> None:
+def _start_behind(context: zmq.Context[Any], niceness: int) -> None:
     """To be run in a thread that does nothing else."""
-    stand_back(KV_NICENESS, KV_SLICE_S)
+    stand_back(niceness, KV_SLICE_S)
     context.socket(zmq.PAIR).close()
 
 

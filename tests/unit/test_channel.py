@@ -97,19 +97,22 @@ def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_los
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness belongs to the process here")
-def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not() -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(cluster: Path, encrypted: bool) -> None:
     def threads() -> dict[int, int]:
         return {int(each): os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
 
     before, ours = threads(), os.getpriority(os.PRIO_PROCESS, 0)
-    channels = Channels()
-    sockets = [channels.router("tcp://127.0.0.1:*")[0]]
+    channels = Channels(keys.load(cluster, "decode"), encrypt_kv=encrypted)
+    sockets = [channels.dealer("tcp://127.0.0.1:1", b"us")]
     control = {each: nice for each, nice in threads().items() if each not in before}
     assert control and set(control.values()) == {ours}
     router, address = channels.router("tcp://127.0.0.1:*", kv=True)
     sockets += [router, channels.dealer(address, b"peer", to="decode")]
+    niceness = channel.CURVE_NICENESS if encrypted else channel.KV_NICENESS
     kv = {each: nice for each, nice in threads().items() if each not in before | control}
-    assert kv and set(kv.values()) == {min(19, ours + channel.KV_NICENESS)}
+    door = {ours} if encrypted else set()  # who answers which keys may come in
+    assert set(kv.values()) == {min(19, ours + niceness)} | door
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     for socket in sockets:
         socket.close()
