@@ -37,7 +37,8 @@ _STATEFUL = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk. ``fingerprint`` is equal for equal configuration and weights, whatever the path and name."""
+    """A model on disk. ``fingerprint`` is equal for equal configuration and weights, whatever the path and name, and
+    seldom for others: see :func:`fingerprint`."""
 
     path: Path
     name: str
@@ -251,7 +252,8 @@ def _damaged(path: Path, why: str) -> StartError:
 
 
 def fingerprint(config: dict[str, Any], weights: tuple[Path, ...], revision: str | None = None) -> str:
-    """16 hex digits of a hash over configuration, tensor headers, sizes and a sample of the bytes of each file."""
+    """16 hex digits of a hash over configuration, tensor headers, sizes and a sample of the bytes of each file: what
+    can be had at once. All bytes are hashed by who reads them anyway (:func:`common.model.load.read_weights`)."""
     digest = hashlib.blake2b(digest_size=8)
     kept = {key: value for key, value in config.items() if key not in _UNHASHED}
     digest.update(json.dumps([kept, revision or ""], sort_keys=True).encode())

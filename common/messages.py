@@ -52,10 +52,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(Message, tag="hello"):
-    """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, weights, revision); ``layout``
-    the KV layout's; ``dtype`` is its KV's element type, which may differ. ``data_address`` is where a decode worker
-    takes hand-offs ("" for others); ``host_id`` is equal for processes that can share memory. ``kv_encryption`` is how
-    its KV travels: "curve" or "none". ``links`` are the transports it speaks, best first."""
+    """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, revision and a sample of the
+    weights, then all weights, then what loading made of them, with dots between); ``layout`` the KV layout's;
+    ``dtype`` is its KV's element type, which may differ. ``data_address`` is where a decode worker takes hand-offs (""
+    for others); ``host_id`` is equal for processes that can share memory. ``kv_encryption`` is how its KV travels:
+    "curve" or "none". ``links`` are the transports it speaks, best first."""
 
     protocol: int
     name: Annotated[WorkerName, msgspec.Meta(max_length=MAX_TEXT)]

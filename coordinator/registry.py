@@ -256,7 +256,8 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
         return None
     pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told]
     models = f"{hello.model} here, {peer.model} there" if hello.model != peer.model else hello.model
-    return f"{', '.join(pairs)} of {peer.name} ({models}): workers of one model must have the same"
+    weights = ", whose weight files differ" if _weights(hello.fingerprint) != _weights(peer.fingerprint) else ""
+    return f"{', '.join(pairs)} of {peer.name} ({models}){weights}: workers of one model must have the same"
 
 
 def _is_data_address(address: str, role: Role) -> bool:
@@ -275,9 +276,14 @@ def _data_host(address: str) -> str:
 
 
 def _checkpoint(fingerprint: str) -> str:
-    """What a coordinator, which loads no model, can know of a worker's fingerprint: behind a dot stands what loading
-    decided (frozen rotary frequencies), and there workers must agree with each other."""
+    """What a coordinator, which loads no model, can know of a worker's fingerprint: behind a dot stands what those know
+    who have (a hash of all weights, then what loading made of them), and there workers must agree with each other."""
     return fingerprint.partition(".")[0]
+
+
+def _weights(fingerprint: str) -> list[str]:
+    """The hash of all weights in a worker's fingerprint, if it has one."""
+    return fingerprint.split(".")[1:2]
 
 
 def _keys(joined: bytes) -> Iterator[ChainKey]:

@@ -29,7 +29,7 @@ from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.model.layers import fuse_layers
 from common.model.linears import pack_linears
-from common.model.load import Progress, detach_from_files, dtype_of, load_model
+from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights
 from common.model.probe import QUANTISED_TOLERANCE, Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
 from common.request import Request, SamplingParams
@@ -287,7 +287,8 @@ def load_engine(
         )
 
     budget(checkpoint.kv_layers())  # a hopeless start is refused before the weights are read
-    model = load_model(checkpoint, chosen, progress, trust_remote_code)
+    weights = read_weights(checkpoint, chosen, progress)
+    model = load_model(checkpoint, chosen, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
     seen = probe(model, checkpoint)
     int8 = quantization == "int8"
@@ -298,9 +299,8 @@ def load_engine(
     assert plan is not None
     store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
     backend = select_backend("cpu", store, attention)
-    engine = Engine(
-        model, store, backend, _fingerprint(checkpoint, rotary, quantization), checkpoint.vocab_size, plan.max_model_len
-    )
+    fingerprint = _fingerprint(checkpoint, weights, rotary, quantization)
+    engine = Engine(model, store, backend, fingerprint, checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     if fused:
@@ -322,10 +322,9 @@ def _kernels_note(backend: AttentionBackend) -> str:
     return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 
-def _fingerprint(checkpoint: Checkpoint, rotary: str, quantization: str) -> str:
-    """The checkpoint's, and behind a dot what loading has made of it, if anything that changes what keys mean: frozen
-    rotary frequencies, quantised weights."""
+def _fingerprint(checkpoint: Checkpoint, weights: str, rotary: str, quantization: str) -> str:
+    """The checkpoint's, behind a dot the hash of all ``weights`` in its files, and behind another one what loading has
+    made of them, if anything that changes what keys mean: frozen rotary frequencies, quantised weights."""
     made = [part for part in (rotary, "" if quantization == "none" else quantization) if part]
-    if not made:
-        return checkpoint.fingerprint
-    return f"{checkpoint.fingerprint}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}"
+    loaded = f"{checkpoint.fingerprint}.{weights}"
+    return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded

@@ -1,7 +1,8 @@
 """A checkpoint as a transformers model that calls our attention, with its weights in memory.
 
 Weights go through ``from_pretrained``, because transformers converts some on the way (fused experts, renamed keys). The
-shards are read once in order before, so that there is honest progress and the mapping finds them in memory.
+shards are read once in order before: there is honest progress, the mapping finds them in memory, and each byte of them
+counts in the fingerprint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from common.attention.interface import ATTENTION, from_transformers
@@ -24,17 +26,29 @@ from common.kv.store import DTYPES
 
 Progress = Callable[[int, int, str], None]
 """Called with (shards read, shards in all, name of the shard)."""
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
+"""Small enough to be hashed in the cache into which it was copied."""
 
 log = logging.getLogger("tandem.load")
 
 
-def load_model(
-    checkpoint: Checkpoint, dtype: str, progress: Progress | None = None, trust_remote_code: bool = False
-) -> nn.Module:
-    """The model in ``dtype``, in evaluation mode, its attention ours; StartError if it cannot be had."""
+def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None = None) -> str:
+    """Reads every shard through the page cache; 16 hex digits of a hash over all their bytes (XXH3-64, which tells
+    accidents apart, not forgeries). StartError if there is no memory for the weights in ``dtype``."""
     _check_memory(checkpoint, dtype)
-    _read_ahead(checkpoint.weight_files, progress or default_progress())
+    progress, files = progress or default_progress(), checkpoint.weight_files
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
+    for index, path in enumerate(files):
+        progress(index, len(files), path.name)
+        with path.open("rb", buffering=0) as file:
+            while read := file.readinto(buffer):
+                digest.update(buffer[:read])  # releases the interpreter lock
+    progress(len(files), len(files), files[-1].name)
+    return str(digest.hexdigest())
+
+
+def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model in ``dtype``, in evaluation mode, its attention ours; StartError if it cannot be had."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -112,18 +126,7 @@ def _mapped_ranges(suffix: str) -> list[tuple[int, int]]:
     return ranges
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _read_ahead(files: tuple[Path, ...], progress: Progress) -> None:
-    """Reads every shard through the page cache."""
-    buffer = bytearray(_CHUNK_BYTES)
-    for index, path in enumerate(files):
-        progress(index, len(files), path.name)
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-    progress(len(files), len(files), files[-1].name)
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 def default_progress() -> Progress:

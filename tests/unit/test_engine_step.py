@@ -129,7 +129,7 @@ def test_it_says_what_it_chose(engine: Engine) -> None:
     text = "\n".join(engine.notes)
     assert "dtype float32: asked for" in text and "KV pool" in text and "attention " in text
     assert (engine.vocab_size, engine.max_model_len, engine.layout.block_size) == (512, 512, 16)
-    assert engine.memory.blocks == 64 and len(engine.fingerprint) == 16
+    assert engine.memory.blocks == 64
 
 
 def test_context_is_cut_to_the_pool_or_refused(checkpoint: Callable[[str], Path]) -> None:
