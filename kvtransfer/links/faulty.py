@@ -1,28 +1,39 @@
-"""A link that does to its payloads what broken machines do, in front of any other: for tests and simulations.
+"""Links that do to their frames what broken machines and networks do, in front of any other: for tests.
 
-It is the sending side, so that the receiving side is the real one. Chance is an argument (one seed is one history), and
-whole frames are lost, repeated, delayed and overtaken on the network, not here.
+It is the sending side, so that the receiving side is the real one. :class:`FaultyLink` spoils payloads;
+:class:`FaultyChannels` are those of a sender whose whole frames, of whatever link, are lost, repeated and overtaken on
+their way. Chance is an argument, and nothing waits for a clock: one seed is one history of faults.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any, cast
 
+import zmq
+
+from common.channel import Channels
 from common.ids import BlockId
+from common.keys import Party
 from kvtransfer.frames import Rectangle
 from kvtransfer.links.base import Payload, SendLink
 
 
 @dataclass(frozen=True)
 class FaultRates:
-    """Chances per frame: a bit flipped, the end cut off, the payload of the frame before sent instead."""
+    """Chances per frame. Of a link: a bit flipped, the end cut off, the payload of the frame before sent instead. Of
+    channels: lost, sent twice, sent after the next frame that is neither lost nor late."""
 
     corrupt: float = 0.0
     truncate: float = 0.0
     swap: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
 
 
 class FaultyLink:
@@ -53,3 +64,62 @@ class FaultyLink:
             spoiled[self.rng.randrange(len(spoiled))] ^= 1 << self.rng.randrange(8)
             return bytes(spoiled)
         return right
+
+
+class FaultyChannels(Channels):
+    """The channels of a prefill worker. Its messages arrive: only frames of KV suffer. ``happened`` counts the faults
+    that struck, by name."""
+
+    def __init__(self, rates: FaultRates, rng: Random) -> None:
+        super().__init__()
+        self.rates, self.rng = rates, rng
+        self.happened: Counter[str] = Counter()
+
+    def dealer(
+        self,
+        address: str,
+        name: bytes,
+        *,
+        to: Party = "coordinator",
+        watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
+    ) -> zmq.Socket[Any]:
+        socket = super().dealer(address, name, to=to, watch=watch)
+        return cast("zmq.Socket[Any]", _FaultyLine(socket, self)) if to == "decode" else socket
+
+    def register(self, what: Any) -> None:
+        super().register(what.socket if isinstance(what, _FaultyLine) else what)
+
+    def unregister(self, what: Any) -> None:
+        super().unregister(what.socket if isinstance(what, _FaultyLine) else what)
+
+    def strikes(self, fault: str) -> bool:
+        """Whether ``fault`` happens to the frame at hand."""
+        struck = bool(self.rng.random() < getattr(self.rates, fault))
+        self.happened[fault] += struck
+        return struck
+
+
+class _FaultyLine:
+    """A socket to a decode worker; all that is not done here it does itself."""
+
+    def __init__(self, socket: zmq.Socket[Any], channels: FaultyChannels) -> None:
+        self.socket, self.channels = socket, channels
+        self._late: list[tuple[list[Any], bool]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+    def send_multipart(self, parts: list[Any], flags: int = 0, copy: bool = True) -> None:
+        if len(parts) == 1:  # a message
+            self.socket.send_multipart(parts, flags, copy=copy)
+        elif self.channels.strikes("drop"):
+            return
+        elif self.channels.strikes("delay"):
+            self._late.append((parts, copy))
+        else:
+            self.socket.send_multipart(parts, flags, copy=copy)
+            again = [(parts, copy)] if self.channels.strikes("duplicate") else []
+            late, self._late = [*again, *self._late], []
+            with contextlib.suppress(zmq.Again):  # what is late may be lost, too
+                for each, copied in late:
+                    self.socket.send_multipart(each, flags, copy=copied)

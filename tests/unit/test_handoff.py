@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from common.channel import bind_router, send
+from common.channel import Channels, bind_router, send
 from common.errors import WireError
 from common.finished import KEPT_S
 from common.ids import (
@@ -56,6 +56,7 @@ from common.request import FinishReason, Request, SamplingParams
 from common.wire import decode, seal
 from common.worker import Worker, WorkerSettings
 from decode.worker import DecodeWorker
+from kvtransfer.links.faulty import FaultRates, FaultyChannels
 from kvtransfer.session import Limits
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
@@ -82,7 +83,9 @@ class Bench:
         self.lease_ms = 60_000
         self.beats = 0
 
-    def add(self, role: str, engine: OracleEngine, host: str = "here", **settings: Any) -> Worker:
+    def add(
+        self, role: str, engine: OracleEngine, host: str = "here", channels: Channels | None = None, **settings: Any
+    ) -> Worker:
         name = WorkerName(f"{role}-{len(self.workers)}")
         chosen = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
         kind = PrefillWorker if role == "prefill" else DecodeWorker
@@ -90,6 +93,7 @@ class Bench:
             engine,
             WorkerSettings(self.address, f"{host}", **chosen),
             _hello(name, role, engine),
+            channels,
         )
         self.workers[name] = worker
         self.until(lambda: name in self.hellos)
@@ -254,6 +258,20 @@ def test_every_length_arrives(pair: Bench, length: int) -> None:
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
     pair.check(request)
+
+
+@pytest.mark.parametrize("link", ["shm", "zmq"])
+def test_a_network_that_loses_repeats_and_reorders_frames_changes_no_token(bench: Bench, link: str) -> None:
+    channels = FaultyChannels(FaultRates(drop=0.2, duplicate=0.2, delay=0.2), random.Random(11))
+    bench.add("prefill", OracleEngine(256, 16), channels=channels, kv_transport=link)
+    bench.add("decode", OracleEngine(128, 32), kv_transport=link)
+    requests = [make_request(length, 8) for length in (1, 33, 80, 500) for _ in range(6)]
+    for request in requests:
+        bench.place(request, "prefill-0", "decode-1")
+    bench.until(lambda: bench.done(*requests))
+    for request in requests:
+        bench.check(request)
+    assert all(channels.happened[fault] for fault in ("drop", "duplicate", "delay")) and not bench.failed
 
 
 @pytest.mark.parametrize("link", ["shm", "zmq"])

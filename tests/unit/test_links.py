@@ -33,7 +33,7 @@ from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory as memory_link
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
-from kvtransfer.links.faulty import FaultRates, FaultyLink
+from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
@@ -233,10 +233,12 @@ LINKS = ["zmq", "shm", pytest.param("nixl", marks=needs_nixl)]
 class Handoff:
     """A sender and a receiver on real sockets, and one transfer between them that is computed."""
 
-    def __init__(self, link: str, layout: KvLayout, tokens: int, limits: Limits) -> None:
+    def __init__(
+        self, link: str, layout: KvLayout, tokens: int, limits: Limits, channels: Channels | None = None
+    ) -> None:
         token, owner, blocks = b"known to both ends", new_incarnation(), layout.blocks_for(tokens)
         self.table, self.tokens, self.layout = [BlockId(block) for block in range(blocks)], tokens, layout
-        self.here, self.there = Channels(), Channels()
+        self.here, self.there = Channels(), channels or Channels()
         self.source, self.target = KvMemory(layout, blocks), KvMemory(layout, blocks)
         self.receiver = Receiver(self.here, self.target, "host", "tcp://127.0.0.1:*", transport=link, limits=limits)
         self.sender = Sender(self.there, self.source, owner, "host", transport=link, limits=limits)
@@ -291,6 +293,23 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
         assert isinstance(sent, Lost) and not sent.told and isinstance(received, Failed) and received.told
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "delay"])
+@pytest.mark.parametrize("link", LINKS)
+def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: str, fault: str) -> None:
+    channels = FaultyChannels(FaultRates(**{fault: 0.3}), Random(5))
+    limits = Limits(resend_s=0.02, frame_bytes=1024)
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits, channels)
+    try:
+        handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
+        handoff.go()
+        assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
+        wanted, got = (pool.read(handoff.table, range(96), range(3)) for pool in (handoff.source, handoff.target))
+        assert (got == wanted).all() and handoff.received[0].commit.bytes == wanted.nbytes
+        assert channels.happened[fault] and not handoff.receiver.bad_messages and not handoff.sender.bad_messages
     finally:
         handoff.close()
 
