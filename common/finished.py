@@ -12,8 +12,9 @@ from common.sequence import Sequence
 from common.spans import SpanWriter, stop_id, to_wire
 
 KEPT, KEPT_S = 256, 5.0
-"""So many, for so long: a coordinator that has seen a gap asks every 0.2 s, and for an end that it was not told of when
-a heartbeat omits the request, up to twice within a second and a half."""
+"""So many, for so long: a coordinator that has seen a gap asks every 0.2 s; for an end that it was not told of when a
+heartbeat omits the request, up to twice within a second and a half; for a choice that is silent while others of its
+request go on with every heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,6 +613,8 @@ class Dispatcher:
                 self._failed_by(worker, ticket)
             elif missed:
                 self._ask_for_the_end(worker, ticket)
+            elif ticket.n > 1:
+                self._ask_for_the_silent(worker, ticket)
 
     def _ask_for_the_end(self, worker: Worker, ticket: Ticket) -> None:
         """It may have finished what it does not list, and its last words were lost: it can say them again for a while.
@@ -623,6 +625,18 @@ class Dispatcher:
                 ticket, worker, Resend(ticket.id, life.attempt, choice, len(life.output[choice]))
             ):
                 return
+
+    def _ask_for_the_silent(self, worker: Worker, ticket: Ticket) -> None:
+        """Choices that got nothing for a heartbeat's time in which others did: their last words may be lost, and while
+        any goes on heartbeats list the request. One that waits for a slot or for blocks has nothing to answer. No
+        number of messages is noted: beats count whether the worker has acted on these or not, however often they come.
+        """
+        life = ticket.life
+        if life.state is not State.DECODING:
+            return
+        for choice, (finish, heard_at) in enumerate(zip(life.finish, ticket.last_token_at, strict=True)):
+            if not finish and ticket.heard_at - heard_at > self.times.heartbeat_s:
+                self.gateway.send(worker, Resend(ticket.id, life.attempt, choice, len(life.output[choice])))
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
         """Decode has a request from its reservation to its end, prefill until the first token."""

@@ -208,6 +208,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no resend": (
         Mutation("lost tokens are not asked for again", Dispatcher, "_ask_again", _nothing, (NO_NEXT_TOKEN,)),
     ),
+    "siblings are not missed": (
+        Mutation(
+            "a choice may be silent while another goes on",
+            Dispatcher, "_ask_for_the_silent", _nothing, ("of one choice",),
+        ),
+    ),
     "no retry budget": (
         Mutation("all that were hit try again at once", RetryBudget, "allows", _yes, ("are tried again at once",)),
     ),

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from common.request import SamplingParams
 from common.sequence import Batch
 from coordinator.lifecycle import MAX_CRASHES, State
 from coordinator.router import FAILED_PAIRS
+from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
-from tests.simulation.liveness import COORDINATOR, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
+from tests.simulation.liveness import CALM_STEPS, COORDINATOR, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
 from tests.simulation.network import Frameless, Losing, Mute
 from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
@@ -50,11 +53,13 @@ class OneFault(History):
         for number in range(1, self.requests + 1):
             at += rng.expovariate(self.rate)
             prompt = rng.choices(range(1000), k=rng.randint(20, 110))
-            client = SimulatedClient(
-                self.system, number, prompt, SamplingParams(self.tokens, rng.randrange(1 << 32)), 1
-            )
+            sampling = SamplingParams(self.tokens, rng.randrange(1 << 32))
+            client = self._client(number, prompt, sampling)
             self.system.clients.append(client)
             self._plan(at, self._send, client, "")
+
+    def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
+        return SimulatedClient(self.system, number, prompt, sampling, 1)
 
     def _when(self, ready: Callable[[], object], action: Callable[[], None]) -> None:
         """At the first moment at which it is so, if there is one before the requests have ended."""
@@ -298,9 +303,28 @@ class Careless(OneFault):
 
 
 class Unheard(Careless):
-    """It had tokens that the coordinator has not."""
+    """It had tokens that the coordinator has not. Most requests have choices of which one ends long before the others;
+    there is a slot for each, so none of them ever waits."""
 
     tags = "tokens", "last tokens"
+    requests, tokens, pace = 4, 125, 8.0
+
+    def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
+        n = self.rng.choice((1, 2, 3))
+        if n > 1:
+            early = oracle_stream(prompt, sampling.seed, self.rng.randrange(n), 20)[-1]
+            sampling = replace(sampling, stop_token_ids=(early,))
+        return SimulatedClient(self.system, number, prompt, sampling, n)
+
+    def _judge(self) -> None:
+        super()._judge()
+        limit = self.noticed_s + CALM_STEPS * self.system.slowest_s
+        for client in self.system.clients:
+            if (gap := max(client.gaps)) > limit:
+                self.system.complain(
+                    f"request {client.number} waits {gap:.2f} s for the next token of one choice, {limit:.2f} s allowed"
+                )
+        self.system.check()
 
 
 class Crowded(OneFault):

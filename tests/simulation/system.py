@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -241,12 +242,16 @@ class SimulatedClient:
     deadline_at: float = 0.0
     ended_at: float = 0.0
     longest_gap: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    """The longest of each choice, between two of its tokens."""
     record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
+        self.gaps, self._choice_at = [0.0] * self.n, [math.inf] * self.n
         self.streams = [
-            oracle_stream(self.prompt, self.sampling.seed, choice, self.sampling.max_tokens) for choice in range(self.n)
+            _ended(oracle_stream(self.prompt, self.sampling.seed, choice, self.sampling.max_tokens), self.sampling)
+            for choice in range(self.n)
         ]
 
     @property
@@ -299,6 +304,9 @@ class SimulatedClient:
             complain(f"request {self.number} choice {choice}: {output} is not the beginning of {stream}")
         if self.sampling.logprobs is not None and len(logprobs) != len(ids):
             complain(f"request {self.number}: {len(logprobs)} log-probabilities of {len(ids)} tokens")
+        now = self.system.clock.now
+        self.gaps[choice] = max(self.gaps[choice], now - self._choice_at[choice])
+        self._choice_at[choice] = now
         known = sum(map(len, self.output)) - len(ids)
         self._heard(started=known > 0, second=max(map(len, self.output)) - len(ids) <= 1)
         return len(output) >= self.stop_after.get(choice, 1 << 30)
@@ -314,7 +322,7 @@ class SimulatedClient:
     def done(self, ticket: Ticket) -> None:
         self._end("done")
         for choice, output in enumerate(self.output):
-            wanted = min(self.sampling.max_tokens, self.stop_after.get(choice, 1 << 30))
+            wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
             if len(output) < wanted:
                 self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
 
@@ -495,6 +503,12 @@ class System:
             left[f"index of {who}"] = on
         if wrong := {what: value for what, value in left.items() if value}:
             raise Broken(f"left behind: {wrong}")
+
+
+def _ended(stream: list[int], sampling: SamplingParams) -> list[int]:
+    """``stream`` to the first token that ends it."""
+    ends = (at + 1 for at, token in enumerate(stream) if token in sampling.ending_token_ids)
+    return stream[: next(ends, None)]
 
 
 def _hello(name: str, incarnation: Incarnation, role: Role, engine: OracleEngine) -> Hello:

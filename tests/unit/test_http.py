@@ -620,6 +620,28 @@ async def test_lost_last_tokens_are_asked_for_when_heartbeats_omit_the_request(m
         assert {message.choice for message in decode.got(Resend)} == {0, 1}
 
 
+async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(model: Path) -> None:
+    def script(request: Request, choice: int, position: int) -> int:
+        worker.drop = {Tokens} if position == 20 else set()  # of that step: both choices' tokens, and the end of one
+        return EOS if (choice, position) == (0, 20) else formula(request, choice, position)
+
+    async with open_house(model) as house:
+        worker = await house.add("colocated", script=script, step_s=0.02)
+        body = {**HELLO, "n": 2, "max_tokens": 500, "stream": True, "return_token_ids": True}
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        async with house.client.post(house.url + CHAT, json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {") and (told := json.loads(line[6:])["choices"]):
+                    tokens[told[0]["index"]] += told[0].get("token_ids") or []
+                    if told[0]["finish_reason"]:
+                        break
+        assert told[0]["index"] == 0 and told[0]["finish_reason"] == "stop", "the other would go on for seconds"
+        [request] = [message.request for message in worker.got(Generate)]
+        assert tokens[0] == [*(formula(request, 0, position) for position in range(20)), EOS]
+        assert tokens[1] == [formula(request, 1, position) for position in range(len(tokens[1]))]
+        assert (0, 20) in {(message.choice, message.start) for message in worker.got(Resend)}
+
+
 async def test_a_request_whose_end_is_not_told_again_is_given_again(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", drop={Tokens})
