@@ -82,13 +82,13 @@ class Hello(Message, tag="hello"):
 
 
 class Heartbeat(Message, tag="heartbeat"):
-    """Every 500 ms from a thread of its own. ``acted_on`` counts the control messages whose effect is in this snapshot,
-    so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte request ids,
-    joined. ``turn_ms`` is how long the running turn of the loop has taken so far (messages, hand-offs, one step), -1
-    while it waits; ``expected_ms`` how long the running step may well take, or, outside of one, what the longest of the
-    last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is the longest of
-    the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live requests
-    that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
+    """Every ``Welcome.heartbeat_ms`` from a thread of its own. ``acted_on`` counts the control messages whose effect is
+    in this snapshot, so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte
+    request ids, joined. ``turn_ms`` is how long the running turn of the loop has taken so far (messages, hand-offs, one
+    step), -1 while it waits; ``expected_ms`` how long the running step may well take, or, outside of one, what the
+    longest of the last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is
+    the longest of the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live
+    requests that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     acted_on: int

@@ -26,7 +26,8 @@ HAPPENED_S = 8.0
 @dataclass
 class Result:
     """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back,
-    ``held_s`` the part of it in which nobody was served any more."""
+    ``held_s`` the part of it after the end of the cell's last answer. A worker that is still stopped then is looked at
+    when it goes on."""
 
     cell: Cell
     value: float = float("nan")
@@ -157,8 +158,8 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     """The matrix as a table, faults in the order of the cells by phases of a request."""
     held_s = max(result.held_s for result in results)
     lines = [
-        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; blocks were "
-        f"held for nobody for {held_s:.2f} s at most.",
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; anything was "
+        f"held for {held_s:.2f} s at most after a cell's last answer.",
         "",
         f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held for nobody (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",
