@@ -1,16 +1,18 @@
 """Two and three times what the house can take: who is served is served in time, and nearly as many as at its best.
 
-Goodput is what ends exact and within the deadline, per second. The others are refused at the door, or time out.
+Goodput is what ends exact and within the deadline, per second. The others are refused at the door at once, or time out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
 
+from tests.chaos.faults import REFUSED_S
 from tests.chaos.house import Ask, House, clock
 from tests.chaos.load import Figures, crowd
 
@@ -71,7 +73,20 @@ async def overload(
                 done.wrong.append("it is no peak: not all were served")
             if factor >= 2 and goodput < SHARE * peak:
                 done.wrong.append(f"goodput {goodput / peak:.0%} of the peak")
+            _judge_refusals(done, asks, due=factor >= 2)
             done.free_s = max(0.0, await house.until_free() - ended)
             print(done.row(), flush=True)
             figures.append(done)
     return figures
+
+
+def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None:
+    """How soon those were told who came in vain, as they see it; ``due``: there must have been some."""
+    times = sorted(ask.ended_at - ask.started_at for ask in asks if ask.status in (429, 503))
+    if not times:
+        figures.wrong += ["nobody was refused at the door"] if due else []
+        return
+    p99_s = times[math.ceil(0.99 * len(times)) - 1]
+    figures.faults[f"ms to a refusal (p99, of {1000 * REFUSED_S:.0f})"] = round(1000 * p99_s)
+    if p99_s > REFUSED_S:
+        figures.wrong.append(f"refusals took {p99_s:.2f} s (p99)")
