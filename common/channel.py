@@ -2,8 +2,8 @@
 
 libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a peer that dials anew while its old
 connection is still known is ignored in silence, messages to unknown peers vanish. Identities are therefore minted per
-incarnation and go to whoever dialled last, a router's send to a peer that is gone says so, and the part count of every
-multipart message is checked.
+incarnation and go to whoever dialled last, a router's send to a peer that is gone says so, and of a message of more
+parts than any has only the first are taken (:class:`BoundedSocket`).
 
 A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
 ``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
@@ -53,6 +53,10 @@ by which it is 128 MiB at most). A frame has less than 2 MiB (:mod:`kvtransfer.p
 connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
 """What a prefill worker may hold unread of one decode worker's answers."""
+MESSAGE_PARTS, FRAME_PARTS = 1, 2
+"""Parts of a message, and of a frame of KV: a header and a payload."""
+DROPPED_PARTS = 1024
+"""Of a message of too many parts, in one go: about half a millisecond if they are small."""
 KV_NICENESS, CURVE_NICENESS, KV_SLICE_S = 15, 5, 0.0001
 """How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
 and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
@@ -81,6 +85,38 @@ def is_local(address: str) -> bool:
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
 
 
+class BoundedSocket(zmq.Socket[bytes]):
+    """A socket that takes ``most_parts`` parts of a message, and one more if it has more, by which that shows. What is
+    left of it is dropped by the next calls, DROPPED_PARTS in each. Nothing else can be read meanwhile, but there is
+    time for other things: neither the size nor the number of messages that libzmq holds says how many parts they have,
+    and two million of them are six megabytes."""
+
+    most_parts: int
+    dropping = False
+    """Whether a message of too many parts is still being dropped."""
+
+    def recv_multipart(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
+        """As zmq's, but at most ``most_parts`` parts and one, and none of them when some were dropped instead."""
+        if self.dropping:
+            self._drop(flags)
+            return []
+        part = self.recv(flags, copy=False, track=track)
+        parts = [part]
+        while part.more:
+            if len(parts) > self.most_parts:
+                self.dropping = True
+                break
+            part = self.recv(flags, copy=False, track=track)
+            parts.append(part)
+        return [part.bytes for part in parts] if copy else parts
+
+    def _drop(self, flags: int) -> None:
+        for _ in range(DROPPED_PARTS):
+            if not self.recv(flags, copy=False).more:
+                self.dropping = False
+                return
+
+
 def _prepare(socket: zmq.Socket[Any], max_frame_bytes: int, unread: int, secure: _Secure) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
@@ -106,12 +142,14 @@ def bind_router(
     address: str,
     *,
     max_frame_bytes: int = MAX_MESSAGE_BYTES,
+    parts: int = MESSAGE_PARTS,
     unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
-) -> zmq.Socket[Any]:
+) -> BoundedSocket:
     """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises. It takes
-    parts of ``max_frame_bytes`` at most, and holds ``unread`` messages of each connection."""
-    socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+    ``parts`` parts of ``max_frame_bytes`` at most, and holds ``unread`` messages of each connection."""
+    socket: BoundedSocket = context.socket(zmq.ROUTER, socket_class=BoundedSocket)
+    socket.most_parts = 1 + parts  # the sender's identity comes first
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
@@ -136,10 +174,11 @@ def connect_dealer(
     unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
     watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
-) -> zmq.Socket[Any]:
+) -> BoundedSocket:
     """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address.
     ``watch`` gets the socket before it dials."""
-    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket: BoundedSocket = context.socket(zmq.DEALER, socket_class=BoundedSocket)
+    socket.most_parts = MESSAGE_PARTS
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.IDENTITY, name)
     try:
@@ -164,13 +203,16 @@ def send(socket: zmq.Socket[Any], message: Message, to: bytes | None = None) -> 
 
 
 def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
-    """The next message of type ``kind`` on a dealer, or None if there is none now; WireError if it is malformed."""
+    """The next message of type ``kind`` on a dealer, or None if there is none now, or some of one of too many parts was
+    dropped; WireError if it is malformed."""
     try:
         parts = socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
-    if len(parts) != 1:
-        raise WireError(f"a control message has one part, not {len(parts)}")
+    if not parts:
+        return None
+    if len(parts) != MESSAGE_PARTS:
+        raise WireError("a control message of more than one part")
     return decode(parts[0], kind)
 
 
@@ -193,12 +235,12 @@ class Channels:
         """Seconds, monotonic."""
         return time.monotonic()
 
-    def router(self, address: str, *, kv: bool = False) -> tuple[zmq.Socket[Any], str]:
+    def router(self, address: str, *, kv: bool = False) -> tuple[BoundedSocket, str]:
         """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV."""
-        reports = MAX_REPORT_BYTES, REPORTS_HIGH_WATER_MESSAGES
-        size, unread = (MAX_FRAME_BYTES, KV_HIGH_WATER_MESSAGES) if kv else reports
+        reports = MAX_REPORT_BYTES, MESSAGE_PARTS, REPORTS_HIGH_WATER_MESSAGES
+        size, parts, unread = (MAX_FRAME_BYTES, FRAME_PARTS, KV_HIGH_WATER_MESSAGES) if kv else reports
         context = self._of_kv() if kv else self.context
-        socket = bind_router(context, address, max_frame_bytes=size, unread=unread, secure=self._as_server)
+        socket = bind_router(context, address, max_frame_bytes=size, parts=parts, unread=unread, secure=self._as_server)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def dealer(
@@ -240,11 +282,13 @@ class Channels:
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
         """The next message on a router, its parts after the sender's identity, and the role that the sender's key
-        proves (None without keys). ``zmq.Again`` if there is none now."""
+        proves (None without keys). No parts if some of a message of too many were dropped; ``zmq.Again`` if there is
+        nothing now."""
         if self.keys is None:
             return None, router.recv_multipart(zmq.NOBLOCK)
         frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-        return self.keys.party_of(str(frames[-1].get("User-Id"))), [frame.bytes for frame in frames]
+        party = self.keys.party_of(str(frames[-1].get("User-Id"))) if frames else None
+        return party, [frame.bytes for frame in frames]
 
     def _of_kv(self) -> zmq.Context[Any]:
         """The context of what carries KV. libzmq starts its threads with the first socket, and they are ranked like the

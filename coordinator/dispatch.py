@@ -652,13 +652,13 @@ class Dispatcher:
         late = max(0.0, now - self._due)
         try:
             self.metrics.loop_lag(late)
-            self.gateway.sweep(now)
+            listened = self.gateway.sweep(now)
             if self.breakers.tick(now):
                 self.pump_soon()
             if now >= self._leases_due:
                 self._leases_due = now + self.times.heartbeat_s - self.times.sweep_s / 2
                 self._renew_leases()
-            for worker in list(self.registry):
+            for worker in list(self.registry) if listened else ():
                 self._look_for_stalls(worker, now)
             if self._workerless_since is not None:
                 self._give_up_waiting(now - self._workerless_since)

@@ -181,6 +181,7 @@ class Gateway:
     def _lost(self, worker: Worker) -> None:
         """Its last words may still be unread: tokens, or that it leaves."""
         self._read()
+        self._rearm()
         if self._losing.pop(worker.id, None) is not None:
             self._miss(worker)
 
@@ -209,16 +210,22 @@ class Gateway:
 
     # -- in -------------------------------------------------------------------------------------------------------
 
-    def sweep(self, now_s: float) -> None:
-        """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``."""
+    def sweep(self, now_s: float) -> bool:
+        """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``. False if that
+        cannot be told, since what others have said is behind a message that is still being dropped: for
+        ``registry.lags`` we did not listen meanwhile."""
         self._read()
+        self._rearm()
         self._complain(now_s)
+        if self._socket.dropping:
+            return False
         for worker in self.registry.sweep(now_s):
             log.warning("worker %s is gone: silent", worker.hello.name)
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, crashed=False)
         self._look_for_missing()
+        return True
 
     def _wake(self) -> None:
         self._scheduled = False
@@ -238,13 +245,16 @@ class Gateway:
             self._loop.call_soon(self._wake)
 
     def _read(self) -> None:
-        """Dispatches what has arrived, up to MESSAGES_PER_TURN."""
+        """Dispatches what has arrived, up to MESSAGES_PER_TURN, or until some of a message of too many parts was
+        dropped."""
         now_s = self.clock()
         for _ in range(MESSAGES_PER_TURN):
             try:
                 party, frames = self.channels.take(self._socket)
             except zmq.Again:
                 self.times_emptied += 1
+                return
+            if not frames:
                 return
             peer = party, frames[0].removesuffix(BEAT_SUFFIX.encode())
             if self.strikes.out(peer):
@@ -278,7 +288,7 @@ class Gateway:
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
-            raise WireError(f"{len(frames)} parts, two expected")
+            raise WireError("another number of parts than one")
         frame, data = frames
         message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
         incarnation = _incarnation(frame)

@@ -160,6 +160,8 @@ class Receiver:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            if not parts:
+                continue
             peer = parts[0].bytes
             if self.strikes.out(peer):
                 self.bad_messages += 1
@@ -211,7 +213,7 @@ class Receiver:
         elif len(parts) == 1:
             self._message(peer, decode(parts[0].buffer, ToDecode, MAX_HANDOFF_BYTES), now)
         else:
-            raise WireError(f"{len(parts)} parts are neither a message nor a frame")
+            raise WireError("neither the parts of a message nor those of a frame")
 
     def _message(self, peer: bytes, message: Open | Commit | Cancel | Released, now: float) -> None:
         transfer = TransferId(message.request, message.attempt)

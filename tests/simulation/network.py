@@ -308,6 +308,8 @@ class Frame:
 class Socket:
     """What both kinds have: a queue of what has arrived, and who is woken."""
 
+    dropping = False
+
     def __init__(self, network: Network, process: Process) -> None:
         self.network, self.process = network, process
         self.closed = False

@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from common import channel, keys
 from common.channel import (
+    DROPPED_PARTS,
     KV_HIGH_WATER_MESSAGES,
     MAX_FRAME_BYTES,
+    BoundedSocket,
     Channels,
     bind_router,
     connect_dealer,
     is_local,
 )
 from common.keys import PARTIES, Party
+from tests.unit.parts import counted, many
 
 
 @pytest.fixture
@@ -136,3 +141,88 @@ def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster: P
             socket.close(linger=0)
         for channels in (decode, prefill, stranger):
             channels.close()
+
+
+# -- messages of too many parts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channels, Channels]]:
+    here, there = Channels(), Channels()
+    yield here, there
+    for channels in (here, there):
+        channels.close()
+
+
+def read(socket: BoundedSocket, received: list[int], copy: bool = True) -> list[Any]:
+    """The next message, or no parts of it, with a bounded number of parts read."""
+    before = len(received)
+    assert socket.poll(5000)
+    parts = socket.recv_multipart(zmq.NOBLOCK, copy)
+    assert len(received) - before <= max(DROPPED_PARTS, socket.most_parts + 1)
+    return [part if copy else part.bytes for part in parts]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("kv", [True, False])
+def test_of_a_message_of_too_many_parts_the_first_are_taken_and_the_rest_is_dropped_in_pieces(
+    ends: tuple[Channels, Channels], monkeypatch: pytest.MonkeyPatch, kv: bool, copy: bool
+) -> None:
+    """Nothing of others is lost, before it or behind it, nor what its sender says next."""
+    received = counted(monkeypatch)
+    router, address = ends[0].router("tcp://127.0.0.1:*", kv=kv)
+    good = [b"header", b"payload"] if kv else [b"message"]
+    with router, ends[1].dealer(address, b"bad") as bad, ends[1].dealer(address, b"other") as other:
+        heard: list[list[Any]] = []
+        for socket in (bad, other):
+            socket.send_multipart(good)
+            heard.append(read(router, received, copy))
+        bad.send_multipart(many(3 * DROPPED_PARTS))
+        assert len(read(router, received, copy)) == router.most_parts + 1, "which shows that there were more"
+        bad.send_multipart(good)
+        other.send_multipart(good)
+        pieces = 0
+        while router.dropping:
+            assert read(router, received, copy) == []
+            pieces += 1
+        assert pieces == 3
+        heard += [read(router, received, copy) for _ in range(2)]
+        assert sorted(heard) == sorted(2 * [[b"bad", *good], [b"other", *good]])
+        assert not router.poll(100)
+
+
+@pytest.mark.parametrize("extra", [1, 2, DROPPED_PARTS, DROPPED_PARTS + 1, DROPPED_PARTS + 2])
+def test_a_message_behind_one_of_too_many_parts_begins_where_it_begins(
+    ends: tuple[Channels, Channels], monkeypatch: pytest.MonkeyPatch, extra: int
+) -> None:
+    received = counted(monkeypatch)
+    router, address = ends[0].router("tcp://127.0.0.1:*")
+    with router, ends[1].dealer(address, b"name") as dealer:
+        dealer.send(b"before")
+        assert read(router, received) == [b"name", b"before"]
+        for sender, to, reader in ((dealer, [], router), (router, [b"name"], dealer)):
+            sender.send_multipart([*to, *many(1 + extra)])
+            sender.send_multipart([*to, b"behind"])
+            assert len(read(reader, received)) == reader.most_parts + 1
+            while (parts := read(reader, received)) == []:
+                pass
+            assert parts[-1] == b"behind" and len(parts) == reader.most_parts and not reader.poll(50)
+
+
+def test_who_dials_anew_in_the_middle_of_its_message_of_too_many_parts_is_heard(
+    ends: tuple[Channels, Channels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = counted(monkeypatch)
+    router, address = ends[0].router("tcp://127.0.0.1:*")
+    with router, router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connected:
+        old = ends[1].dealer(address, b"name")
+        old.send_multipart(many(2 * DROPPED_PARTS))
+        assert len(read(router, received)) == router.most_parts + 1 and connected.recv_multipart()
+        with ends[1].dealer(address, b"name") as new:
+            new.send(b"after")
+            assert connected.poll(5000)
+            old.close(linger=0)
+            while (parts := read(router, received)) == []:
+                pass
+            assert parts == [b"name", b"after"]
+        router.disable_monitor()

@@ -511,6 +511,23 @@ async def test_a_tick_that_fails_is_not_the_last(house: House, monkeypatch: pyte
     await until(lambda: len(calls) > 1, "it is called again")
 
 
+async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is behind a message of too many parts. When that is dropped the time until then was our lag."""
+    sweeps, looks = list[float](), list[Any]()
+    gateway, sweep = house.dispatcher.gateway, house.dispatcher.gateway.sweep
+    monkeypatch.setattr(house.dispatcher, "_look_for_stalls", lambda worker, now: looks.append(worker))
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway, "sweep", lambda now: sweeps.append(now) or sweep(now))
+        patch.setattr(gateway._socket, "dropping", True)
+        patch.setattr(gateway._socket, "recv_multipart", lambda *_, **__: [])
+        await until(lambda: len(sweeps) > 10, "it looks again and again, for longer than a worker may be silent")
+        assert not looks
+    await until(lambda: len(looks) > 1, "and looks for stalls again")
+    assert len(house.services.registry) == 2
+
+
 @pytest.mark.parametrize("policy", ["wait", "reject"])
 async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> None:
     async with open_house(model, "decode", no_prefill_policy=policy) as house:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -16,7 +17,7 @@ import pytest
 import zmq
 
 from common import keys
-from common.channel import Channels, Heart, identity, receive, send
+from common.channel import DROPPED_PARTS, Channels, Heart, identity, receive, send
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError, WireError
 from common.handshake import Handshakes
@@ -35,6 +36,8 @@ from kvtransfer.receiver import Failed, Receiver
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.fakes.worker import FakeWorker
+from tests.unit.parts import counted, many
+from tests.unit.test_registry import beat
 
 WAIT_S = 10.0
 QUIET_S = 0.3
@@ -401,6 +404,43 @@ def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
     assert isinstance(door.answer(socket), Welcome), "its next incarnation is"
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
+    cluster: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is, a turn reads a bounded number of parts, and the others' silence meanwhile is our lag."""
+    door, received = Door(cluster if keyed else None), counted(monkeypatch)
+    gateway = door.gateway
+    try:
+        hello = hello_of("decode")
+        worker = door.dial("decode", identity(hello.name, hello.incarnation))
+        send(worker, hello)
+        assert isinstance(door.answer(worker), Welcome)
+        began = gateway.clock()
+        assert gateway.sweep(began)
+        bad = door.dial("prefill", b"bad|1")
+        for strike in range(1, STRIKES + 1):
+            bad.send_multipart(many(5 * DROPPED_PARTS))
+            until(lambda: gateway._read() or gateway._socket.dropping, "it arrives")
+            assert gateway.bad_messages == strike
+            send(worker, beat(hello.incarnation))
+            before, beats, emptied = len(received), door.beats, gateway.times_emptied
+            assert not gateway.sweep(began + 20 * strike - 10), "whoever is silent now may have spoken"
+            assert 0 < len(received) - before <= DROPPED_PARTS and gateway.times_emptied == emptied
+            while gateway._socket.dropping:
+                before = len(received)
+                gateway._read()
+                assert len(received) - before <= DROPPED_PARTS
+            until(lambda beats=beats: gateway._read() or door.beats > beats, "what came behind it is heard")
+            worker_here = door.registry.get(hello.incarnation)
+            assert worker_here is not None
+            door.registry.heard(worker_here, began + 20 * (strike - 1))  # not later than what came before it
+            assert gateway.sweep(began + 20 * strike) and not door.lost_workers
+        assert gateway.strikes.cut_off == 1 and door.registry.get(hello.incarnation) is not None
+    finally:
+        door.close()
+
+
 def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:
     strikes = Strikes()
     assert [strikes.strike("a") for _ in range(4)] == [False, False, True, False]
@@ -517,6 +557,68 @@ def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) ->
         receiver.close()
         here.close()
         there.close()
+        engine.memory.close()
+
+
+def test_a_message_of_too_many_parts_does_not_hold_a_receiver_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is, a look reads as much as its budget lets it; what others say is heard behind it."""
+    engine, here, there, received = OracleEngine(blocks=8), Channels(), Channels(), counted(monkeypatch)
+    receiver = Receiver(here, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
+    layout, ticks = engine.layout, itertools.count()
+    words = "sender", 16, layout.fingerprint, layout.dtype, "there", "", 8, 16, 1
+    bad, good = (there.dealer(receiver.address, name, to="decode") for name in (b"bad", b"good"))
+
+    def pump() -> None:
+        before = len(received)
+        receiver.pump(lambda: 0.001 * next(ticks), 0.0025)  # time for two messages, or two pieces of one
+        assert len(received) - before <= 2 * DROPPED_PARTS
+
+    try:
+        for strike in range(1, STRIKES + 1):
+            bad.send_multipart(many(8 * DROPPED_PARTS))
+            until(lambda strike=strike: pump() or receiver.bad_messages == strike, "it is counted")
+            assert receiver._socket.dropping
+            send(good, Open(new_request_id(), 1, *words))  # type: ignore[arg-type]
+            until(lambda: pump() or good.poll(0), "what others say is heard")
+            assert isinstance(receive(good, ToPrefill), Heard) and not receiver._socket.dropping
+        assert receiver.strikes.cut_off == 1 and receiver.bad_messages == STRIKES
+    finally:
+        for socket in (bad, good):
+            socket.close(0)
+        receiver.close()
+        here.close()
+        there.close()
+        engine.memory.close()
+
+
+def test_an_answer_of_too_many_parts_does_not_hold_a_sender_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, channels, received = OracleEngine(blocks=8), Channels(), counted(monkeypatch)
+    router, address = channels.router("tcp://127.0.0.1:*")
+    sender = Sender(channels, engine.memory, new_incarnation(), "here", transport="zmq")
+    peer = Peer(WorkerName("d"), Incarnation("d"), address, "", engine.layout.dtype)
+    transfer = TransferId(new_request_id(), 1)
+    ended: list[Any] = []
+
+    def pump() -> list[Any]:
+        before = len(received)
+        ended.extend(sender.pump(0.0))
+        assert len(received) - before <= DROPPED_PARTS + 2, "its first two, and a piece of the rest"
+        return ended
+
+    try:
+        sender.open(transfer, peer, 16, [BlockId(0)], 0.0)
+        assert router.poll(int(WAIT_S * 1000))
+        who = router.recv_multipart()[0]
+        router.send_multipart([who, *many(8 * DROPPED_PARTS)])
+        send(router, Cancel(*transfer, "said behind it"), who)
+        until(pump, "what comes behind it is heard")
+        (lost,) = ended
+        assert isinstance(lost, Lost) and lost.told and lost.reason == "said behind it"
+        assert sender.bad_messages == 1 and not sender.strikes.cut_off
+    finally:
+        sender.close()
+        router.close(0)
+        channels.close()
         engine.memory.close()
 
 

@@ -1,0 +1,28 @@
+"""Messages of too many parts, and how many parts of them are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.channel import BoundedSocket
+
+
+def many(parts: int) -> list[bytes]:
+    """A message that nobody sends who means it well."""
+    return [b"%d" % number for number in range(parts)]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by 1 for every part that is read from now on."""
+    received: list[int] = []
+    receive = BoundedSocket.recv
+
+    def count(socket: BoundedSocket, *args: Any, **options: Any) -> Any:
+        part = receive(socket, *args, **options)
+        received.append(1)
+        return part
+
+    monkeypatch.setattr(BoundedSocket, "recv", count)
+    return received
