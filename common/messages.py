@@ -1,7 +1,8 @@
 """Every message between processes, in one file.
 
 Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and carry
-no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``.
+no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``. What
+:class:`AnyHello` has stays where it is for ever: by it those of another version are told that they are.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
     coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
@@ -79,6 +80,12 @@ class Hello(Message, tag="hello"):
     device: Text
     dtype: KvDtype
     kv_encryption: Short = "none"
+
+
+class AnyHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """As much of a Hello as every version says; whatever comes behind it is skipped."""
+
+    protocol: int
 
 
 class Heartbeat(Message, tag="heartbeat"):

@@ -21,6 +21,7 @@ from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
 from common.keys import Party
 from common.messages import (
     Abort,
+    AnyHello,
     Cached,
     Failed,
     FromWorker,
@@ -37,7 +38,7 @@ from common.messages import (
 )
 from common.strikes import STRIKES, Strikes
 from common.wire import MAX_REPORT_BYTES, decode
-from coordinator.registry import Refused, Registry, Worker, WorkerState
+from coordinator.registry import Refused, Registry, Worker, WorkerState, other_protocol
 
 log = logging.getLogger("tandem.gateway")
 
@@ -290,7 +291,12 @@ class Gateway:
         if len(frames) != 2:
             raise WireError("another number of parts than one")
         frame, data = frames
-        message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
+        try:
+            message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
+        except WireError:
+            if self._turns_away(frame, data):
+                return
+            raise
         incarnation = _incarnation(frame)
         if isinstance(message, Hello):
             self._hello(party, frame, message, now_s)
@@ -340,6 +346,17 @@ class Gateway:
                 events.left(worker)
             case _:
                 assert_never(message)
+
+    def _turns_away(self, frame: bytes, data: bytes) -> bool:
+        """Whether ``data``, which makes no sense here, is the Hello of another version, which is told so."""
+        try:
+            hello = decode(data, AnyHello, MAX_REPORT_BYTES)
+        except WireError:
+            return False
+        if reason := other_protocol(hello.protocol):
+            log.warning("%r is refused: %s", frame[:64], reason)
+            self._reply(frame, Turned(reason))
+        return reason is not None
 
     def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
         if frame != identity(hello.name, hello.incarnation):

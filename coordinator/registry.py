@@ -201,8 +201,8 @@ class Registry:
     # -- what workers must agree on --------------------------------------------------------------------------------
 
     def _objection(self, hello: Hello) -> str | None:
-        if hello.protocol != PROTOCOL:
-            return f"protocol {hello.protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
+        if reason := other_protocol(hello.protocol):
+            return reason
         if len(hello.name.encode()) > MAX_NAME_BYTES or len(hello.incarnation.encode()) > MAX_INCARNATION_BYTES:
             return f"names of up to {MAX_NAME_BYTES} and incarnations of up to {MAX_INCARNATION_BYTES} bytes are taken"
         if hello.incarnation in self._replaced:
@@ -246,6 +246,13 @@ class Registry:
             if other.role != hello.role:
                 return f"{hello.name} is a {other.role} worker here: give every worker a name of its own with --name"
         return _difference(hello, others[0]) if others else None
+
+
+def other_protocol(protocol: int) -> str | None:
+    """Why a worker that speaks ``protocol`` cannot join, whatever else it says; None if it speaks ours."""
+    if protocol == PROTOCOL:
+        return None
+    return f"protocol {protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
 
 
 def _difference(hello: Hello, peer: Hello) -> str | None:

@@ -24,7 +24,21 @@ from common.handshake import Handshakes
 from common.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.keys import PARTIES, Party
 from common.membership import Membership
-from common.messages import Ack, Cancel, Commit, Goodbye, Grant, Heard, Open, Peer, ToPrefill, ToWorker, Turned, Welcome
+from common.messages import (
+    PROTOCOL,
+    Ack,
+    Cancel,
+    Commit,
+    Goodbye,
+    Grant,
+    Heard,
+    Open,
+    Peer,
+    ToPrefill,
+    ToWorker,
+    Turned,
+    Welcome,
+)
 from common.strikes import REMEMBERED, STRIKES, Strikes
 from common.wire import seal
 from coordinator.gateway import Gateway
@@ -231,6 +245,41 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
     else:
         assert isinstance(answer, Turned) and f"key is that of {key}" in answer.reason
         assert not list(door.registry) and door.gateway.bad_messages == 1
+
+
+VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "newer": lambda row: row,
+    "newer, with more fields": lambda row: [*row, "more", {"of": [b"other", 1.5, None]}],
+    "newer, with other fields": lambda row: [*row[:2], *reversed(row[2:])],
+    "older, with fewer fields": lambda row: [row[0], 1, *row[2:5]],
+    "with nothing but its number": lambda row: row[:2],
+}
+"""What another version's Hello may look like: a tag and a number, and whatever it has."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(door: Door, version: str) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    row = VERSIONS[version](["hello", PROTOCOL + 1, *msgspec.structs.astuple(hello)[1:]])
+    for _ in range(STRIKES + 1):  # it may try again and again
+        socket.send(seal(msgspec.msgpack.encode(row)))
+        answer = door.answer(socket)
+        words = f"protocol {row[1]}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
+        assert isinstance(answer, Turned) and answer.reason == words
+    assert not list(door.registry) and not door.gateway.bad_messages
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])
+def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> None:
+    """One of our own version, or of none."""
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    row = ["hello", protocol, *msgspec.structs.astuple(hello)[1:], "more"]
+    for _ in range(STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(row)))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert not list(door.registry) and not socket.poll(50)
 
 
 @pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
