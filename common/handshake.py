@@ -1,4 +1,4 @@
-"""Why the other side of a dealer does not let it in, as libzmq's monitor tells it.
+"""Whether a dealer is connected, and why the other side does not let it in, as libzmq's monitor tells it.
 
 libzmq dials again for ever when a connection breaks off, but never again after an answer that means no (an error of the
 ZAP handler, another security mechanism): whoever waits for a corrected peer has to dial again itself.
@@ -31,24 +31,31 @@ class Handshakes:
         | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_DISCONNECTED
     )
 
     def __init__(self, dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], *, keyed: bool) -> None:
         self._dealer, self._monitor, self._keyed = dealer, monitor, keyed
         self._broken_off = 0
+        self.connected = False
+        """Whether the last handshake succeeded and its connection has not ended: what is sent now leaves now."""
         self.refusal = ""
         """Why there is no connection, and what to do about it; "" as long as nothing speaks against one."""
         self.final = False
         """Whether libzmq has given up: only another dealer dials again."""
 
-    def look(self) -> None:
-        """Takes notice of what has happened."""
+    def look(self) -> bool:
+        """Takes notice of what has happened; whether a connection was made since the last look."""
+        made = False
         while True:
             try:
                 event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
-                return
-            self._heard(event, value)
+                return made
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            made |= self.connected
+            if event != zmq.EVENT_DISCONNECTED:  # follows on every failure too, of which it says nothing new
+                self._heard(event, value)
 
     def _heard(self, event: int, value: int) -> None:
         self.final = event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)

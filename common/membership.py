@@ -17,8 +17,8 @@ from common.messages import Heartbeat, Hello, Lease, Message, Rejoin, ToWorker, 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
 KNOCK_S = 2.0
-"""A Hello that nobody answers for so long was heard by a coordinator that died over it, or by one that lets nobody in
-with our key: it may have been corrected."""
+"""A Hello that is not answered for so long over a connection was lost with an earlier one. Where none is made any more,
+since our key is not let in, this may have been corrected by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Membership:
         self._welcome: Welcome | None = None
         self._heart: Heart | None = None
         self._interval_s = 0.0
+        self._said_hello_at = self._unanswered_since = 0.0
         self._dial()
         self._say_hello()
 
@@ -68,16 +69,17 @@ class Membership:
         return self._handshakes.refusal
 
     def knock(self) -> None:
-        """Says Hello again if it was never answered, and dials again when libzmq does not."""
-        self._handshakes.look()
-        if self._clock() - self._said_hello_at <= KNOCK_S:
-            return
+        """Says Hello again over a connection that leaves it unanswered, and dials again when libzmq does not."""
+        connected_anew, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
-            self._hang_up()
-            self._welcome = None  # whoever welcomed us is gone: until somebody does again we go on saying Hello
-            self._dial()
-            self._say_hello()
-        elif not self.joined:
+            if now - self._said_hello_at > KNOCK_S:
+                self._hang_up()
+                self._welcome = None  # whoever welcomed us is gone: until somebody does again we go on saying Hello
+                self._dial()
+                self._say_hello()
+        elif connected_anew or not self._handshakes.connected:
+            self._unanswered_since = now  # one Hello waits in the socket: more would all be heard, each as a new join
+        elif not self.joined and now - self._unanswered_since > KNOCK_S:
             self._say_hello()
 
     def _dial(self) -> None:
@@ -97,7 +99,7 @@ class Membership:
 
     def _say_hello(self) -> None:
         self.acted_on = 0
-        self._said_hello_at = self._clock()
+        self._said_hello_at = self._unanswered_since = self._clock()
         send(self._socket, self.hello)
 
     def send(self, message: Message) -> None:

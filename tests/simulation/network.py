@@ -9,6 +9,7 @@ is a matter of rates.
 from __future__ import annotations
 
 import errno
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -204,6 +205,7 @@ class Connection:
 
     def _established(self) -> None:
         if self.open and self.router.greet(self):
+            self.dealer.monitor.tell(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             waiting, self.dealer.unsent = self.dealer.unsent, []
             for parts in waiting:
                 self.carry(self.dealer, self.router, parts)
@@ -271,6 +273,7 @@ class Connection:
         self.network.forget(self)
         self.router.leave(self)
         self.dealer.connection = None
+        self.dealer.monitor.tell(zmq.EVENT_DISCONNECTED)
         self.network.clock.after(RECONNECT_S, self.network.connect, self.dealer)
 
 
@@ -346,11 +349,29 @@ class Socket:
         self.close()
 
 
+class Monitor:
+    """What libzmq's thread has noted about a dealer's connections. It is read from time to time, and wakes nobody."""
+
+    def __init__(self) -> None:
+        self._events: deque[int] = deque()
+
+    def tell(self, event: int) -> None:
+        self._events.append(event)
+
+    def recv_multipart(self, flags: int = 0) -> Parts:
+        if not self._events:
+            raise _NOTHING.with_traceback(None)
+        return [struct.pack("=HI", self._events.popleft(), 0)]
+
+    def close(self, linger: int | None = None) -> None: ...
+
+
 class Dealer(Socket):
     def __init__(self, network: Network, process: Process, address: str, name: bytes) -> None:
         super().__init__(network, process)
         self.address, self.name = address, name
         self.connection: Connection | None = None
+        self.monitor = Monitor()
         self.unsent: list[Parts] = []
         network.connect(self)
 
@@ -452,7 +473,7 @@ class SimulatedChannels(Channels):
 
     def watched_dealer(self, address: str, name: bytes) -> Any:
         dealer: Any = self.dealer(address, name)
-        return dealer, Handshakes(dealer, Socket(self.network, self.process), keyed=False)  # type: ignore[arg-type]
+        return dealer, Handshakes(dealer, dealer.monitor, keyed=False)
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)

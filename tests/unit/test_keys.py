@@ -183,7 +183,8 @@ class Door:
     def port(self) -> int:
         return int(self.gateway.address.rpartition(":")[2])
 
-    def joined(self, worker: Any) -> None: ...
+    def joined(self, worker: Any) -> None:
+        self.joins += 1
 
     def beat(self, worker: Any) -> None:
         self.beats += 1
@@ -211,7 +212,7 @@ class Door:
         return None
 
     expected = True
-    beats = 0
+    beats = joins = 0
 
     def close(self) -> None:
         for socket in self.sockets:
@@ -389,6 +390,51 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
         door = Door(cluster, port)
         member.until_welcome(door)
         until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
+    finally:
+        member.close()
+        door.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
+    cluster: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    key = cluster if encrypted else None
+    door = Door(key)
+    port = door.port
+    door.close()
+    member = Member(key, door)
+    try:
+        alone_until = time.monotonic() + 1.0
+        while time.monotonic() < alone_until:
+            member.membership.knock()
+            member.channels.poll(0.005)
+        door = Door(key, port)
+        member.until_welcome(door)
+        until(lambda: member.turn(door) or door.beats >= 3, "its heart beats")
+        assert (door.joins, member.welcomes) == (1, 1)
+    finally:
+        member.close()
+        door.close()
+
+
+def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    deaf = Channels()
+    router, address = deaf.router("tcp://127.0.0.1:*")
+    door = Door(None)
+    monkeypatch.setattr(door.gateway, "address", address)
+    member = Member(None, door)
+    door.close()
+    try:
+        assert router.poll(int(WAIT_S * 1000))
+        router.close(0)  # with the Hello unread
+        deaf.close()  # waits until the address is free
+        door = Door(None, int(address.rpartition(":")[2]))
+        member.until_welcome(door)
     finally:
         member.close()
         door.close()
