@@ -1,6 +1,6 @@
 """Which cores each worker of this machine gets, and how many threads.
 
-Pure, but for the two functions that ask the system. A worker whose threads share a core with another's waits for it at
+Pure, but for the functions that ask the system. A worker whose threads share a core with another's waits for it at
 the end of every layer, so cores are dealt out whole wherever there are enough.
 """
 
@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from common.errors import StartError
 
 
 class Share(NamedTuple):
@@ -23,6 +25,17 @@ class Share(NamedTuple):
     def cpus(self) -> str | None:
         """The cores the way ``--cpus`` takes them."""
         return None if self.cores is None else ",".join(map(str, self.cores))
+
+
+def choose(wanted: Sequence[int] | None) -> list[int] | None:
+    """Those of ``wanted`` that this process may use, None for all; StartError if there are none."""
+    if wanted is None:
+        return None
+    allowed = usable_cores()
+    if not (chosen := [core for core in wanted if core in allowed]):
+        what = f"--cpus {','.join(map(str, wanted))} names no usable core"
+        raise StartError(what, f"usable are {list(allowed)}", "correct --cpus")
+    return chosen
 
 
 def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: int | None = None) -> list[Share]:

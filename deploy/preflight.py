@@ -12,6 +12,7 @@ from common.config import UpConfig, WorkerConfig
 from common.errors import NOT_OURS, StartError
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout
+from deploy import cores
 
 PROCESS_BYTES = 256 << 20
 """What a worker takes without model and KV: the interpreter, torch, transformers."""
@@ -34,6 +35,7 @@ def check_up(config: UpConfig, workers: int) -> UpConfig:
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     """The same for one worker started by hand."""
+    cores.choose(config.cores)
     check_memory(checkpoint, config, config.workers_on_host)
     if config.role == "decode":
         claim_port(config.host, 0, "--host")

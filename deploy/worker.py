@@ -20,7 +20,7 @@ from common.ids import WorkerName, new_incarnation
 from common.kv.memory import host_id
 from common.messages import PROTOCOL, Hello
 from common.worker import Worker, WorkerSettings
-from deploy import status
+from deploy import cores, status
 from deploy.preflight import kv_bytes
 
 log = logging.getLogger("tandem.worker")
@@ -48,7 +48,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
-    device.pin(config.cores, config.threads)
+    device.pin(cores.choose(config.cores), config.threads)
     from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
 
     default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS

@@ -15,7 +15,7 @@ from rich.console import Console
 from common.config import UpConfig, WorkerConfig
 from common.errors import StartError
 from common.log import JsonFormatter, TextFormatter
-from deploy import builtin, cores, status
+from deploy import builtin, cli, cores, status
 from deploy.preflight import check_up, claim_port
 from deploy.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.unit import how_it_ended
@@ -46,6 +46,14 @@ def test_no_core_is_dealt_twice_while_there_are_enough(workers: int) -> None:
         dealt = [core for share in cores.deal(range(count), workers) for core in share.cores or ()]
         assert len(dealt) == len(set(dealt)) <= count
         assert all(share.threads == len(share.cores or ()) for share in cores.deal(range(count), workers))
+
+
+def test_a_worker_takes_those_of_its_cores_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    one, *_ = cores.usable_cores()
+    assert cores.choose(None) is None and cores.choose((one, 4000)) == [one]
+    assert cli.main(["prefill", "--cpus", "4000"]) == 1
+    said = capsys.readouterr().err
+    assert "--cpus 4000 names no usable core" in said and "Traceback" not in said
 
 
 def test_a_quota_or_a_wish_changes_the_threads() -> None:
