@@ -72,7 +72,8 @@ def check_outputs(save: str | None, plot: str | None) -> None:
         if Path(plot).suffix.lower() not in PICTURES:
             raise StartError(f"cannot draw {plot}", "its name does not end in .png or .svg", "correct --plot")
         if find_spec("matplotlib") is None:
-            raise StartError("cannot draw", "matplotlib is not installed", "pip install 'tandem[bench]'")
+            todo = "install it: .venv/bin/pip install -e '.[bench]' -c constraints.txt"
+            raise StartError("cannot draw", "matplotlib is not installed", todo)
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:

@@ -454,7 +454,9 @@ class DatasetOptions(PromptOptions):
         None, "tokens of an answer to sharegpt", count(1), "workload", shown_default="as long as the recorded one"
     )
     burstiness: float = option(1.0, "1 is a Poisson process, less is burstier, inf a metronome", RATE, "load")
-    plot: str | None = option(None, "PNG or SVG file to draw the figures in ([bench])", TEXT, "results")
+    plot: str | None = option(
+        None, "PNG or SVG file to draw the figures in (needs matplotlib: pip install -e '.[bench]')", TEXT, "results"
+    )
 
     def __post_init__(self) -> None:
         needs_file = self.dataset_name in ("sharegpt", "azure", "mooncake")
