@@ -156,6 +156,9 @@ def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], s
 async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
     try:
         async with session.get(f"{base}/models") as response:
+            if response.status in (401, 403):
+                why = "the given one does not open it" if "Authorization" in session.headers else "none was given"
+                raise StartError(f"{base} wants a key", why, "give --api-key")
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:

@@ -130,6 +130,19 @@ async def test_no_server_is_said_in_words() -> None:
         await evaluate("http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize(("key", "why"), [("", "none was given"), ("wrong", "does not open it")])
+async def test_a_server_that_wants_a_key_is_no_server_that_is_not_there(key: str, why: str) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no"}}, status=401)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", refuse)
+    async with TestServer(app) as server:
+        with pytest.raises(StartError, match="wants a key") as refused:
+            await evaluate(str(server.make_url("/")), api_key=key)
+    assert why in refused.value.why and refused.value.todo == "give --api-key"
+
+
 def test_an_unknown_skill_lists_the_known_ones() -> None:
     with pytest.raises(StartError, match="arithmetic"):
         read_golden(GOLDEN, ["copy", "flying"])
