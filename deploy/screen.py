@@ -179,7 +179,9 @@ class Terminal:
         if label not in self._tasks:
             self._tasks[label] = self._bars.add_task(label, total=None, text="starting")
         if report.stage:
-            total = report.total or None
+            total = report.total if report.done < report.total else None
+            if total is None:  # a full bar would stop the clock, and update() cannot take a total back
+                next(bar for bar in self._bars.tasks if bar.id == self._tasks[label]).total = None
             text = escape(_stage_text(report))
             self._bars.update(self._tasks[label], completed=report.done, total=total, text=text)
         elif report.ready is not None:

@@ -64,7 +64,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         max_batched_tokens=batched_tokens,
         max_num_seqs=config.max_num_seqs,
         batch_hint=batched_tokens if config.role == "prefill" else DECODE_ROWS_HINT,
-        progress=lambda done, total, text: status.report("loading", done, total, text),
+        progress=_loading,
         trust_remote_code=config.trust_remote_code,
     )
     status.report("warming up")
@@ -116,6 +116,13 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         notes=list(engine.notes),
     )
     return worker
+
+
+def _loading(done: int, total: int, text: str) -> None:
+    """The files of the weights; once they have been read, the model is made of them, which takes a while."""
+    status.report("loading", done, total, text)
+    if done == total:
+        status.report("preparing", text="the model's layers")
 
 
 def _role(role: str) -> type[Worker]:

@@ -225,6 +225,18 @@ def test_the_first_screen_on_a_terminal() -> None:
     assert json.loads(curl.split("-d ")[1].strip().strip("'"))["model"] == "tiny"
 
 
+def test_the_clock_of_a_worker_runs_until_it_is_ready() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    screen = Terminal(console)
+    stages = [("loading", 1, 2), ("loading", 2, 2), ("preparing", 0, 0), ("warming up", 0, 0)]
+    for stage, done, total in stages:
+        screen.progress("decode-0", status.Report(stage, done, total))
+        (bar,) = screen._bars.tasks
+        assert not bar.finished and bar.fields["text"].startswith(stage)
+    screen.progress("decode-0", status.Report(ready={}))
+    assert bar.finished and bar.finished_time is not None and bar.fields["text"] == "ready"
+
+
 def test_endings_in_words() -> None:
     assert how_it_ended(3) == "exit code 3"
     assert "memory" in how_it_ended(-9)
