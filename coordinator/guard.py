@@ -184,7 +184,8 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestErro
             text = f"{request.path[:128]} does not take {request.method[:16]}."
             return RequestError(text, status=405, code="method_not_allowed")
         case 413:
-            return RequestError("The request body is too large.", status=413, code="request_too_large")
+            text = f"The request body has more than {request.client_max_size:,} bytes, which --max-body-bytes allows."
+            return RequestError(text, status=413, code="request_too_large")
         case status:
             kind = "server_error" if status >= 500 else "invalid_request_error"
             return RequestError(error.reason or "The request was refused.", status=status, type=kind)

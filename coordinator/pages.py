@@ -217,7 +217,7 @@ async def scale(request: web.Request) -> web.Response:
     fields = Fields(await read_body(request))
     prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
     if prefill is None and decode is None:
-        fields.missing("decode")
+        refuse("There is nothing to change: give prefill, decode or both.", "decode", "missing_required_parameter")
     if services.scale is None:
         raise RequestError(
             "This server was not started by `tandem up`: start and stop its workers one by one.",

@@ -831,6 +831,10 @@ async def test_more_errors(house: House) -> None:
         response, answer = await house.post(path, body)
         assert response.status == status, (path, answer)
         valid("ErrorResponse", answer)
+    _, answer = await house.post(TEXT, {"prompt": "x" * (9 << 20)})
+    assert all(told in answer["error"]["message"] for told in ("8,388,608 bytes", "--max-body-bytes"))
+    response, answer = await house.post("/admin/scale", {})
+    assert response.status == 400 and "give prefill, decode or both" in answer["error"]["message"]
     response, answer = await house.post(CHAT, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
     assert response.status == 415
 
