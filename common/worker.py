@@ -327,7 +327,7 @@ class Worker(abc.ABC):
                 refusal,
             )
         elif silent:
-            words = "the coordinator at %s has said nothing for %g s: waiting for it"
+            words = "the coordinator at %s has said nothing for %.1f s: waiting for it"
             log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
         else:
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
