@@ -77,12 +77,14 @@ class Attempt:
 
 
 class Pause(NamedTuple):
-    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come, ``second``: and no other."""
+    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come, ``second``: and no other,
+    ``parked``: others had its worker's blocks."""
 
     began: float
     ended: float
     started: bool
     second: bool = False
+    parked: bool = False
 
     @property
     def seconds(self) -> float:
@@ -120,8 +122,12 @@ class Patience:
                 before = _touching(record, pause, before)
                 limit = self.noticed_s if before else CALM_S
                 # where messages get lost others may hold decode's blocks by the time that a stream comes there: after
-                # its first token, which is prefill's, and after it was lost and placed again
-                comes = pause.second or any(pause.began <= each.began <= pause.ended for each in record.attempts)
+                # its first token, which is prefill's, and after it was parked, or lost and placed again
+                comes = (
+                    pause.second
+                    or pause.parked
+                    or any(pause.began <= each.began <= pause.ended for each in record.attempts)
+                )
                 others_first = (before and record.yields) or (comes and self.noise_s > 0)
                 limit += self.work_s if others_first else CALM_STEPS * self.slowest_s
             else:

@@ -148,6 +148,7 @@ class SimulatedWorker:
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
+        self.system.rests(self.worker.membership.snapshot.resting)
         if self.process.spent:  # until then the heart tells of the step, and what the turn before has published
             membership = self.worker.membership
             membership.snapshot, shot = shot, membership.snapshot
@@ -245,6 +246,8 @@ class SimulatedClient:
     gaps: list[float] = field(default_factory=list)
     """The longest of each choice, between two of its tokens."""
     record: Record = field(default_factory=Record)
+    rested_at: float = -1.0
+    """When a worker last had no blocks for it in the middle of its answer."""
 
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
@@ -312,7 +315,7 @@ class SimulatedClient:
         return len(output) >= self.stop_after.get(choice, 1 << 30)
 
     def _heard(self, *, started: bool, second: bool = False) -> None:
-        pause = Pause(self.last_at, self.system.clock.now, started, second)
+        pause = Pause(self.last_at, self.system.clock.now, started, second, self.rested_at >= self.last_at)
         if started:
             self.longest_gap = max(self.longest_gap, pause.seconds)
         if pause.seconds > SHORT_S:
@@ -456,6 +459,12 @@ class System:
     def check(self) -> None:
         if self.problems:
             raise Broken("; ".join(self.problems))
+
+    def rests(self, requests: bytes) -> None:
+        """A worker has parked these, one id after another."""
+        for client in self.clients if requests else ():
+            if client.id in requests:
+                client.rested_at = self.clock.now
 
     def look_at(self, worker: SimulatedWorker) -> None:
         """After each turn: what is cheap enough to be checked always."""
