@@ -34,25 +34,38 @@ from coordinator.served import ServedModel
 
 log = logging.getLogger("tandem.coordinator")
 
+Replace = Callable[[str, int, str], None]
+"""Has the worker of that name replaced, if that process still is its: name, process id, why."""
+
 
 def run(
-    config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None = None, scale: Scale | None = None
+    config: CoordinatorConfig,
+    on_ready: Callable[[str, str], None] | None = None,
+    scale: Scale | None = None,
+    replace: Replace | None = None,
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
-    ``scale`` changes the pools for POST /admin/scale; without it nobody can.
+    ``scale`` changes the pools for POST /admin/scale, ``replace`` ends a worker that hangs and starts another; without
+    them nobody can.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, on_ready, scale))
+        return runner.run(_serve(config, on_ready, scale, replace))
 
 
-async def _serve(config: CoordinatorConfig, on_ready: Callable[[str, str], None] | None, scale: Scale | None) -> int:
+async def _serve(
+    config: CoordinatorConfig,
+    on_ready: Callable[[str, str], None] | None,
+    scale: Scale | None,
+    replace: Replace | None,
+) -> int:
     config.check_binds()
     stop = _Stop()
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         async with running(config, scale) as services, serving(make_app(services), listener):
+            services.dispatcher.gateway.replace = replace
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             gc.collect()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
@@ -120,6 +121,8 @@ class Gateway:
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        self.replace: Callable[[str, int, str], None] | None = None
+        """Has a worker that hangs replaced: its name, its process id, why. None where nobody can."""
         self._losing: dict[Incarnation, Worker] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
         self._missing: dict[Incarnation, _Missing] = {}
@@ -225,6 +228,9 @@ class Gateway:
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, crashed=False)
+        for hang in self.registry.hung.overdue(now_s):
+            if self.replace is not None:
+                self.replace(hang.hello.name, hang.hello.pid, hang.why(now_s))
         self._look_for_missing()
         return True
 
@@ -310,10 +316,13 @@ class Gateway:
         if frame.removesuffix(BEAT_SUFFIX.encode()) != identity(worker.hello.name, worker.id):
             raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
         self.registry.heard(worker, now_s)
-        self._deliver(worker, message)
+        self._deliver(worker, message, now_s)
 
     def _deliver(
-        self, worker: Worker, message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Goodbye
+        self,
+        worker: Worker,
+        message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Goodbye,
+        now_s: float,
     ) -> None:
         events = self._events
         assert events is not None
@@ -325,6 +334,7 @@ class Gateway:
                 if self.registry.hangs(worker):
                     name, turn_ms = worker.hello.name, message.turn_ms
                     log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
+                    self.registry.give_up(worker, now_s)
                     self._remove(worker)
                     events.lost(worker, crashed=False)
                 else:

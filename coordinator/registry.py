@@ -21,6 +21,7 @@ from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from common.options import parse_address
 from common.times import FailureTimes
+from coordinator.hung import Hang, Hung
 from coordinator.lags import Lags
 
 HANG_STEPS = 4.0
@@ -115,6 +116,7 @@ class Registry:
         self._workers: dict[Incarnation, Worker] = {}
         self._replaced: dict[Incarnation, None] = {}
         self.lags = Lags(self.times.sweep_s)
+        self.hung = Hung(self.times.lease_s, self.lags)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -142,6 +144,7 @@ class Registry:
         """A worker says Hello; saying it twice starts it anew."""
         if reason := self._objection(hello):
             return Refused(reason)
+        self.hung.came(hello)
         again = self._workers.pop(hello.incarnation, None)
         old = again or next((w for w in self if w.hello.name == hello.name and w.hello.host == hello.host), None)
         if old is not None:
@@ -173,6 +176,12 @@ class Registry:
         beat = worker.beat
         return beat is not None and beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
 
+    def give_up(self, worker: Worker, now_s: float) -> None:
+        """It hangs in the turn that it told of last."""
+        self.gone(worker)
+        turn_s = worker.beat.turn_ms / 1000 if worker.beat else 0.0
+        self.hung.add(Hang(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
+
     def drains(self, worker: Worker) -> None:
         """The worker has said that it takes nothing new. Idempotent."""
         if worker.ready:
@@ -196,6 +205,7 @@ class Registry:
         silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s]
         for worker in silent:
             self.gone(worker)
+            self.hung.add(Hang(worker.hello, "silent", worker.heard_at, now_s))
         return silent
 
     # -- what workers must agree on --------------------------------------------------------------------------------

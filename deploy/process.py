@@ -94,8 +94,13 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
             from coordinator.app import run as run_coordinator
             from deploy.line import Asker
 
-            scale = Asker(line) if line is not None else None
-            return run_coordinator(served, lambda url, control: status.ready(url=url, control=control), scale)
+            launcher = Asker(line) if line is not None else None
+            return run_coordinator(
+                served,
+                lambda url, control: status.ready(url=url, control=control),
+                launcher.scale if launcher else None,
+                launcher.replace if launcher else None,
+            )
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)
         from deploy.worker import run as run_worker

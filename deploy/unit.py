@@ -11,12 +11,11 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
 from deploy import cores, process, status
-from deploy.line import Pools, serve
+from deploy.line import Launcher, serve
 from deploy.screen import Screen
 
 BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
@@ -27,7 +26,7 @@ class Unit:
     """One child process, and every process that replaces it.
 
     ``facts`` is what it said when it first became ready; before that, dying is a failed start. ``config`` may be
-    replaced and is then the next process's. ``scale`` is for a child that may ask for other pools.
+    replaced and is then the next process's. ``launcher`` is for a child that has a line to it.
     """
 
     def __init__(
@@ -36,15 +35,16 @@ class Unit:
         config: WorkerConfig | CoordinatorConfig,
         share: cores.Share,
         screen: Screen,
-        scale: Callable[[int | None, int | None], Awaitable[Pools]] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.label, self.config, self.share = label, config, share
-        self._scale = scale
+        self._launcher = launcher
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._screen = screen
         self._process: asyncio.subprocess.Process | None = None
         self._error: StartError | None = None
+        self._hung: str | None = None
         self._lines: set[asyncio.Task[None]] = set()
         self._last_lines: deque[str] = deque(maxlen=3)
 
@@ -62,6 +62,8 @@ class Unit:
             if time.monotonic() - started > HEALTHY_S:
                 backoff_s = BACKOFF_S
             left = "has left as it was told" if code == 0 and not self._error else f"ended ({why})"
+            if self._hung:
+                left = f"hangs ({self._hung}): killed"
             self._screen.fact(f"{self.label} {left}; starting it again in {backoff_s:g} s")
             if await self._left_within(backoff_s):
                 return
@@ -76,6 +78,13 @@ class Unit:
         self.leave()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
+
+    def replace(self, pid: int, why: str) -> None:
+        """Kills the process, which hangs, if it still is ``pid``: another follows. What leaves has a limit anyway."""
+        if self.running() and self.pid == pid and not self._leaving.is_set():
+            assert self._process is not None
+            self._hung = why
+            self._process.kill()
 
     def running(self) -> bool:
         """Whether there is a process now."""
@@ -102,10 +111,10 @@ class Unit:
         threads = str(self.share.threads)
         # read by OpenMP when torch is imported, which is before anybody can tell torch
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
-        self._error = None
+        self._error = self._hung = None
         with contextlib.ExitStack() as stack:
             line = theirs = None
-            if self._scale is not None:
+            if self._launcher is not None:
                 line, theirs = socket.socketpair()
                 stack.enter_context(theirs)
             self._process, reports = await process.start(self.label, self.config, environment, theirs)
@@ -113,8 +122,8 @@ class Unit:
             self._process.kill()
         assert self._process.stdout is not None
         readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
-        if line is not None and self._scale is not None:
-            served = asyncio.create_task(serve(line, self._scale))  # a wish outlives the process that passed it
+        if line is not None and self._launcher is not None:
+            served = asyncio.create_task(serve(line, self._launcher))  # a wish outlives the process that passed it
             self._lines.add(served)
             served.add_done_callback(self._lines.discard)
         try:

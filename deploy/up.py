@@ -162,7 +162,7 @@ class Supervisor:
             expect_decode=roles.count("decode"),
             expect_colocated=roles.count("colocated"),
         )
-        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self.scale)
+        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self)
         return [coordinator, *(self._make_worker(member, len(roles)) for member in self._fleet)]
 
     def _make_worker(self, member: Member, workers: int) -> Unit:
@@ -261,6 +261,12 @@ class Supervisor:
             if child.returncode is None:
                 child.terminate()
             self._chatting = False
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        """A worker hangs; one that is not of ours, or whose process has ended meanwhile, is nobody's business here."""
+        for unit in self._units[1:]:
+            if unit.label == name:
+                unit.replace(pid, why)
 
     # -- other pools --------------------------------------------------------------------------------------------------
 

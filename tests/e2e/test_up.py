@@ -129,6 +129,21 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     assert not any(child.is_running() for child in family)
 
 
+def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callable[..., Up]) -> None:
+    up = start("--failure-timeout", "0.5")
+    server = up.server()
+    before = workers(server)["decode-0"]
+    running = ask(server, 200)
+    next(running)
+    os.kill(before["pid"], signal.SIGSTOP)
+    assert len(list(running)) == 200
+    assert re.search(r"decode-0 hangs \(silent for \S+ s\): killed; starting it again in 0.5 s", up.said), up.said
+    after = workers(server)["decode-0"]
+    assert after["pid"] != before["pid"] and not psutil.pid_exists(before["pid"])
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(30) == 0
+
+
 def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
     up = start("--colocated", "1", "--drain-timeout", "60")
     server = up.server()

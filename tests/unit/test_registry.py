@@ -263,3 +263,62 @@ def test_the_longest_announced_prefix_in_whole_blocks(block_size: int) -> None:
     assert worker.cached_prefix(chain, 99) == 0
     with pytest.raises(ValueError, match="whole"):
         registry.cached(worker, Cached(b"x", b""))
+
+
+def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]:
+    """Looks as often as is due; who is then to be replaced, and why."""
+    told, steps = [], round((until_s - since) / TIMES.sweep_s)
+    for now in (since + step * TIMES.sweep_s for step in range(1, steps + 1)):
+        registry.sweep(now)
+        told += [f"{hang.hello.name} {hang.hello.pid} {hang.why(now)}" for hang in registry.hung.overdue(now)]
+    return told
+
+
+def test_who_falls_silent_and_does_not_come_back_within_a_lease_is_to_be_replaced_once() -> None:
+    registry = Registry(None)
+    join(registry, "d0", pid=7)
+    registry.sweep(0.0)
+    given_up = TIMES.silence_s + TIMES.sweep_s
+    assert hung(registry, given_up + TIMES.lease_s - TIMES.sweep_s) == []
+    assert hung(registry, 60.0, since=given_up + TIMES.lease_s - TIMES.sweep_s) == ["d0 7 silent for 10 s"]
+
+
+def test_who_hangs_in_a_turn_is_to_be_replaced_as_well() -> None:
+    registry = Registry(None)
+    worker = join(registry, "d0", pid=7)
+    registry.sweep(0.0)
+    registry.beat(worker, beat("i0", turn_ms=3000))
+    assert registry.hangs(worker)
+    registry.give_up(worker, 0.0)
+    assert hung(registry, 60.0) == ["d0 7 in one turn of its loop for 11 s"]
+
+
+@pytest.mark.parametrize("incarnation", ["i0", "i1"], ids=["itself", "another process"])
+def test_who_comes_back_in_time_is_left_alone(incarnation: str) -> None:
+    registry = Registry(None)
+    join(registry, "d0")
+    join(registry, "d1", "other")
+    registry.sweep(0.0)
+    last = TIMES.silence_s + TIMES.lease_s
+    assert hung(registry, last) == []
+    registry.gone(join(registry, "d0", incarnation, now=last))
+    assert [told.split()[0] for told in hung(registry, 60.0, since=last)] == ["d1"]
+
+
+def test_who_leaves_is_not_replaced() -> None:
+    registry = Registry(None)
+    worker = join(registry)
+    registry.sweep(0.0)
+    registry.gone(worker)
+    assert hung(registry, 60.0) == []
+
+
+def test_our_own_lag_is_nobodys_hang() -> None:
+    registry = Registry(None)
+    join(registry)
+    registry.sweep(0.0)
+    given_up = TIMES.silence_s + TIMES.sweep_s
+    assert hung(registry, given_up) == []
+    registry.sweep(given_up + 60.0)
+    assert registry.hung.overdue(given_up + 60.0) == [], "we were not listening for a minute"
+    assert len(hung(registry, given_up + 70.0, since=given_up + 60.0)) == 1

@@ -1,0 +1,99 @@
+"""What the coordinator asks of its launcher, and a process that is replaced because it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from common.config import WorkerConfig
+from common.errors import RequestError, StartError
+from deploy import cores, process
+from deploy.line import Asker, Pools, serve
+from deploy.screen import Lines
+from deploy.unit import Unit
+
+
+class Launcher:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.replaced: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        if not prefill or not decode:
+            raise StartError("no", "somebody is needed", "keep one")
+        return prefill, decode
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        self.replaced.put_nowait((name, pid, why))
+
+
+async def test_a_line_carries_wishes_and_who_hangs_also_at_once() -> None:
+    launcher, (ours, theirs) = Launcher(), socket.socketpair()
+    serving, asker = asyncio.create_task(serve(ours, launcher)), Asker(theirs.dup().detach())
+    asker.replace("decode-0", 7, "silent for 10 s")
+    pools, refused = await asyncio.gather(asker.scale(1, 2), asker.scale(0, 1), return_exceptions=True)
+    assert pools == (1, 2) and isinstance(refused, RequestError) and "somebody is needed" in refused.message
+    assert await launcher.replaced.get() == ("decode-0", 7, "silent for 10 s")
+    assert launcher.replaced.empty()
+    theirs.shutdown(socket.SHUT_RDWR)
+    theirs.close()
+    await serving
+
+
+class Screen(Lines):
+    """Keeps what is told, and tells whoever waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: asyncio.Queue[str] = asyncio.Queue()
+
+    def fact(self, text: str) -> None:
+        self.facts.put_nowait(text)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
+    """The ids of the processes that a unit starts: they are ready at once and do nothing."""
+    pids: asyncio.Queue[int] = asyncio.Queue()
+
+    async def start(
+        label: str, config: object, environment: Mapping[str, str], line: object
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        idle = (sys.executable, "-S", "-c", "import signal; signal.pause()")
+        child = await asyncio.create_subprocess_exec(*idle, stdout=asyncio.subprocess.PIPE)
+        reports = asyncio.StreamReader()
+        reports.feed_data(b'{"ready": {}}\n')
+        reports.feed_eof()
+        pids.put_nowait(child.pid)
+        return child, reports
+
+    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr("deploy.unit.BACKOFF_S", 0.01)
+    return pids
+
+
+async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int]) -> None:
+    screen = Screen()
+    unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    keeper = asyncio.create_task(unit.keep())
+    first = await starts.get()
+    await unit.facts
+    unit.replace(first + 1, "silent for 10 s")
+    unit.replace(first, "silent for 10 s")
+    second = await starts.get()
+    while (fact := await screen.facts.get()) == "decode-0 is back":
+        pass
+    assert fact == "decode-0 hangs (silent for 10 s): killed; starting it again in 0.01 s"
+    unit.replace(first, "silent for 10 s")  # said twice
+    unit.send(signal.SIGSTOP)  # from now on it leaves, and whoever told it to has patience of his own
+    unit.replace(second, "silent for 10 s")
+    assert unit.running() and unit.pid == second
+    unit.send(signal.SIGKILL)
+    await keeper
+    assert starts.empty()
