@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from common.errors import RequestError, WireError
 from common.ids import (
@@ -58,7 +59,8 @@ log = logging.getLogger("tandem.dispatch")
 TOKEN_BYTES = 16
 """Of the secret of one hand-off, which its two ends are told."""
 WORKERLESS_WAIT_S = 10.0
-"""How long an admitted request waits for a worker of a role that has none left; a stream waits to its deadline."""
+"""How long an admitted request waits for a worker of a role that has none left, or of its size; one that has tokens a
+lease longer, as a worker that hangs is not replaced before; one whose client has seen some to its deadline."""
 REJECTED_WAIT_S = 0.5
 """The same when prefill is missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
@@ -697,19 +699,27 @@ class Dispatcher:
 
     def _give_up_waiting(self, waited_s: float) -> None:
         role = self.router.missing_role()
-        if waited_s <= (REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S):
+        least_s = REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S
+        if role is None or waited_s <= least_s:
             return
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
-            if role is not None and ticket.queued and not ticket.life.started:
+            if ticket.queued and waited_s > self._patience_s(ticket, least_s):
                 self.fail(ticket, no_workers(role))
 
     def _give_up_stranded(self, now: float) -> None:
-        """A request that has not started waits only so long for a worker of its size; a stream to its deadline."""
         for ticket in [entry[2] for entry in self._queue]:
-            if ticket.stranded_at is None or not ticket.queued or ticket.life.started:
+            if ticket.stranded_at is None or not ticket.queued:
                 continue
-            if now - ticket.stranded_at > WORKERLESS_WAIT_S and (reason := self._too_large(ticket)) is not None:
+            if now - ticket.stranded_at <= self._patience_s(ticket, WORKERLESS_WAIT_S):
+                continue
+            if (reason := self._too_large(ticket)) is not None:
                 self.fail(ticket, reason)
+
+    def _patience_s(self, ticket: Ticket, least_s: float) -> float:
+        """How long a request waits where nobody can take it."""
+        if not ticket.life.started:
+            return least_s
+        return inf if ticket.client.told else self.times.lease_s + WORKERLESS_WAIT_S
 
 
 def _peer(worker: Worker, token: bytes) -> Peer:

@@ -39,6 +39,11 @@ class Reply:
         self._first: dict[bytes, int] = {}
         self._left = 0
 
+    @property
+    def told(self) -> bool:
+        """Whether the client has seen anything of the answer."""
+        return False
+
     def expect(self, tickets: Sequence[Ticket]) -> None:
         """The tickets whose tokens will come, in the order of their choices."""
         self.tickets = list(tickets)
@@ -121,6 +126,10 @@ class StreamReply(Reply):
         self._write: Callable[[bytes], None] = self._early.append
         self._last = choices[-1]
         self.opened = False
+
+    @property
+    def told(self) -> bool:
+        return self.started.done()
 
     @property
     def refused(self) -> bool:

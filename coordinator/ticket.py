@@ -23,6 +23,10 @@ REMEMBERED_INTERVALS = 16
 class Client(Protocol):
     """Who waits for the tokens of one or more tickets. Called in the event loop; must not wait."""
 
+    @property
+    def told(self) -> bool:
+        """Whether anything of the answer has been seen already: an error can then only break it off."""
+
     def tokens(
         self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
     ) -> bool:

@@ -322,6 +322,10 @@ class SimulatedClient:
             self.record.pauses.append(pause)
         self.last_at = pause.ended
 
+    @property
+    def told(self) -> bool:
+        return any(self.output)
+
     def done(self, ticket: Ticket) -> None:
         self._end("done")
         for choice, output in enumerate(self.output):

@@ -935,6 +935,27 @@ async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, m
         assert response.status == 200 and body["usage"]["completion_tokens"] == 240
 
 
+async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        only = await house.add("decode", step_s=0.02)
+        asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
+        whole = asyncio.create_task(house.post(TEXT, asked))
+        stream = asyncio.create_task(house.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
+        tickets = house.dispatcher.tickets
+        await until(lambda: [each.life.started for each in tickets.values()] == [True] * 2, "both have begun")
+        only.stop()
+        response, body = await whole
+        assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+        assert len(tickets) == 1, "the stream waits"
+        await house.add("decode")
+        _, events = await stream
+        assert events[-1]["usage"]["completion_tokens"] == 100
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
 async def test_request_ids_are_echoed_if_sane(house: House) -> None:
     for given, same in (("my-id.1", True), ("x" * 200, False), ("a b", False)):
         response, _ = await house.get("/health", headers={"X-Request-Id": given})
