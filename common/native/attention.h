@@ -11,24 +11,41 @@ struct NAME(places) {
     const char *keys[TOKENS / GROUP], *values[TOKENS / GROUP], *next_keys[TOKENS / GROUP], *next_values[TOKENS / GROUP];
 };
 
+/* The task that is worked on ``*position`` positions behind its first one, whole tiles, which becomes a position of
+ * it: ``task`` or, where that ends before, the one after it. NULL if there is none. */
+INLINE const struct task *NAME(seek)(const struct task *task, long *position)
+{
+    long end = ROUND_UP(task->last - task->first, TOKENS);
+    if (*position >= end) {
+        *position -= end;
+        task = task->next;
+    }
+    if (task)
+        *position += task->first;
+    return task && *position < task->last ? task : NULL;
+}
+
 static void NAME(find)(const struct layer *layer, const struct task *task, long first, struct NAME(places) *at)
 {
     /* pages of the tile after the next: finding out where in memory they are takes as long as reading a line of them */
     long keys = (long)GROUP * layer->kv_heads * layer->k_dim * layer->element_bytes;
     long values = (long)GROUP * layer->kv_heads * layer->v_dim * layer->element_bytes;
-    long most = first + 3 * TOKENS < task->last ? first + 3 * TOKENS : task->last;
-    for (long far = first + 2 * TOKENS; task->heads == layer->kv_heads && far < most; far += GROUP) {
-        for (long page = 0; page < keys; page += PAGE)
-            __builtin_prefetch(key_row(layer, task->table, far, 0) + page, 0, 3);
-        for (long page = 0; page < values; page += PAGE)
-            __builtin_prefetch(value_row(layer, task->table, far, 0) + page, 0, 3);
-    }
-    for (int g = 0; g < TOKENS / GROUP; g++) {
-        long here = first + g * GROUP, next = here + TOKENS;
+    long next = first - task->first + TOKENS, far = next + TOKENS;
+    const struct task *then = NAME(seek)(task, &next), *later = NAME(seek)(task, &far);
+    if (later && later->heads == layer->kv_heads)
+        for (long end = far + TOKENS < later->last ? far + TOKENS : later->last; far < end; far += GROUP) {
+            for (long page = 0; page < keys; page += PAGE)
+                __builtin_prefetch(key_row(layer, later->table, far, 0) + page, 0, 3);
+            for (long page = 0; page < values; page += PAGE)
+                __builtin_prefetch(value_row(layer, later->table, far, 0) + page, 0, 3);
+        }
+    for (int g = 0; g < TOKENS / GROUP; g++, next += GROUP) {
+        long here = first + g * GROUP;
+        int more = then && next < then->last;
         at->keys[g] = here < task->last ? key_row(layer, task->table, here, task->head) : NULL;
         at->values[g] = here < task->last ? value_row(layer, task->table, here, task->head) : NULL;
-        at->next_keys[g] = next < task->last ? key_row(layer, task->table, next, task->head) : NULL;
-        at->next_values[g] = next < task->last ? value_row(layer, task->table, next, task->head) : NULL;
+        at->next_keys[g] = more ? key_row(layer, then->table, next, then->head) : NULL;
+        at->next_values[g] = more ? value_row(layer, then->table, next, then->head) : NULL;
     }
 }
 
@@ -307,83 +324,98 @@ static void NAME(attend_few_floats)(const struct layer *layer, const struct task
 
 #define LEAD (8 << 10) /* bytes that are fetched before they are needed, at least; whole pieces */
 
-/* What a tile still reads, in that order: pieces of it, then the first of the next tile. */
-struct NAME(ahead) {
-    const char *pieces[2 * TOKENS / GROUP], *at, *end; /* the rest of piece ``next`` - 1 is [at, end) */
-    long bytes[2 * TOKENS / GROUP], count, next;
+/* The pieces of a tile in the order in which they are read, then the first of the next tile. */
+struct NAME(pieces) {
+    const char *at[3 * TOKENS / GROUP];
+    long lead; /* pieces from the one that is worked on to the one that is fetched */
+    int twice; /* whether what is worked on is fetched again: two pieces leave room in first-level cache for more */
 };
 
-INLINE void NAME(add_piece)(struct NAME(ahead) *ahead, const char *piece, long bytes)
-{
-    if (piece) {
-        ahead->pieces[ahead->count] = piece;
-        ahead->bytes[ahead->count++] = bytes;
-    }
-}
-
-/* What follows the first keys of a tile of ``groups`` groups. */
-static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places) *at, long groups,
-                             struct NAME(ahead) *ahead)
+static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *at, long groups,
+                          struct NAME(pieces) *pieces)
 {
     long keys = (long)GROUP * layer->kv_heads * layer->k_dim * 2;
-    long values = (long)GROUP * layer->kv_heads * layer->v_dim * 2;
-    long lead = keys >= LEAD ? 1 : keys >= LEAD / 2 ? 2 : TOKENS / GROUP;
-    ahead->count = ahead->next = 0;
-    ahead->at = ahead->end = NULL;
-    for (long g = lead; g < groups; g++)
-        NAME(add_piece)(ahead, at->keys[g], keys);
-    for (long g = 0; g < groups; g++)
-        NAME(add_piece)(ahead, at->values[g], values);
-    for (long g = 0; g < lead; g++)
-        NAME(add_piece)(ahead, at->next_keys[g], keys);
-}
-
-/* Brings the next ``bytes`` bytes nearer, or what is left of a piece. */
-INLINE void NAME(bring_ahead)(struct NAME(ahead) *ahead, long bytes)
-{
-    if (ahead->at >= ahead->end) {
-        if (ahead->next == ahead->count)
-            return;
-        ahead->at = ahead->pieces[ahead->next];
-        ahead->end = ahead->at + ahead->bytes[ahead->next++];
+    pieces->twice = keys < 2 * LEAD;
+    pieces->lead = keys >= LEAD ? 1 : keys >= LEAD / 2 ? 2 : TOKENS / GROUP;
+    for (long g = 0; g < groups; g++) {
+        pieces->at[g] = at->keys[g];
+        pieces->at[groups + g] = at->values[g];
     }
-    const char *at = ahead->at, *end = ahead->end - at < bytes ? ahead->end : at + bytes;
-    for (; at < end; at += 64)
-        __builtin_prefetch(at, 0, 3);
-    ahead->at = at;
+    for (long g = 0; g < TOKENS / GROUP; g++) /* nothing to fetch: what is there already */
+        pieces->at[2 * groups + g] = at->next_keys[g] ? at->next_keys[g] : at->keys[0];
 }
 
-/* sums[i] of the 16 vectors, added across their lanes, as element i of one. */
-INLINE __m512 NAME(sums_of_16)(__m512 *a)
+/* What a piece of work still has to fetch: parts of ``share`` bytes. */
+struct NAME(fetch) {
+    const char *next, *own; /* of the piece that is ``lead`` further; of the one that is worked on, or NULL */
+    long share;
+};
+
+INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long at, long share)
 {
-    UNROLL16 for (int i = 0; i < 8; i++)
-        a[i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]) + _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    UNROLL16 for (int i = 0; i < 4; i++)
-        a[i] = (__m512)(_mm512_unpacklo_pd((__m512d)a[2 * i], (__m512d)a[2 * i + 1])) +
-               (__m512)(_mm512_unpackhi_pd((__m512d)a[2 * i], (__m512d)a[2 * i + 1]));
-    UNROLL16 for (int i = 0; i < 2; i++)
-        a[i] = _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xDD);
-    return _mm512_shuffle_f32x4(a[0], a[1], 0x88) + _mm512_shuffle_f32x4(a[0], a[1], 0xDD);
+    return (struct NAME(fetch)){pieces->at[piece + pieces->lead] + at,
+                                pieces->twice ? pieces->at[piece] + at : NULL, share};
 }
 
-/* Scores of one query row [dim] against the 16 positions of a group. */
-INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stride, long dim, float *scores)
+/* The processor drops what is fetched while too much is under way: what may still be missing is asked for again. */
+INLINE void NAME(fetch_part)(struct NAME(fetch) *fetch)
 {
-    __m512 sums[GROUP];
-    UNROLL16 for (int t = 0; t < GROUP; t++)
-        sums[t] = _mm512_setzero_ps();
-    for (long d = 0; d < dim; d += 32) {
-        __m512bh part = (__m512bh)_mm512_loadu_si512(query + d);
-        UNROLL16 for (int t = 0; t < GROUP; t++)
-            sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2), part);
+    if (fetch->own) {
+        for (long line = 0; line < fetch->share; line += 64) {
+            __builtin_prefetch(fetch->next + line, 0, 3);
+            __builtin_prefetch(fetch->own + line, 0, 3);
+        }
+        fetch->own += fetch->share;
+    } else
+        for (long line = 0; line < fetch->share; line += 64)
+            __builtin_prefetch(fetch->next + line, 0, 3);
+    fetch->next += fetch->share;
+}
+
+/* Four vectors, each added up to its 128-bit lanes, as the elements of every lane of one. */
+INLINE __m512 NAME(sums_of_4)(const __m512 *a)
+{
+    __m512 low = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]);
+    __m512 high = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
+    return (__m512)_mm512_unpacklo_pd((__m512d)low, (__m512d)high) +
+           (__m512)_mm512_unpackhi_pd((__m512d)low, (__m512d)high);
+}
+
+/* The lanes of four vectors added up: each becomes a lane of one. */
+INLINE __m512 NAME(sums_of_lanes)(const __m512 *a)
+{
+    __m512 low = _mm512_shuffle_f32x4(a[0], a[1], 0x88) + _mm512_shuffle_f32x4(a[0], a[1], 0xDD);
+    __m512 high = _mm512_shuffle_f32x4(a[2], a[3], 0x88) + _mm512_shuffle_f32x4(a[2], a[3], 0xDD);
+    return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xDD);
+}
+
+/* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
+ * into registers. */
+INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stride, long dim, float *scores, int rows,
+                              struct NAME(fetch) fetch)
+{
+    __m512 fours[FEW_ROWS][4];
+    UNROLL for (int i = 0; i < 4; i++, keys += 4 * stride) {
+        __m512 sums[FEW_ROWS][4] = {};
+        NAME(fetch_part)(&fetch);
+        for (long d = 0; d < dim; d += 32)
+            UNROLL for (int t = 0; t < 4; t++) {
+                __m512bh key = (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2);
+                UNROLL for (int r = 0; r < rows; r++)
+                    sums[r][t] =
+                        _mm512_dpbf16_ps(sums[r][t], key, (__m512bh)_mm512_loadu_si512(query + r * dim + d));
+            }
+        UNROLL for (int r = 0; r < rows; r++)
+            fours[r][i] = NAME(sums_of_4)(sums[r]);
     }
-    _mm512_storeu_ps(scores, NAME(sums_of_16)(sums));
+    UNROLL for (int r = 0; r < rows; r++)
+        _mm512_storeu_ps(scores + r * TOKENS, NAME(sums_of_lanes)(fours[r]));
 }
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions and the first ``live``
  * positions of a group; without a factor where ``shrink`` is NULL. */
 INLINE void NAME(add_values)(const char *values, long stride, int live, const int *weights, const float *shrink,
-                             float *out, long padded, int rows, int parts, struct NAME(ahead) *ahead, long share)
+                             float *out, long padded, int rows, int parts, struct NAME(fetch) *fetch)
 {
     __m512 sums[FEW_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
@@ -391,7 +423,7 @@ INLINE void NAME(add_values)(const char *values, long stride, int live, const in
             sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * (shrink ? shrink[r] : 1);
     for (int t = 0; t < live; t += 2) {
         __m512i pairs[4];
-        NAME(bring_ahead)(ahead, share);
+        NAME(fetch_part)(fetch);
         UNROLL for (int p = 0; p < parts; p++)
             NAME(interleave)(values + t * stride + p * 64, stride, live - t, pairs + p * 2, pairs + p * 2 + 1);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -405,26 +437,33 @@ INLINE void NAME(add_values)(const char *values, long stride, int live, const in
             _mm512_storeu_ps(out + r * padded + v * 16, sums[r][v]);
 }
 
-/* One tile of positions for the few rows of all of a task's key-value heads: what attend_tile does, without packing. */
+/* The same for all dimensions of a head. */
+INLINE void NAME(add_head)(const struct layer *layer, const char *values, int live, const int *weights,
+                           const float *shrink, float *out, int rows, struct NAME(fetch) fetch)
+{
+    long stride = (long)layer->kv_heads * layer->v_dim * 2, padded = ROUND_UP(layer->v_dim, LANES), column = 0;
+    for (; column + 64 <= layer->v_dim; column += 64)
+        NAME(add_values)(values + column * 2, stride, live, weights, shrink, out + column, padded, rows, 2,
+                         &fetch);
+    if (column < layer->v_dim)
+        NAME(add_values)(values + column * 2, stride, live, weights, shrink, out + column, padded, rows, 1,
+                         &fetch);
+}
+
+/* One tile of positions for the few rows of all key-value heads: what attend_tile does, without packing. */
 INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
                              const struct NAME(places) *at, long first, long tokens, long valid, int rows)
 {
-    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES);
-    long groups = tokens / GROUP, count = task->heads * rows;
-    long key_stride = layer->kv_heads * dim * 2, value_stride = (long)layer->kv_heads * layer->v_dim * 2;
-    long parts = task->heads * (GROUP / 2) * ((layer->v_dim + 63) / 64);
-    long key_share = ROUND_UP(GROUP * key_stride, 64 * count) / count;
-    long value_share = ROUND_UP(GROUP * value_stride, 64 * parts) / parts;
-    struct NAME(ahead) ahead;
-    NAME(look_ahead)(layer, at, groups, &ahead);
+    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), heads = layer->kv_heads;
+    long groups = tokens / GROUP, count = heads * rows, parts = (layer->v_dim + 63) / 64;
+    long key_share = ROUND_UP(4 * dim * 2, 64), value_share = ROUND_UP(2 * layer->v_dim * 2, 64 * parts) / parts;
+    struct NAME(pieces) pieces;
+    NAME(line_up)(layer, at, groups, &pieces);
     for (long g = 0; g < groups; g++)
-        for (int head = 0; head < task->heads; head++)
-            UNROLL for (int r = 0; r < rows; r++) {
-                long row = head * rows + r;
-                NAME(score_group)((const uint16_t *)(s->query + row * dim / 2), at->keys[g] + head * dim * 2,
-                                  key_stride, dim, s->scores + row * TOKENS + g * GROUP);
-                NAME(bring_ahead)(&ahead, key_share);
-            }
+        for (long head = 0; head < heads; head++)
+            NAME(score_group)((const uint16_t *)(s->query + head * rows * dim / 2), at->keys[g] + head * dim * 2,
+                              heads * dim * 2, dim, s->scores + head * rows * TOKENS + g * GROUP, rows,
+                              NAME(fetch_from)(&pieces, g, head * 4 * key_share, key_share));
     for (long row = 0; row < count; row++) {
         long position = task->position + row % rows / layer->group;
         long low = layer->window ? position - layer->window + 1 - first : 0;
@@ -433,19 +472,17 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
                                      low, high, 1, s->highest + row, s->sums + row * LANES);
     }
     for (long g = 0; g < groups; g++)
-        for (int head = 0; head < task->heads; head++) {
-            const char *values = at->values[g] + (long)head * layer->v_dim * 2;
+        for (long head = 0; head < heads; head++) {
+            const char *values = at->values[g] + head * layer->v_dim * 2;
+            struct NAME(fetch) fetch =
+                NAME(fetch_from)(&pieces, groups + g, head * GROUP / 2 * parts * value_share, value_share);
             const int *weights = (const int *)s->weights + head * rows * TOKENS + g * GROUP / 2;
             const float *shrink = g ? NULL : s->shrink + head * rows;
             float *out = s->out + head * rows * padded;
-            int live = valid - g * GROUP < GROUP ? (int)(valid - g * GROUP) : GROUP;
-            long column = 0;
-            for (; column + 64 <= layer->v_dim; column += 64)
-                NAME(add_values)(values + column * 2, value_stride, live, weights, shrink, out + column, padded, rows,
-                                 2, &ahead, value_share);
-            if (column < layer->v_dim)
-                NAME(add_values)(values + column * 2, value_stride, live, weights, shrink, out + column, padded, rows,
-                                 1, &ahead, value_share);
+            if (valid - g * GROUP >= GROUP)
+                NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, fetch);
+            else
+                NAME(add_head)(layer, values, (int)(valid - g * GROUP), weights, shrink, out, rows, fetch);
         }
 }
 

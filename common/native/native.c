@@ -53,6 +53,7 @@ struct call {
 
 struct task { /* some rows and heads of a span over positions [first, last) */
     const struct call *call;
+    const struct task *next; /* what is probably worked on after it, or NULL */
     const int32_t *table;
     long row, rows, position, first, last;
     int head, heads;
@@ -421,6 +422,7 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
     for (long i = 0; i < tasks.count; i++) {
         long own = tasks.list[i].rows * layer->group * tasks.list[i].heads;
         tasks.list[i].call = &call;
+        tasks.list[i].next = i + 1 < tasks.count ? tasks.list + i + 1 : NULL;
         rows = own > rows ? own : rows;
     }
     size_t bytes = lay_out(layer, rows, NULL, &sizes);
