@@ -92,17 +92,7 @@ class ModelHouse(House):
         await process.wait()
 
     async def until_ready(self, within_s: float = LOAD_S) -> None:
-        async def ready() -> bool:
-            shown = await self.admin()
-            return all(
-                worker.incarnation
-                and name in shown
-                and worker.incarnation.startswith(shown[name]["incarnation"])
-                and shown[name]["state"] == "ready"
-                for name, worker in self.workers.items()
-            )
-
-        await self.poll(ready, within_s, f"every worker is ready (logs in {self.directory})")
+        await super().until_ready(within_s)
 
     async def until_free(self, within_s: float = FREE_WITHIN_S) -> float:
         async def idle() -> bool:
