@@ -36,6 +36,8 @@ UNQUEUED_S = 0.25
 """One that only waited is forgotten at once; the coordinator is asked every 0.03 s, beside what else runs."""
 REFUSED_S, WORKERLESS_S = 1.0, 10.0
 """An answer that there is no worker: to a new request, and after which wait to one that was admitted."""
+EXPIRED_S = 0.5
+"""A deadline that has passed is noticed within 0.1 s."""
 REJOINED_S, USED_S = 3.0, 1.0
 """Workers of a coordinator that restarted are back; a worker that restarted is used."""
 OUTLIVES_LEASE = 500
@@ -55,7 +57,7 @@ class Kind:
 
 USUAL = Kind()
 """Two slots per decode worker: four requests fill the house."""
-HURRIED = Kind(door=("--request-timeout", "1.5"))
+HURRIED = Kind(door=("--request-timeout", str(faults.DEADLINE_S)))
 IMPATIENT = Kind(flags=("--max-num-seqs", "8"), door=("--client-timeout", "1"))
 WAITS = Kind(door=("--no-prefill-policy", "wait"))
 REJECTS = Kind(door=("--no-prefill-policy", "reject"))
@@ -202,8 +204,8 @@ CELLS: list[Cell] = [
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
           dict.fromkeys("PXDS", 2.0)),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
-    *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", 2.0), measure="answer",
-          neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
+    *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", EXPIRED_S),
+          measure="answer", neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
     *_row("overload", faults.overload, "exact", {"Q": 1.0}, house=STRICT),
     *_row("decode pool full", faults.fill_pool, "exact", {"S": 6.0}, house=CRAMPED, output=700),
     *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER),

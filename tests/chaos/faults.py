@@ -31,6 +31,8 @@ SERVED_S = 4.5
 four prompts."""
 UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
+DEADLINE_S = 1.5
+"""After which a request has waited long enough."""
 REFUSED_S = 0.05
 """What a refusal takes at most."""
 
@@ -404,10 +406,10 @@ async def poison(phase: Literal["D", "S"], scene: Scene) -> Proof:
 
 async def deadline(scene: Scene) -> Proof:
     """It passes by itself; a hand-off that was held back goes on only after it."""
-    scene.struck_at = scene.ask.started_at
+    scene.struck_at = scene.ask.started_at + DEADLINE_S
     await asyncio.wait([scene.task])
     _let_go(scene)
-    return lambda: scene.ask.ended_at > scene.struck_at + 1.0
+    return lambda: scene.ask.ended_at >= scene.struck_at
 
 
 async def overload(scene: Scene) -> Proof:
