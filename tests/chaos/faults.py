@@ -191,10 +191,12 @@ async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -
     _struck(scene)
     worker.command(**{knob: STUCK_S})
     _let_go(scene)
-    await scene.house.until(
-        lambda: any(event["event"] == "stuck" for event in worker.events), ARRIVES_S, "the worker is stuck"
+    stuck_at = await scene.house.until(
+        lambda: next((event["at"] for event in worker.events if event["event"] == "stuck"), None),
+        ARRIVES_S,
+        "the worker is stuck",
     )
-    return lambda: (gone := scene.ask.ended_at) > 0 and gone < worker.events[-1]["at"] + STUCK_S
+    return lambda: 0 < scene.ask.ended_at < stuck_at + STUCK_S
 
 
 async def mute(scene: Scene) -> Proof:

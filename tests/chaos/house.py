@@ -151,7 +151,8 @@ def state_of(pid: int) -> str:
 
 @dataclass
 class Worker:
-    """One worker process, the proxies in front of its sockets, and what it has told."""
+    """One worker process, the proxies in front of its sockets, and what it has told. ``awake_since``: when it last went
+    on after it had been stopped or had hung; ``ended_at``: when its process was seen to be gone."""
 
     name: str
     role: str
@@ -162,6 +163,8 @@ class Worker:
     incarnation: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
     stopped: bool = False
+    awake_since: float = 0.0
+    ended_at: float = float("inf")
     wanted: bool = True
     reading: asyncio.Task[None] | None = None
 
@@ -185,6 +188,8 @@ class Worker:
     def signal(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+        if self.stopped and number == signal.SIGCONT:
+            self.awake_since = clock()
         self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
 
     def command(self, **values: Any) -> None:
@@ -270,6 +275,7 @@ class House:
     async def start_worker(self, worker: Worker, *flags: str) -> None:
         worker.control.aim(self.control)
         worker.incarnation, worker.stopped, worker.events = "", False, []
+        worker.awake_since, worker.ended_at = 0.0, float("inf")
         with (self.directory / f"{worker.name}.log").open("ab") as log:
             worker.process = await self._spawn(
                 "-m", "tests.chaos.worker", "--role", worker.role, "--name", worker.name,
@@ -302,8 +308,11 @@ class House:
                 self._incarnations.add(worker.incarnation)
                 if event["address"]:
                     worker.data.aim(event["address"])
+            if event["event"] == "unstuck":
+                worker.awake_since = event["at"]
             worker.events.append(event)
             self._tell()
+        worker.ended_at = clock()
         await process.wait()
         self._tell()
 
@@ -457,14 +466,21 @@ class House:
 
     # -- breaking and repairing ---------------------------------------------------------------------------------------
 
+    def wake(self) -> bool:
+        """Every worker that is stopped goes on; whether there was one."""
+        stopped = [worker for worker in self.workers.values() if worker.alive and worker.stopped]
+        for worker in stopped:
+            worker.wanted = True
+            worker.signal(signal.SIGCONT)
+        return bool(stopped)
+
     async def restore(self) -> None:
         """No fault any more, and every process is there again; work may go on meanwhile."""
         for worker in self.workers.values():
             worker.wanted = True
             worker.control.heal()
             worker.data.heal()
-            if worker.alive and worker.stopped:
-                worker.signal(signal.SIGCONT)
+        self.wake()
         assert self.coordinator is not None
         if self.coordinator.returncode is None:
             self.coordinator.send_signal(signal.SIGCONT)

@@ -12,6 +12,7 @@ from typing import get_args
 
 import aiohttp
 
+from tests.chaos import held
 from tests.chaos.cells import HELD_S, Cell, Kind
 from tests.chaos.house import House, Stuck, clock
 from tests.chaos.scenes import CHUNK, Phase, Scene, arrange, progress
@@ -26,8 +27,7 @@ HAPPENED_S = 8.0
 @dataclass
 class Result:
     """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back,
-    ``held_s`` the part of it after the end of the cell's last answer. A worker that is still stopped then is looked at
-    when it goes on."""
+    ``held_s`` the longest that something was kept for nobody (see :func:`tests.chaos.held.for_nobody`)."""
 
     cell: Cell
     value: float = float("nan")
@@ -59,10 +59,12 @@ async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result
     await scene.over()
     freed_at = await house.until_free(HELD_S + 2)
     result.freed_s = max(0.0, freed_at - scene.struck_at)
-    served_until = max(ask.ended_at for ask in (scene.ask, *scene.neighbours))
-    result.held_s = max(0.0, freed_at - max(scene.struck_at, served_until))
     result.value = _measured(scene, cell, result)
     await house.until(proof, HAPPENED_S, "the fault has happened")
+    if house.wake():
+        await house.until_ready()
+        await house.until_free(HELD_S + 2)
+    result.held_s = _held_for_nobody(scene)
     if verdict := _objection(scene, cell):
         result.wrong = verdict
     elif result.value > cell.bound_s:
@@ -83,6 +85,12 @@ def _measured(scene: Scene, cell: Cell, result: Result) -> float:
     if (cell.arranged or cell.phase) == "Q":  # it waits for the slots of its neighbours: what they notice counts
         return max(ask.largest_gap(scene.struck_at) for ask in scene.neighbours)
     return scene.ask.largest_gap(scene.struck_at) if scene.ask.stream else progress(scene)
+
+
+def _held_for_nobody(scene: Scene) -> float:
+    asks = [scene.ask, *scene.neighbours]
+    answered = {ask.seed: ask.ended_at for ask in asks if ask.verdict() == "exact"}
+    return held.for_nobody(scene.house.workers.values(), scene.struck_at, answered, clock())
 
 
 def _objection(scene: Scene, cell: Cell) -> str:
@@ -158,8 +166,8 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
     """The matrix as a table, faults in the order of the cells by phases of a request."""
     held_s = max(result.held_s for result in results)
     lines = [
-        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; anything was "
-        f"held for {held_s:.2f} s at most after a cell's last answer.",
+        f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; nothing was "
+        f"held for nobody for longer than {held_s:.2f} s.",
         "",
         f"| fault | outcome | measured (s) | {' | '.join(PHASES)} | held for nobody (s) |",
         f"|---|---|---|{'---|' * len(PHASES)}---|",

@@ -12,15 +12,17 @@ import pytest
 from tests.chaos import faults, load, matrix, planted
 from tests.chaos.cells import CELLS
 from tests.chaos.house import House
+from tests.chaos.scenes import PROMPT, Scene
 
 pytestmark = pytest.mark.e2e
 LATE_S = 6.0
-STALLS, FAILS, LEAVES = (
+STALLS, FAILS, LEAVES, HANGS_UP = (
     next(cell for cell in CELLS if cell.id == name)
     for name in (
         "coordinator stalls for 0.5 s / S",
         "exception in one request, once / P",
         "client disconnects / Q",
+        "client disconnects / S",
     )
 )
 
@@ -72,6 +74,32 @@ async def test_a_cell_fails_if_a_queued_request_outlives_its_client(
         await house.repair()
         result = await matrix.run_cell(house, LEAVES)
         assert result.value > LEAVES.bound_s
+
+
+async def _leaves_beside_a_stream(scene: Scene) -> faults.Proof:
+    stream = scene.house.ask(PROMPT, 2 * scene.ask.max_tokens)
+    scene.neighbours = [stream]
+    scene.send(stream)
+    return await faults.client_leaves(scene)
+
+
+async def test_a_cell_fails_if_something_is_kept_for_a_client_that_has_gone_while_others_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "HELD_S", 1.0)
+    beside = replace(HANGS_UP, fault=_leaves_beside_a_stream, bound_s=60.0, output=80)
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + HANGS_UP.house.flags) as house:
+        for worker in house.workers.values():
+            worker.command(keeps=True)
+        result = await matrix.run_cell(house, beside)
+        assert "held for nobody" in result.wrong
+        assert 1.0 < result.held_s < result.freed_s - 0.5, "and the stream went on for longer"
+
+        for worker in house.workers.values():
+            worker.command(keeps=False)
+        await house.repair()
+        result = await matrix.run_cell(house, beside)
+        assert result.passed, result.wrong
 
 
 def _lie(house: House) -> None:

@@ -9,8 +9,10 @@ standard output, each with the monotonic time ``at``, which all processes of a m
     {"event": "step", "segments": [[request, attempt, start, end, wants_token], ...]}   before the step is computed
     {"event": "fault", "token": t, "request": r, "attempt": a} before a request fails as its prompt says
     {"event": "stuck", "within": "step"}                       before a step ("turn": a turn) lasts so much longer
+    {"event": "unstuck"}                                       when it has
+    {"event": "taken", "request": r, "seed": s}                for each attempt that is taken; the seed names the client
     {"event": "lie", "request": r, "position": p}              after a token was exchanged for a wrong one
-    {"event": "held", "blocks": n, "requests": m}              whenever one of them has changed
+    {"event": "held", "blocks": n, "requests": m, "by": [[request, attempt], ...]}      whenever one of them has changed
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from typing import Any
 import msgspec
 
 from common.channel import Channels
-from common.ids import WorkerName, new_incarnation
+from common.ids import Holder, TransferId, WorkerName, new_incarnation
 from common.keys import load
+from common.kv.cache import KvCache
 from common.kv.memory import host_id
 from common.messages import PROTOCOL, Hello
+from common.request import Request
 from common.sequence import Batch, Segment, Sequence, StepResult
 from common.worker import Worker, WorkerSettings
 from decode.worker import DecodeWorker
@@ -60,6 +64,8 @@ class ChaosEngine(OracleEngine):
     def __init__(self, *args: Any, **knobs: Any) -> None:
         super().__init__(*args, **knobs)
         self.watched = False
+        self.keeps = False
+        """Whether the worker keeps what it is told to drop."""
         self.lie_at: int | None = None
         self.stuck_s = self.jammed_s = 0.0
         """What the next step, or the worker's next turn before any step, takes longer."""
@@ -111,14 +117,15 @@ def _stuck(within: str, seconds: float) -> float:
     """Tells, does nothing for so long, and leaves nothing to do."""
     tell("stuck", within=within)
     time.sleep(seconds)
+    tell("unstuck")
     return 0.0
 
 
 class _Told:
-    """Mixed into both roles: tells its address before Hello, and what it holds when that changes."""
+    """Mixed into both roles: tells its address before Hello, what it takes, and what it holds when that changes."""
 
     advertised = ""
-    _last = (0, 0)
+    _last: tuple[int, int, list[tuple[str, int]]] = (0, 0, [])
 
     def introduce(self, hello: Hello) -> Hello:
         hello = super().introduce(hello)  # type: ignore[misc]
@@ -126,6 +133,16 @@ class _Told:
         if not hello.data_address or not self.advertised:
             return hello
         return msgspec.structs.replace(hello, data_address=self.advertised)
+
+    def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
+        accepted: bool = super().accept(request, attempt, now, tokens)  # type: ignore[misc]
+        if accepted:
+            tell("taken", request=request.id.hex(), seed=request.sampling.seed)
+        return accepted
+
+    def abort(self, transfer: TransferId) -> None:
+        if not self.engine.keeps:  # type: ignore[attr-defined]
+            super().abort(transfer)  # type: ignore[misc]
 
     def move_kv(self, now: float) -> None:
         engine: ChaosEngine = self.engine  # type: ignore[attr-defined]
@@ -135,10 +152,20 @@ class _Told:
 
     def _publish(self) -> None:
         super()._publish()  # type: ignore[misc]
-        now = (self.cache.pool.counts.held, len(self.holdings()))  # type: ignore[attr-defined]
+        cache: KvCache = self.cache  # type: ignore[attr-defined]
+        listed: set[TransferId] = self.holdings()  # type: ignore[attr-defined]
+        by = {(transfer.request.hex(), transfer.attempt) for transfer in listed}
+        by |= {_transfer_of(holder) for holder in cache.tables}  # also of what the worker knows no more
+        now = (cache.pool.counts.held, len(listed), sorted(by))
         if now != self._last:
             self._last = now
-            tell("held", blocks=now[0], requests=now[1])
+            tell("held", blocks=now[0], requests=now[1], by=now[2])
+
+
+def _transfer_of(holder: Holder) -> tuple[str, int]:
+    """The request, in hex, and the attempt in the name of a block's holder."""
+    request, *_, attempt = holder.partition(":")[2].split("/")
+    return request, int(attempt)
 
 
 class ChaosPrefill(_Told, PrefillWorker):

@@ -1,0 +1,80 @@
+"""What is held for nobody is told apart from what is held for streams that run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.chaos.held import for_nobody
+from tests.chaos.house import Worker
+from tests.chaos.proxy import Proxy
+
+STRUCK_AT, OVER_AT = 100.0, 150.0
+STREAM, OTHER = "aa", "bb"
+SEEDS = {STREAM: 1, OTHER: 2}
+
+
+def worker(role: str, *told: dict[str, Any], **state: float) -> Worker:
+    rng = random.Random(0)
+    taken = [{"event": "taken", "at": 0.0, "request": request, "seed": seed} for request, seed in SEEDS.items()]
+    return Worker(f"{role}-0", role, (), Proxy(rng), Proxy(rng), events=[*taken, *told], **state)  # type: ignore[arg-type]
+
+
+def held(at: float, *by: tuple[str, int]) -> dict[str, Any]:
+    return {"event": "held", "at": at, "blocks": len(by), "requests": len(by), "by": [list(each) for each in by]}
+
+
+def decodes(at: float, request: str, attempt: int) -> dict[str, Any]:
+    return {"event": "step", "at": at, "segments": [[request, attempt, 320, 321, True]]}
+
+
+def kept(*workers: Worker, **answered: float) -> float:
+    ends = {SEEDS[request]: at for request, at in answered.items()}
+    return for_nobody(workers, STRUCK_AT, ends, OVER_AT)
+
+
+def test_a_stream_that_runs_on_is_held_for_its_client() -> None:
+    decode = worker("decode", held(90.0, (STREAM, 0)), held(120.0))
+    assert kept(decode, aa=120.0) == 0.0
+    assert kept(decode, aa=117.0) == 3.0
+
+
+def test_what_is_kept_of_a_lost_attempt_is_seen_while_the_next_one_streams() -> None:
+    """The mutant: decode never gave back what a prefill worker that died was to fill."""
+    prefill = worker("prefill", held(90.0, (STREAM, 0)), ended_at=STRUCK_AT)
+    decode = worker(
+        "decode", held(90.0, (STREAM, 0)), held(102.0, (STREAM, 0), (STREAM, 1)), held(140.0, (STREAM, 0)), held(145.0)
+    )
+    assert kept(prefill, decode, aa=140.0) == 45.0
+    decode.events[-3:] = [held(102.0, (STREAM, 1)), held(140.0)]
+    assert kept(prefill, decode, aa=140.0) == 2.0
+
+
+def test_what_is_kept_for_a_client_that_has_gone_is_seen_while_others_stream() -> None:
+    both, one = ((STREAM, 0), (OTHER, 0)), ((STREAM, 0),)
+    assert kept(worker("decode", held(90.0, *both), held(112.0, *one), held(140.0)), aa=140.0) == 12.0
+
+
+def test_what_prefill_keeps_after_decode_has_begun_is_held_for_nobody() -> None:
+    prefill, decode = (
+        worker("prefill", held(99.0, (STREAM, 0)), held(110.0)),
+        worker("decode", held(99.0, (STREAM, 0)), decodes(104.0, STREAM, 0), decodes(105.0, STREAM, 0), held(130.0)),
+    )
+    assert kept(prefill, decode, aa=130.0) == 6.0
+
+
+def test_what_is_never_given_back_is_held_to_the_end_of_the_process_or_until_now() -> None:
+    keeps = held(90.0, (OTHER, 0))
+    assert kept(worker("decode", keeps)) == OVER_AT - STRUCK_AT
+    assert kept(worker("decode", keeps, ended_at=107.0)) == 7.0
+
+
+@pytest.mark.parametrize(("given_back_at", "seconds"), [(103.5, 0.5), (101.0, 0.0)])
+def test_who_was_stopped_is_looked_at_from_when_it_goes_on(given_back_at: float, seconds: float) -> None:
+    assert kept(worker("decode", held(90.0, (STREAM, 0)), held(given_back_at), awake_since=103.0)) == seconds
+
+
+def test_a_trial_of_a_link_counts_from_when_it_began() -> None:
+    assert kept(worker("prefill", held(110.0, ("cc", 0)), held(115.0))) == 5.0
