@@ -1,8 +1,9 @@
 """A harness that cannot fail proves nothing: a wrong token fails a cell and a load, a fault that never came a cell, a
-coordinator that does not do its part whatever is about that part."""
+coordinator or a worker that does not do its part whatever is about that part."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import faults, load, matrix, planted
-from tests.chaos.cells import CELLS
-from tests.chaos.house import House
+from tests.chaos.cells import CELLS, Cell
+from tests.chaos.house import START_S, House
 from tests.chaos.scenes import PROMPT, Scene
 
 pytestmark = pytest.mark.e2e
 LATE_S = 6.0
-STALLS, FAILS, LEAVES, HANGS_UP = (
+KEPT_S, OUTLASTS = 2.0, 150
+"""How long a worker keeps what it should drop, and tokens of a stream that takes longer (4.5 s)."""
+STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES = (
     next(cell for cell in CELLS if cell.id == name)
     for name in (
         "coordinator stalls for 0.5 s / S",
         "exception in one request, once / P",
         "client disconnects / Q",
         "client disconnects / S",
+        "prefill killed / X",
     )
 )
 
@@ -76,30 +80,49 @@ async def test_a_cell_fails_if_a_queued_request_outlives_its_client(
         assert result.value > LEAVES.bound_s
 
 
-async def _leaves_beside_a_stream(scene: Scene) -> faults.Proof:
-    stream = scene.house.ask(PROMPT, 2 * scene.ask.max_tokens)
-    scene.neighbours = [stream]
-    scene.send(stream)
-    return await faults.client_leaves(scene)
-
-
-async def test_a_cell_fails_if_something_is_kept_for_a_client_that_has_gone_while_others_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cell", [HANGS_UP, PREFILL_DIES], ids=lambda cell: cell.id)
+async def test_a_cell_fails_if_something_is_kept_for_who_has_gone_while_others_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
 ) -> None:
     monkeypatch.setattr(matrix, "HELD_S", 1.0)
-    beside = replace(HANGS_UP, fault=_leaves_beside_a_stream, bound_s=60.0, output=80)
-    async with House.running(tmp_path / "house", flags=matrix.FLAGS + HANGS_UP.house.flags) as house:
+    beside = replace(cell, fault=partial(_beside_a_stream, cell.fault), bound_s=60.0, output=OUTLASTS)
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + cell.house.flags) as house:
         for worker in house.workers.values():
             worker.command(keeps=True)
+        await _until_links_are_measured(house)
         result = await matrix.run_cell(house, beside)
         assert "held for nobody" in result.wrong
-        assert 1.0 < result.held_s < result.freed_s - 0.5, "and the stream went on for longer"
+        assert KEPT_S <= result.held_s < result.freed_s - 0.5, "and the streams went on for longer"
 
-        for worker in house.workers.values():
-            worker.command(keeps=False)
         await house.repair()
+        await _until_links_are_measured(house)
         result = await matrix.run_cell(house, beside)
         assert result.passed, result.wrong
+
+
+async def _until_links_are_measured(house: House) -> None:
+    """A trial of a link would be held for who has gone, too: for 5 s."""
+    decodes = {worker.name for worker in house.by_role("decode")}
+
+    async def measured() -> bool:
+        shown = await house.admin()
+        links = [shown[worker.name]["links"] for worker in house.by_role("prefill")]
+        return all(decodes == {link["to"] for link in each if isinstance(link, dict)} for each in links)
+
+    await house.poll(measured, START_S, "every link is measured")
+
+
+async def _beside_a_stream(fault: faults.Fault, scene: Scene) -> faults.Proof:
+    """While another stream runs; workers that keep what they are told to drop do it for KEPT_S."""
+    stream = scene.house.ask(PROMPT, OUTLASTS)
+    scene.neighbours = [stream]
+    scene.send(stream)
+    proof = await fault(scene)
+    await asyncio.sleep(KEPT_S)  # the length of the bug itself
+    for worker in scene.house.workers.values():
+        if worker.alive:
+            worker.command(keeps=False)
+    return proof
 
 
 def _lie(house: House) -> None:
