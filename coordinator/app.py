@@ -12,7 +12,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import uvloop
 from aiohttp import web
@@ -21,9 +21,10 @@ from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError
+from common.ids import WorkerName
 from common.times import FailureTimes
 from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Gateway, bracketed
+from coordinator.gateway import Gateway, Replace, bracketed
 from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
@@ -34,24 +35,22 @@ from coordinator.served import ServedModel
 
 log = logging.getLogger("tandem.coordinator")
 
-Replace = Callable[[str, int, str], None]
-"""Has the worker of that name replaced, if that process still is its: name, process id, why."""
-
 
 def run(
     config: CoordinatorConfig,
     on_ready: Callable[[str, str], None] | None = None,
     scale: Scale | None = None,
     replace: Replace | None = None,
+    workers: Mapping[WorkerName, int] | None = None,
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
     ``scale`` changes the pools for POST /admin/scale, ``replace`` ends a worker that hangs and starts another; without
-    them nobody can.
+    them nobody can. ``workers`` are those that serve already, with their process ids: one that does not join hangs.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, on_ready, scale, replace))
+        return runner.run(_serve(config, on_ready, scale, replace, workers or {}))
 
 
 async def _serve(
@@ -59,13 +58,15 @@ async def _serve(
     on_ready: Callable[[str, str], None] | None,
     scale: Scale | None,
     replace: Replace | None,
+    workers: Mapping[WorkerName, int],
 ) -> int:
     config.check_binds()
     stop = _Stop()
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         async with running(config, scale) as services, serving(make_app(services), listener):
-            services.dispatcher.gateway.replace = replace
+            if replace is not None:
+                services.dispatcher.gateway.supervise(replace, workers)
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             gc.collect()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
@@ -18,7 +19,7 @@ import zmq
 
 from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
 from common.errors import Damaged, StartError, WireError
-from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, new_incarnation
+from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, WorkerName, new_incarnation
 from common.keys import Party
 from common.messages import (
     Abort,
@@ -52,6 +53,8 @@ PROBES_S = (0.01, 0.1)
 REJOIN_LOOKS = 4
 """A worker whose connection was closed has died if nothing was heard of it at so many looks after: that is the time of
 two heartbeats, and a heart dials anew within a tenth of a second."""
+Replace = Callable[[str, int, str], None]
+"""Has the worker of that name replaced, if that process still is its: name, process id, why."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
 """Names no request: a probe that means nothing to whom it reaches."""
 
@@ -121,8 +124,7 @@ class Gateway:
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
-        self.replace: Callable[[str, int, str], None] | None = None
-        """Has a worker that hangs replaced: its name, its process id, why. None where nobody can."""
+        self._replace: Replace | None = None
         self._losing: dict[Incarnation, Worker] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
         self._missing: dict[Incarnation, _Missing] = {}
@@ -146,6 +148,13 @@ class Gateway:
         self.channels.watch(self._monitor, loop, self._watch)
         self._wake()  # the descriptors signal nothing before the sockets have been read once
         self._watch()
+
+    def supervise(self, replace: Replace, serving: Mapping[WorkerName, int]) -> None:
+        """From now on ``replace`` is told of workers that hang. ``serving`` are those of this host, with their process
+        ids, that served before we did: one that does not join hangs, too."""
+        self._replace = replace
+        for name, pid in serving.items():
+            self.registry.awaits(name, socket.gethostname(), pid, self.clock())
 
     def close(self) -> None:
         if self._loop is not None:
@@ -229,8 +238,8 @@ class Gateway:
             if self._events is not None:
                 self._events.lost(worker, crashed=False)
         for hang in self.registry.hung.overdue(now_s):
-            if self.replace is not None:
-                self.replace(hang.hello.name, hang.hello.pid, hang.why(now_s))
+            if self._replace is not None:
+                self._replace(hang.name, hang.pid, hang.why(now_s))
         self._look_for_missing()
         return True
 
@@ -303,12 +312,14 @@ class Gateway:
             if self._turns_away(frame, data):
                 return
             raise
-        incarnation = _incarnation(frame)
+        name, incarnation = _who(frame)
         if isinstance(message, Hello):
             self._hello(party, frame, message, now_s)
             return
         worker = self.registry.get(incarnation) or self._losing.get(incarnation)
         if worker is None:
+            if isinstance(message, Heartbeat):
+                self.registry.stranger_beats(name, message, now_s)
             self._stranger(frame, incarnation, message)
             return
         if party not in (None, worker.role):
@@ -439,12 +450,12 @@ def bracketed(host: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _incarnation(frame: bytes) -> Incarnation:
-    """The incarnation in an identity ``name|incarnation`` or ``name|incarnation|hb``."""
+def _who(frame: bytes) -> tuple[str, Incarnation]:
+    """Name and incarnation in an identity ``name|incarnation`` or ``name|incarnation|hb``."""
     try:
         parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 1)
     except UnicodeDecodeError as error:
         raise WireError("an identity that is not text") from error
     if len(parts) != 2:
         raise WireError("an identity without an incarnation")
-    return Incarnation(parts[1])
+    return parts[0], Incarnation(parts[1])

@@ -15,7 +15,7 @@ from enum import Enum
 
 from common.errors import InvariantBroken
 from common.hosts import is_loopback, is_unspecified
-from common.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation
+from common.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation, WorkerName
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
@@ -173,14 +173,21 @@ class Registry:
 
     def hangs(self, worker: Worker) -> bool:
         """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
-        beat = worker.beat
-        return beat is not None and beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
+        return worker.beat is not None and self._endless(worker.beat)
+
+    def stranger_beats(self, name: str, beat: Heartbeat, now_s: float) -> None:
+        """Who is not registered (any more) lives, and will say Hello when its turn is over."""
+        if not self._endless(beat):
+            self.hung.busy(name, beat.turn_ms / 1000, now_s)
+
+    def _endless(self, beat: Heartbeat) -> bool:
+        return beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
 
     def give_up(self, worker: Worker, now_s: float) -> None:
         """It hangs in the turn that it told of last."""
         self.gone(worker)
         turn_s = worker.beat.turn_ms / 1000 if worker.beat else 0.0
-        self.hung.add(Hang(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
+        self.hung.add(Hang.of(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
 
     def drains(self, worker: Worker) -> None:
         """The worker has said that it takes nothing new. Idempotent."""
@@ -205,8 +212,13 @@ class Registry:
         silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s]
         for worker in silent:
             self.gone(worker)
-            self.hung.add(Hang(worker.hello, "silent", worker.heard_at, now_s))
+            self.hung.add(Hang.of(worker.hello, "silent", worker.heard_at, now_s))
         return silent
+
+    def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
+        """That worker served before this coordinator did, and should say Hello."""
+        if not any((worker.hello.name, worker.hello.host) == (name, host) for worker in self):
+            self.hung.add(Hang(name, host, pid, "no word to this coordinator", now_s, now_s))
 
     # -- what workers must agree on --------------------------------------------------------------------------------
 

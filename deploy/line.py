@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from common.errors import RequestError, StartError
+from common.ids import WorkerName
 from deploy.status import Reason
 
 Pools = tuple[int, int]
@@ -45,6 +46,9 @@ class Launcher(Protocol):
 
     def replace(self, name: str, pid: int, why: str) -> None:
         """Ends a worker that hangs, if that process still is its, and starts another."""
+
+    def serving(self) -> dict[WorkerName, int]:
+        """The workers that have become ready, and their process ids."""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):

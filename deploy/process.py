@@ -25,6 +25,7 @@ import msgspec
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
+from common.ids import WorkerName
 from common.log import setup_logging
 from deploy import status
 
@@ -33,10 +34,12 @@ _MEBIBYTE = 1 << 20
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input."""
+    """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
+    process ids."""
 
     kind: str
     config: dict[str, Any]
+    workers: dict[WorkerName, int] = {}
 
 
 def die_with(parent: int) -> None:
@@ -54,9 +57,10 @@ async def start(
     config: WorkerConfig | CoordinatorConfig,
     environment: Mapping[str, str],
     line: socket.socket | None = None,
+    workers: Mapping[WorkerName, int] | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
-    ``line`` is the child's end of a socket pair for :mod:`deploy.line`."""
+    ``line`` is the child's end of a socket pair for :mod:`deploy.line`, ``workers`` as in :class:`Launch`."""
     reading, writing = os.pipe()
     passed = (writing,) if line is None else (writing, line.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
@@ -77,7 +81,7 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config))))
+    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config), dict(workers or {}))))
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
     pipe = os.fdopen(reading, "rb", 0)
@@ -100,6 +104,7 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
                 lambda url, control: status.ready(url=url, control=control),
                 launcher.scale if launcher else None,
                 launcher.replace if launcher else None,
+                launch.workers,
             )
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)

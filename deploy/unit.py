@@ -45,6 +45,7 @@ class Unit:
         self._process: asyncio.subprocess.Process | None = None
         self._error: StartError | None = None
         self._hung: str | None = None
+        self._ready = False
         self._lines: set[asyncio.Task[None]] = set()
         self._last_lines: deque[str] = deque(maxlen=3)
 
@@ -90,6 +91,10 @@ class Unit:
         """Whether there is a process now."""
         return self._process is not None and self._process.returncode is None
 
+    def serving(self) -> int | None:
+        """The id of the process, if it has become ready and is to stay."""
+        return self.pid if self._ready and self.running() and not self._leaving.is_set() else None
+
     async def close_lines(self) -> None:
         """Gives up every change of the pools that this child has asked for."""
         for task in self._lines:
@@ -112,12 +117,14 @@ class Unit:
         # read by OpenMP when torch is imported, which is before anybody can tell torch
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
         self._error = self._hung = None
+        self._ready = False
         with contextlib.ExitStack() as stack:
-            line = theirs = None
+            line = theirs = workers = None
             if self._launcher is not None:
                 line, theirs = socket.socketpair()
                 stack.enter_context(theirs)
-            self._process, reports = await process.start(self.label, self.config, environment, theirs)
+                workers = self._launcher.serving()
+            self._process, reports = await process.start(self.label, self.config, environment, theirs, workers)
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()
         assert self._process.stdout is not None
@@ -146,6 +153,7 @@ class Unit:
                 continue
             if report.error is not None:
                 self._error = report.error.error()
+            self._ready |= report.ready is not None
             if report.ready is not None and self.facts.done():
                 self._screen.fact(f"{self.label} is back")
             elif report.ready is not None:

@@ -268,6 +268,10 @@ class Supervisor:
             if unit.label == name:
                 unit.replace(pid, why)
 
+    def serving(self) -> dict[WorkerName, int]:
+        """Whom a coordinator that starts now may expect to hear of; one that does not speak to it hangs."""
+        return {WorkerName(unit.label): pid for unit in self._units[1:] if (pid := unit.serving()) is not None}
+
     # -- other pools --------------------------------------------------------------------------------------------------
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:

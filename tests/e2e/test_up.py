@@ -144,6 +144,25 @@ def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callab
     assert up.process.wait(30) == 0
 
 
+def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start: Callable[..., Up]) -> None:
+    """The new coordinator has never heard of it: its launcher has."""
+    up = start("--failure-timeout", "0.5")
+    server = up.server()
+    before = workers(server)
+    coordinator = next(child for child in up.children() if "coordinator" in child.cmdline())
+    os.kill(before["decode-0"]["pid"], signal.SIGSTOP)
+    coordinator.kill()
+    words = r"decode-0 hangs \(no word to this coordinator for \S+ s\): killed; starting it again in 0.5 s"
+    wait_for(lambda: re.search(words, up.said), START_S)
+    wait_for(lambda: server.get("/ready")[0] == 200, START_S)
+    after = workers(server)
+    assert after["decode-0"]["pid"] != before["decode-0"]["pid"] and not psutil.pid_exists(before["decode-0"]["pid"])
+    assert after["prefill-0"]["pid"] == before["prefill-0"]["pid"], "who joins again stays"
+    assert len(list(ask(server, 4))) == 5
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(30) == 0
+
+
 def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
     up = start("--colocated", "1", "--drain-timeout", "60")
     server = up.server()

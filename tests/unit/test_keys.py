@@ -34,6 +34,7 @@ from common.messages import (
     Heard,
     Open,
     Peer,
+    Rejoin,
     ToPrefill,
     ToWorker,
     Turned,
@@ -269,6 +270,17 @@ def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(do
         words = f"protocol {row[1]}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
         assert isinstance(answer, Turned) and answer.reason == words
     assert not list(door.registry) and not door.gateway.bad_messages
+
+
+def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door: Door) -> None:
+    hello, clock = hello_of("decode"), door.gateway.clock
+    name = identity(hello.name, hello.incarnation)
+    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    door.registry.awaits(hello.name, hello.host, hello.pid, clock() - 7)
+    send(heart, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
+    assert isinstance(door.answer(control), Rejoin)
+    assert not door.registry.hung.overdue(clock() + 2)
+    assert [hang.pid for hang in door.registry.hung.overdue(clock() + 10)] == [hello.pid]
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])

@@ -270,7 +270,7 @@ def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]
     told, steps = [], round((until_s - since) / TIMES.sweep_s)
     for now in (since + step * TIMES.sweep_s for step in range(1, steps + 1)):
         registry.sweep(now)
-        told += [f"{hang.hello.name} {hang.hello.pid} {hang.why(now)}" for hang in registry.hung.overdue(now)]
+        told += [f"{hang.name} {hang.pid} {hang.why(now)}" for hang in registry.hung.overdue(now)]
     return told
 
 
@@ -303,6 +303,37 @@ def test_who_comes_back_in_time_is_left_alone(incarnation: str) -> None:
     assert hung(registry, last) == []
     registry.gone(join(registry, "d0", incarnation, now=last))
     assert [told.split()[0] for told in hung(registry, 60.0, since=last)] == ["d1"]
+
+
+def test_who_served_before_this_coordinator_did_has_a_lease_to_join() -> None:
+    registry = Registry(None)
+    early = join(registry, "d0")
+    for pid, name in enumerate(("d0", "d1", "d2")):
+        registry.awaits(WorkerName(name), "h", pid, 0.0)
+    registry.gone(early)
+    registry.sweep(0.0)
+    assert hung(registry, 2.0) == []
+    registry.gone(join(registry, "d1", "i1", now=2.0))
+    assert hung(registry, TIMES.lease_s - TIMES.sweep_s, since=2.0) == []
+    told = hung(registry, 60.0, since=TIMES.lease_s - TIMES.sweep_s)
+    assert told == ["d2 2 no word to this coordinator for 8 s"]
+
+
+def test_who_is_in_a_long_step_has_until_its_end_to_join() -> None:
+    """Its heart says so, to a coordinator that does not know it."""
+    registry = Registry(None)
+    registry.awaits(WorkerName("d0"), "h", 7, 5.0)
+    registry.sweep(5.0)
+    turn_ms = 3000
+    for tick in range(40):
+        now, turn_ms = 5.5 + tick / 2, turn_ms + 500
+        registry.stranger_beats("d0", beat("i0", turn_ms=turn_ms, expected_ms=6000), now)
+        assert hung(registry, now + 0.5, since=now) == []
+    assert turn_ms == 23000, "the last beat before it would be a hang"
+    for tick in range(3):  # another turn: it could have said Hello before
+        registry.stranger_beats("d0", beat("i0", turn_ms=100, expected_ms=6000), 25.5 + tick)
+    assert len(hung(registry, 60.0, since=25.5)) == 1
+    assert hung(registry, 90.0, since=60.0) == []
 
 
 def test_who_leaves_is_not_replaced() -> None:

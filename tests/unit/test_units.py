@@ -12,6 +12,7 @@ import pytest
 
 from common.config import WorkerConfig
 from common.errors import RequestError, StartError
+from common.ids import WorkerName
 from deploy import cores, process
 from deploy.line import Asker, Pools, serve
 from deploy.screen import Lines
@@ -31,6 +32,9 @@ class Launcher:
 
     def replace(self, name: str, pid: int, why: str) -> None:
         self.replaced.put_nowait((name, pid, why))
+
+    def serving(self) -> dict[WorkerName, int]:
+        return {}
 
 
 async def test_a_line_carries_wishes_and_who_hangs_also_at_once() -> None:
@@ -63,7 +67,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     pids: asyncio.Queue[int] = asyncio.Queue()
 
     async def start(
-        label: str, config: object, environment: Mapping[str, str], line: object
+        label: str, config: object, environment: Mapping[str, str], line: object, workers: object
     ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         idle = (sys.executable, "-S", "-c", "import signal; signal.pause()")
         child = await asyncio.create_subprocess_exec(*idle, stdout=asyncio.subprocess.PIPE)
@@ -82,8 +86,10 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     screen = Screen()
     unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
     keeper = asyncio.create_task(unit.keep())
+    assert unit.serving() is None
     first = await starts.get()
     await unit.facts
+    assert unit.serving() == first
     unit.replace(first + 1, "silent for 10 s")
     unit.replace(first, "silent for 10 s")
     second = await starts.get()
@@ -93,7 +99,7 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     unit.replace(first, "silent for 10 s")  # said twice
     unit.send(signal.SIGSTOP)  # from now on it leaves, and whoever told it to has patience of his own
     unit.replace(second, "silent for 10 s")
-    assert unit.running() and unit.pid == second
+    assert unit.running() and unit.pid == second and unit.serving() is None
     unit.send(signal.SIGKILL)
     await keeper
     assert starts.empty()
