@@ -2,7 +2,8 @@
 
 Owns the types; :mod:`common.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and carry
 no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``. What
-:class:`AnyHello` has stays where it is for ever: by it those of another version are told that they are.
+:class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Turned: by them those of
+another version are told that they are.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
     coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
@@ -86,6 +87,12 @@ class AnyHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """As much of a Hello as every version says; whatever comes behind it is skipped."""
 
     protocol: int
+
+
+class AnyMessage(msgspec.Struct, frozen=True, array_like=True):
+    """As much of a message as every version says; whatever comes behind it is skipped."""
+
+    kind: Short
 
 
 class Heartbeat(Message, tag="heartbeat"):

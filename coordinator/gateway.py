@@ -24,6 +24,7 @@ from common.keys import Party
 from common.messages import (
     Abort,
     AnyHello,
+    AnyMessage,
     Cached,
     Failed,
     FromWorker,
@@ -309,7 +310,7 @@ class Gateway:
         try:
             message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
         except WireError:
-            if self._turns_away(frame, data):
+            if self._turns_away(frame, data) or self._asks_back(frame, data):
                 return
             raise
         name, incarnation = _who(frame)
@@ -378,6 +379,21 @@ class Gateway:
             log.warning("%r is refused: %s", frame[:64], reason)
             self._reply(frame, Turned(reason))
         return reason is not None
+
+    def _asks_back(self, frame: bytes, data: bytes) -> bool:
+        """Whether ``data``, which makes no sense here, may be what a worker of another version says that takes us for
+        the coordinator it had: its Hello will tell. Of who has joined here, or says Hello, it is just wrong."""
+        _, incarnation = _who(frame)
+        if incarnation in self._losing or self.registry.get(incarnation) is not None:
+            return False
+        try:
+            message = decode(data, AnyMessage, MAX_REPORT_BYTES)
+        except WireError:
+            return False
+        if message.kind == AnyHello.__struct_config__.tag:
+            return False
+        self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
+        return True
 
     def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
         if frame != identity(hello.name, hello.incarnation):

@@ -283,6 +283,32 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door
     assert [hang.pid for hang in door.registry.hung.overdue(clock() + 10)] == [hello.pid]
 
 
+def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(door: Door) -> None:
+    """What it goes on saying means nothing here; it is asked for its Hello, as any stranger is."""
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation)
+    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    said = [["heartbeat"], ["heartbeat", hello.incarnation, {"of": [b"other", 1.5, None]}], ["tokens", 1], ["news"]]
+    for row in said * STRIKES:
+        socket = heart if row[0] == "heartbeat" else control
+        socket.send(seal(msgspec.msgpack.encode(row)))
+        assert isinstance(door.answer(control), Rejoin)
+    control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
+    answer = door.answer(control)
+    assert isinstance(answer, Turned) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
+    assert not door.gateway.bad_messages and not door.gateway.strikes.cut_off
+
+
+@pytest.mark.parametrize("said", [[], [1, "heartbeat"], "heartbeat", {"kind": "heartbeat"}, ["x" * 129]])
+def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(door: Door, said: Any) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    for _ in range(STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(said)))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert not socket.poll(50)
+
+
 @pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])
 def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> None:
     """One of our own version, or of none."""
