@@ -84,6 +84,8 @@ class WorkerSettings:
     kv_transport: str = "auto"
     data_address: str = "tcp://127.0.0.1:*"
     drain_timeout_s: float = 30.0
+    supervised: bool = False
+    """Whether what it logs stands beside what the coordinator logs, which says who joins."""
 
 
 class Worker(abc.ABC):
@@ -224,7 +226,8 @@ class Worker(abc.ABC):
                 self._lease_s = lease_ms / 1000
                 self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()
-                log.info("joined the coordinator at %s", self.settings.coordinator)
+                level = logging.DEBUG if self.settings.supervised else logging.INFO
+                log.log(level, "joined the coordinator at %s", self.settings.coordinator)
             case Turned(reason=reason):
                 raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
             case Rejoin():

@@ -58,6 +58,11 @@ def attach(fd: int) -> None:
     _Sink.fd = fd
 
 
+def supervised() -> bool:
+    """Whether a launcher started this process."""
+    return _Sink.fd is not None
+
+
 def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
     """How far ``stage`` is; call it as often as you like."""
     if _Sink.fd is not None:

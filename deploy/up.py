@@ -377,7 +377,7 @@ class Supervisor:
         self._coming.remove(unit)
         self._grown.set()  # from now on it is watched like the others
         facts = WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
-        self._screen.fact(f"{unit.label} joins: {facts.budget} ({facts.compute})")
+        self._screen.fact(f"{unit.label} is ready: {facts.budget} ({facts.compute})")
 
     async def _shrink(self, unit: Unit) -> None:
         """Drains a worker and waits until it has gone; between two processes it is gone at once."""

@@ -80,6 +80,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         kv_transport=config.kv_transport,
         data_address=f"tcp://{config.host}:*",
         drain_timeout_s=config.drain_timeout,
+        supervised=status.supervised(),
     )
     hello = Hello(
         protocol=PROTOCOL,
