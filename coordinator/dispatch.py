@@ -451,7 +451,6 @@ class Dispatcher:
     def left(self, worker: Worker) -> None:
         """It was told to leave and had no time to finish: what it was doing moves on, at the cost of a pause."""
         for ticket in self._bereaved(worker):
-            log.info("a request moves on from %s, which has left", worker.hello.name)
             self._setback(ticket, free=True)
         self.pump_soon()
 
@@ -460,7 +459,10 @@ class Dispatcher:
         self.router.forget(worker)
         self.links.forget(worker)
         self._emptied.pop(worker.id, None)
-        return [ticket for ticket in self._on.pop(worker.id, {}).values() if ticket.life.needs(worker.id)]
+        tickets = [ticket for ticket in self._on.pop(worker.id, {}).values() if ticket.life.needs(worker.id)]
+        if tickets:
+            log.info("requests of %s that are placed again: %d", worker.hello.name, len(tickets))
+        return tickets
 
     def tokens(self, worker: Worker, message: Tokens) -> None:
         """One step's spans; WireError if the columns do not match."""

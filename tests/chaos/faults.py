@@ -177,7 +177,7 @@ async def kill_pair(scene: Scene) -> Proof:
 async def outstay(role: str, scene: Scene) -> Proof:
     """SIGTERM, and more to do than --drain-timeout leaves time for: the rest moves on without an error."""
     proof = await terminate(role, scene)
-    return lambda: proof() and "a request moves on from" in _coordinators_log(scene)
+    return lambda: proof() and "that are placed again" in _coordinators_log(scene)
 
 
 def _coordinators_log(scene: Scene) -> str:
