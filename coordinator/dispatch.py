@@ -706,7 +706,7 @@ class Dispatcher:
             return
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
             if ticket.queued and waited_s > self._patience_s(ticket, least_s):
-                self.fail(ticket, no_workers(role))
+                self.fail(ticket, no_workers(role, starting=self.registry.starting(role)))
 
     def _give_up_stranded(self, now: float) -> None:
         for ticket in [entry[2] for entry in self._queue]:
