@@ -69,7 +69,8 @@ def count(least: int = 0, most: int | None = None) -> Kind:
         return value
 
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Kind("N", f"a whole number {bounds} (32k is 32,000, 32K is 32,768)", parse)
+    suffixes = " (32k is 32,000, 32K is 32,768)" if most is None or most >= 1 << 16 else ""
+    return Kind("N", f"a whole number {bounds}{suffixes}", parse)
 
 
 def decimal(least: float, most: float, metavar: str = "X") -> Kind:
