@@ -231,7 +231,7 @@ class Worker(abc.ABC):
             case Turned(reason=reason):
                 raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
             case Rejoin():
-                log.warning("the coordinator knows this worker no more: its requests are dropped, and it joins again")
+                log.warning("the coordinator knows this worker no more: its requests are dropped")
                 self._drop_all()
             case Lease(live=live):
                 self._renew(live, now)
