@@ -316,7 +316,7 @@ class Worker(abc.ABC):
     def _complain(self, now: float) -> None:
         """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S."""
         refusal, told = self.membership.refusal, self._told_refusal
-        self._told_refusal = refusal
+        self._told_refusal = refusal or told  # while it dials anew nothing is known
         silent = now > self._leased_until
         if self.membership.joined and not (refusal or silent):
             return

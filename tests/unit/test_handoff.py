@@ -30,6 +30,7 @@ from common.ids import (
     unpack_tokens,
 )
 from common.kv.layout import ELEMENT_BYTES, KvDtype
+from common.membership import Membership
 from common.messages import (
     PROTOCOL,
     Abort,
@@ -728,6 +729,20 @@ def test_a_worker_without_work_says_that_its_coordinator_is_silent(
     bench.add("decode", OracleEngine(64))
     bench.until(lambda: "127.0.0.1" in caplog.text and "has said nothing for" in caplog.text)
     assert "requests are dropped" not in caplog.text
+
+
+def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time that it dials anew nothing is known for a moment."""
+    worker, why = bench.add("decode", OracleEngine(64)), "it asks for a key"
+    now = worker.clock()
+    for tick in range(1, 100):  # tenths of a second
+        refusal = why if tick % 20 else ""
+        monkeypatch.setattr(Membership, "refusal", property(lambda _, refusal=refusal: refusal))
+        worker._complain(now + tick / 10)
+        assert tick > 50 or caplog.text.count(why) == 1
+    assert caplog.text.count(why) == 2
 
 
 def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
