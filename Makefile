@@ -18,8 +18,9 @@ help: ## this list
 up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (ARGS="--decode 2" passes flags on)
 	@exec $(BIN)/tandem up $(ARGS)
 
-test: check ## all checks, then all tests
-	@$(BIN)/python -m pytest
+test: check ## all checks, then all tests: most side by side, and by themselves those that bound times closely
+	@$(BIN)/python -m pytest -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; \
+	 beside=$$?; $(BIN)/python -m pytest -m alone && exit $$beside
 
 check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff check --quiet .

@@ -135,6 +135,20 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.02)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several processes run tests: each test goes to the next process that is free, but those of one system of
+    test_tokens.py together, so that it is started once. They come first: what is long should not begin last."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class BySystem(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, test = nodeid.partition("::")
+            return test.partition("[")[2] if path.endswith("e2e/test_tokens.py") else nodeid
+
+    return BySystem(config, log)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``checkpoint(kind)`` is the directory of a tiny random checkpoint, written once per session."""

@@ -15,7 +15,7 @@ from tests.chaos.cells import CELLS, Cell
 from tests.chaos.house import START_S, House
 from tests.chaos.scenes import PROMPT, Scene
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 LATE_S = 6.0
 KEPT_S, OUTLASTS = 2.0, 150
 """How long a worker keeps what it should drop, and tokens of a stream that takes longer (4.5 s)."""

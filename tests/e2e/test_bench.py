@@ -42,6 +42,7 @@ def test_a_system_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     assert "error: 1c did not start" in error and "nowhere" in error
 
 
+@pytest.mark.alone
 def test_goals_are_measured_and_saved_with_their_table(
     tmp_path: Path,
     checkpoint: Callable[[str], Path],

@@ -17,7 +17,7 @@ from tests.e2e.system import SMALL, Client, System, events, sampling_of
 from tests.e2e.test_tokens import TWO_TWO, metrics, prompt_of
 from tests.reference import Reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 REQUESTS = 500
 IN_FLIGHT = 64

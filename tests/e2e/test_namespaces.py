@@ -32,7 +32,7 @@ from tests.chaos.house import Ask, oracle_checkpoint
 from tests.chaos.worker import FIRST_FAULT
 from tests.fakes.oracle import oracle_layout
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 HERE, THERE = "10.87.0.1", "10.87.0.2"

@@ -129,6 +129,7 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     assert not any(child.is_running() for child in family)
 
 
+@pytest.mark.alone
 def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callable[..., Up]) -> None:
     up = start("--failure-timeout", "0.5")
     server = up.server()

@@ -348,6 +348,7 @@ def _told(worker: FakeWorker, times: int) -> bool:
     return len(worker.got(Abort)) >= times
 
 
+@pytest.mark.alone
 async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", step_s=0.05)

@@ -72,6 +72,7 @@ def test_the_fewest_tokens_that_so_many_characters_can_be(text: TextModel, tmp_p
         assert bool(TextModel(directory, vocab_size=VOCAB).least_tokens(10_000)) is known
 
 
+@pytest.mark.alone
 async def test_long_texts_let_go_of_the_interpreter(text: TextModel) -> None:
     started = before = time.monotonic()
     work = asyncio.create_task(asyncio.to_thread(text.encode, "hello world " * 100_000))
