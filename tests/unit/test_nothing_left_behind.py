@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LEAKS = """
 import asyncio, atexit, os, subprocess, threading, zmq
@@ -41,6 +43,7 @@ def test_nothing():
 """
 
 
+@pytest.mark.alone  # neighbours would complain about its segment, too
 def test_each_kind_of_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     (tmp_path / "conftest.py").write_text(
