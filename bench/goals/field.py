@@ -59,13 +59,14 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
-    that are sent all at once, ``paced`` ones at each rate of a search, streams that last ``seconds``."""
+    that are sent all at once, ``paced`` ones at each rate of a search, streams that last ``seconds`` at the pace that
+    they begin with."""
 
     rounds: int = 3
     singles: int = 10
     requests: int = 96
     paced: int = 40
-    seconds: float = 12.0
+    seconds: float = 8.0
     streamed_tokens: int = 128
 
 

@@ -8,7 +8,9 @@ import statistics
 import sys
 import sysconfig
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,8 @@ from common.errors import StartError
 
 STREAMS, STREAM_INPUT = 8, 64
 INTRUDER, INTRUDER_EVERY_S = 2048, 2.0
+STRETCH = 32
+"""Tokens of a stream within which its context counts as of one length."""
 
 OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
 ATTAINMENT = 0.9
@@ -41,15 +45,15 @@ BALANCED_INPUT = 512
 # -- C8: interference -------------------------------------------------------------------------------------------------
 
 
-def gaps_together(records: Sequence[Record]) -> list[float]:
-    """Seconds between tokens of streams while all of them stream: after the last has begun, before the first ends.
-    StartError if they never do."""
+def gaps_together(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """Seconds between tokens of streams while all of them stream: after the last has begun, before the first ends;
+    each with the number of the token that ends it. StartError if they never do."""
     began = max(record.moments[0] for record in records)
     ended = min(record.moments[-1] for record in records)
     found = [
-        after - before
+        (number, after - before)
         for record in records
-        for before, after in zip(record.moments, record.moments[1:], strict=False)
+        for number, (before, after) in enumerate(pairwise(record.moments), 1)
         if before >= began and after <= ended
     ]
     if not found:
@@ -57,17 +61,31 @@ def gaps_together(records: Sequence[Record]) -> list[float]:
     return found
 
 
+def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int, float]]) -> list[float]:
+    """Each gap in medians of undisturbed ones about as far into a stream: a step takes longer as contexts grow, with
+    or without anybody else's prompts."""
+    stretches: dict[int, list[float]] = defaultdict(list)
+    for number, seconds in undisturbed:
+        stretches[number // STRETCH].append(seconds)
+    usual = {stretch: statistics.median(found) for stretch, found in stretches.items()}
+    nearest = {each // STRETCH: min(usual, key=lambda known: abs(known - each // STRETCH)) for each, _ in gaps}
+    return [seconds / usual[nearest[number // STRETCH]] for number, seconds in gaps]
+
+
 def interference(field: Field, system: System) -> float:
     """P99 time between tokens while long prompts arrive, in medians of the same streams when none does."""
-    alone = field.run(system, field.asks(STREAMS, STREAM_INPUT, field.effort.streamed_tokens), what="undisturbed")
-    usual = statistics.median(gaps_together(good(alone)))
-    tokens = math.ceil(field.effort.seconds / usual)
-    intruders = max(1, math.floor(field.effort.seconds / INTRUDER_EVERY_S))
-    asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
-    times = [0.0] * STREAMS + [INTRUDER_EVERY_S * (1 + index) for index in range(intruders)]
-    run = field.run(system, asks, times, what="with long prompts between")
-    gaps = gaps_together(good(Run(run.records[:STREAMS], run.seconds, run.began_at)))
-    return float(np.percentile(gaps, 99)) / usual
+
+    def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
+        asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
+        times = [0.0] * STREAMS + [INTRUDER_EVERY_S * (1 + index) for index in range(intruders)]
+        run = field.run(system, asks, times, what=what)
+        return run, gaps_together(good(Run(run.records[:STREAMS], run.seconds, run.began_at)))
+
+    _, first = streams(field.effort.streamed_tokens, "finding their pace")
+    tokens = math.ceil(field.effort.seconds / statistics.median(seconds for _, seconds in first))
+    run, alone = streams(tokens, "undisturbed")
+    _, disturbed = streams(tokens, "with long prompts between", max(1, math.floor(run.seconds / INTRUDER_EVERY_S)))
+    return float(np.percentile(in_usual(disturbed, alone), 99))
 
 
 def c8(field: Field) -> list[Row]:

@@ -217,9 +217,19 @@ def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_sa
 def test_only_gaps_while_all_stream_count() -> None:
     """The first stream waits for the others' prompts, the last one runs on alone."""
     records = [record(0.1, 0.5, 0.02, 0.02, 0.02), record(0.6, 0.02, 0.02, 0.02, 0.3, 0.3)]
-    assert sorted(serving.gaps_together(records)) == pytest.approx([0.02] * 6)
+    found = serving.gaps_together(records)
+    assert [number for number, _ in found] == [2, 3, 4, 1, 2, 3]
+    assert [seconds for _, seconds in found] == pytest.approx([0.02] * 6)
     with pytest.raises(StartError, match="did not run together"):
         serving.gaps_together([record(0.1, 0.02), record(0.6, 0.02)])
+
+
+def test_gaps_are_in_medians_of_the_same_stretch_of_a_stream() -> None:
+    """A stream that slows down as its context grows is not disturbed by that."""
+    alone = [(number, 0.01 if number < serving.STRETCH else 0.02) for number in range(2 * serving.STRETCH)]
+    longer = [*alone, (2 * serving.STRETCH, 0.02)]
+    assert serving.in_usual(longer, alone) == pytest.approx([1.0] * len(longer)), "beyond what is known: the nearest"
+    assert serving.in_usual([(3, 0.03), (40, 0.03)], alone) == pytest.approx([3.0, 1.5])
 
 
 def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system() -> None:
