@@ -57,7 +57,7 @@ MESSAGE_PARTS, FRAME_PARTS = 1, 2
 """Parts of a message, and of a frame of KV: a header and a payload."""
 DROPPED_PARTS = 1024
 """Of a message of too many parts, in one go: about half a millisecond if they are small."""
-KV_NICENESS, CURVE_NICENESS, KV_SLICE_S = 15, 5, 0.0001
+KV_NICENESS, CURVE_NICENESS, IO_SLICE_S = 15, 5, 0.0001
 """How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
 and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
 few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one."""
@@ -223,7 +223,7 @@ class Channels:
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
+        self.context = _started(niceness=0)
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
         self.keys = keys
@@ -291,14 +291,9 @@ class Channels:
         return party, [frame.bytes for frame in frames]
 
     def _of_kv(self) -> zmq.Context[Any]:
-        """The context of what carries KV. libzmq starts its threads with the first socket, and they are ranked like the
-        thread that starts them."""
+        """The context of what carries KV."""
         if self._kv_context is None:
-            self._kv_context = zmq.Context()
-            niceness = CURVE_NICENESS if self.keys is not None and self._encrypt_kv else KV_NICENESS
-            starter = threading.Thread(target=_start_behind, args=(self._kv_context, niceness))
-            starter.start()
-            starter.join()
+            self._kv_context = _started(CURVE_NICENESS if self.keys is not None and self._encrypt_kv else KV_NICENESS)
         return self._kv_context
 
     # -- keys ---------------------------------------------------------------------------------------------------------
@@ -379,6 +374,7 @@ class Heart:
         self._thread.start()
 
     def _run(self) -> None:
+        stand_back(0, IO_SLICE_S)
         while not self._stop.is_set():
             try:
                 self._beat_until_refused()
@@ -424,10 +420,19 @@ def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthentica
     return door
 
 
-def _start_behind(context: zmq.Context[Any], niceness: int) -> None:
-    """To be run in a thread that does nothing else."""
-    stand_back(niceness, KV_SLICE_S)
-    context.socket(zmq.PAIR).close()
+def _started(niceness: int) -> zmq.Context[Any]:
+    """A context whose threads are as nice, and wait for nobody who computes. libzmq starts them with the first socket,
+    and they are ranked like the thread that starts them: one that does nothing else."""
+    context: zmq.Context[Any] = zmq.Context()
+
+    def start() -> None:
+        stand_back(niceness, IO_SLICE_S)
+        context.socket(zmq.PAIR).close()
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join()
+    return context
 
 
 def _descriptor(socket: zmq.Socket[Any]) -> int:

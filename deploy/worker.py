@@ -12,7 +12,7 @@ import platform
 import signal
 import socket
 
-from common import device, heap
+from common import device, heap, threads
 from common.channel import Channels, is_local
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
@@ -49,6 +49,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
     device.pin(cores.choose(config.cores), config.threads)
+    threads.compute()
     from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
 
     default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS
