@@ -35,7 +35,10 @@ from kvtransfer.session import Limits
 log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
-"""Time for moving KV between two steps, which streams feel, and between two looks at control messages."""
+"""Time for taking KV between two looks at control messages."""
+BUDGET_SHARE = 0.05
+"""The same beside streams, which feel it, in steps of theirs. A frame that is begun is taken whole: one of 2 MiB takes
+half a millisecond or more, so that beside short steps it is one frame per step."""
 READING_S = 0.002
 """Between two looks at a read of a sender's pool, while there is nothing else to do."""
 
@@ -164,7 +167,8 @@ class DecodeWorker(Worker):
         self._finished.forget(now)
         self.receiver.step_s = self.pace.longest
         self._grant(now)
-        for end in self.receiver.pump(self.clock, BUDGET_S):
+        budget_s = min(BUDGET_S, BUDGET_SHARE * self.pace.longest) if self.planner.running else BUDGET_S
+        for end in self.receiver.pump(self.clock, budget_s):
             if self.close_trial(end.transfer):
                 continue
             match end:
