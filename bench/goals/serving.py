@@ -63,11 +63,11 @@ def gaps_together(records: Sequence[Record]) -> list[tuple[int, float]]:
 
 def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int, float]]) -> list[float]:
     """Each gap in medians of undisturbed ones about as far into a stream: a step takes longer as contexts grow, with
-    or without anybody else's prompts."""
+    or without anybody else's prompts. (In means, if most tokens come together with the one before.)"""
     stretches: dict[int, list[float]] = defaultdict(list)
     for number, seconds in undisturbed:
         stretches[number // STRETCH].append(seconds)
-    usual = {stretch: statistics.median(found) for stretch, found in stretches.items()}
+    usual = {each: statistics.median(found) or statistics.fmean(found) for each, found in stretches.items()}
     nearest = {each // STRETCH: min(usual, key=lambda known: abs(known - each // STRETCH)) for each, _ in gaps}
     return [seconds / usual[nearest[number // STRETCH]] for number, seconds in gaps]
 
