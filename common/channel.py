@@ -60,7 +60,8 @@ DROPPED_PARTS = 1024
 KV_NICENESS, CURVE_NICENESS, IO_SLICE_S = 15, 5, 0.0001
 """How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
 and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
-few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one."""
+few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one. All
+threads that pass messages on ask for the shortest slice, so that they do not wait for who computes."""
 HANDSHAKE_MS = 2000
 """A handshake that stands still for so long is broken off and tried again; libzmq would wait for half a minute."""
 BEAT_SUFFIX = "|hb"

@@ -1,0 +1,60 @@
+"""common/threads.py: who goes first where there are fewer cores than work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+
+import pytest
+
+from common import threads
+from common.channel import IO_SLICE_S, Channels
+
+GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
+"""Numbers of the call sched_getattr(2)."""
+
+
+def slice_s(thread: int) -> float:
+    """What a thread was given by sched_setattr(2), or the system's own slice; 0 before Linux 6.12."""
+    found = threads._Attributes()
+    size = ctypes.sizeof(found)
+    assert not ctypes.CDLL(None).syscall(GETATTR[platform.machine()], thread, ctypes.byref(found), size, 0)
+    return float(found.runtime) / 1e9
+
+
+def in_thread(work: object) -> None:
+    thread = threading.Thread(target=work)  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+
+
+needs_slices = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in GETATTR or not slice_s(0),
+    reason="this system has one slice for everybody",
+)
+
+
+@needs_slices
+def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_on() -> None:
+    usual, found = slice_s(0), {}
+
+    def compute() -> None:
+        threads.compute()
+        before = set(os.listdir("/proc/self/task"))
+        channels = Channels()
+        sockets = [channels.dealer("tcp://127.0.0.1:1", b"us"), channels.router("tcp://127.0.0.1:*", kv=True)[0]]
+        started = set(os.listdir("/proc/self/task")) - before
+        found["computing"], found["nice"] = slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)
+        found["messages"] = max(slice_s(int(each)) for each in started)
+        for socket in sockets:
+            socket.close()
+        channels.close()
+
+    in_thread(compute)
+    assert found["computing"] == pytest.approx(threads.COMPUTING_SLICE_S) and usual < threads.COMPUTING_SLICE_S
+    assert found["messages"] == pytest.approx(IO_SLICE_S)
+    assert found["nice"] == os.getpriority(os.PRIO_PROCESS, 0), "it gets as much time as before"
+    assert slice_s(0) == usual, "of whoever has not asked nothing is changed"
