@@ -318,58 +318,64 @@ static void NAME(attend_few_floats)(const struct layer *layer, const struct task
  *
  * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
  * where they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values
- * are paired in registers. A tile is worked on in pieces of 16 positions of all heads, first its keys and then its
- * values, and while one is worked on the one after it is fetched: that lies in a row, and is little enough to wait in
- * first-level cache. */
+ * are paired in registers. Keys of 16 positions of all heads are worked on, then their values: pieces that follow one
+ * another in memory, since only what is read in a row is read fast. What comes next is fetched in the same order, and
+ * again when it is nearer: the processor drops what it is asked for while too much is under way. */
 
-#define LEAD (8 << 10) /* bytes that are fetched before they are needed, at least; whole pieces */
+#define FAR (24 << 10) /* bytes from what is worked on to what is fetched, little enough to wait in first-level cache */
+#define NEAR (8 << 10) /* the same where it is fetched again */
 
-/* The pieces of a tile in the order in which they are read, then the first of the next tile. */
+/* The pieces of a tile in the order in which they are read, then those of the next tile. */
 struct NAME(pieces) {
-    const char *at[3 * TOKENS / GROUP];
-    long lead; /* pieces from the one that is worked on to the one that is fetched */
-    int twice; /* whether what is worked on is fetched again: two pieces leave room in first-level cache for more */
+    const char *at[4 * TOKENS / GROUP];
+    long heads, far, far_heads, near, near_heads; /* FAR and NEAR as whole pieces and heads of one */
 };
 
 static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *at, long groups,
                           struct NAME(pieces) *pieces)
 {
-    long keys = (long)GROUP * layer->kv_heads * layer->k_dim * 2;
-    pieces->twice = keys < 2 * LEAD;
-    pieces->lead = keys >= LEAD ? 1 : keys >= LEAD / 2 ? 2 : TOKENS / GROUP;
+    long head = (long)GROUP * layer->k_dim * 2, heads = layer->kv_heads, most = heads * 2 * TOKENS / GROUP;
+    long far = FAR / head < most ? FAR / head : most, near = NEAR / head < most ? NEAR / head : most;
+    pieces->heads = heads;
+    pieces->far = far / heads;
+    pieces->far_heads = far % heads;
+    pieces->near = near / heads;
+    pieces->near_heads = near % heads;
     for (long g = 0; g < groups; g++) {
-        pieces->at[g] = at->keys[g];
-        pieces->at[groups + g] = at->values[g];
+        pieces->at[2 * g] = at->keys[g];
+        pieces->at[2 * g + 1] = at->values[g];
     }
-    for (long g = 0; g < TOKENS / GROUP; g++) /* nothing to fetch: what is there already */
-        pieces->at[2 * groups + g] = at->next_keys[g] ? at->next_keys[g] : at->keys[0];
+    for (long g = 0; g < TOKENS / GROUP; g++) { /* nothing to fetch: what is there already */
+        pieces->at[2 * (groups + g)] = at->next_keys[g] ? at->next_keys[g] : at->keys[0];
+        pieces->at[2 * (groups + g) + 1] = at->next_values[g] ? at->next_values[g] : at->values[0];
+    }
 }
 
-/* What a piece of work still has to fetch: parts of ``share`` bytes. */
+/* What work on a head's part of a piece still has to fetch, in shares of ``share`` bytes. */
 struct NAME(fetch) {
-    const char *next, *own; /* of the piece that is ``lead`` further; of the one that is worked on, or NULL */
+    const char *far, *near;
     long share;
 };
 
-INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long at, long share)
+INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long head, long shares,
+                                           long share)
 {
-    return (struct NAME(fetch)){pieces->at[piece + pieces->lead] + at,
-                                pieces->twice ? pieces->at[piece] + at : NULL, share};
+    long far = head + pieces->far_heads, near = head + pieces->near_heads, heads = pieces->heads;
+    long bytes = shares * share;
+    const char *const *at = pieces->at + piece;
+    return (struct NAME(fetch)){
+        far < heads ? at[pieces->far] + far * bytes : at[pieces->far + 1] + (far - heads) * bytes,
+        near < heads ? at[pieces->near] + near * bytes : at[pieces->near + 1] + (near - heads) * bytes, share};
 }
 
-/* The processor drops what is fetched while too much is under way: what may still be missing is asked for again. */
-INLINE void NAME(fetch_part)(struct NAME(fetch) *fetch)
+INLINE void NAME(fetch_share)(struct NAME(fetch) *fetch)
 {
-    if (fetch->own) {
-        for (long line = 0; line < fetch->share; line += 64) {
-            __builtin_prefetch(fetch->next + line, 0, 3);
-            __builtin_prefetch(fetch->own + line, 0, 3);
-        }
-        fetch->own += fetch->share;
-    } else
-        for (long line = 0; line < fetch->share; line += 64)
-            __builtin_prefetch(fetch->next + line, 0, 3);
-    fetch->next += fetch->share;
+    for (long line = 0; line < fetch->share; line += 64) {
+        __builtin_prefetch(fetch->far + line, 0, 3);
+        __builtin_prefetch(fetch->near + line, 0, 3);
+    }
+    fetch->far += fetch->share;
+    fetch->near += fetch->share;
 }
 
 /* Four vectors, each added up to its 128-bit lanes, as the elements of every lane of one. */
@@ -397,7 +403,7 @@ INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stri
     __m512 fours[FEW_ROWS][4];
     UNROLL for (int i = 0; i < 4; i++, keys += 4 * stride) {
         __m512 sums[FEW_ROWS][4] = {};
-        NAME(fetch_part)(&fetch);
+        NAME(fetch_share)(&fetch);
         for (long d = 0; d < dim; d += 32)
             UNROLL for (int t = 0; t < 4; t++) {
                 __m512bh key = (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2);
@@ -409,25 +415,25 @@ INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stri
             fours[r][i] = NAME(sums_of_4)(sums[r]);
     }
     UNROLL for (int r = 0; r < rows; r++)
-        _mm512_storeu_ps(scores + r * TOKENS, NAME(sums_of_lanes)(fours[r]));
+        _mm512_storeu_ps(scores + r * GROUP, NAME(sums_of_lanes)(fours[r]));
 }
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions and the first ``live``
- * positions of a group; without a factor where ``shrink`` is NULL. */
+ * positions of a group. */
 INLINE void NAME(add_values)(const char *values, long stride, int live, const int *weights, const float *shrink,
                              float *out, long padded, int rows, int parts, struct NAME(fetch) *fetch)
 {
     __m512 sums[FEW_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2 * parts; v++)
-            sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * (shrink ? shrink[r] : 1);
+            sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * shrink[r];
     for (int t = 0; t < live; t += 2) {
         __m512i pairs[4];
-        NAME(fetch_part)(fetch);
+        NAME(fetch_share)(fetch);
         UNROLL for (int p = 0; p < parts; p++)
             NAME(interleave)(values + t * stride + p * 64, stride, live - t, pairs + p * 2, pairs + p * 2 + 1);
         UNROLL for (int r = 0; r < rows; r++) {
-            __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[r * TOKENS + t / 2]);
+            __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[r * GROUP / 2 + t / 2]);
             UNROLL for (int v = 0; v < 2 * parts; v++)
                 sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
         }
@@ -450,7 +456,8 @@ INLINE void NAME(add_head)(const struct layer *layer, const char *values, int li
                          &fetch);
 }
 
-/* One tile of positions for the few rows of all key-value heads: what attend_tile does, without packing. */
+/* One tile of positions for the few rows of all key-value heads: what attend_tile does, without packing, 16 positions
+ * at a time. */
 INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
                              const struct NAME(places) *at, long first, long tokens, long valid, int rows)
 {
@@ -459,31 +466,32 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
     long key_share = ROUND_UP(4 * dim * 2, 64), value_share = ROUND_UP(2 * layer->v_dim * 2, 64 * parts) / parts;
     struct NAME(pieces) pieces;
     NAME(line_up)(layer, at, groups, &pieces);
-    for (long g = 0; g < groups; g++)
+    for (long g = 0; g < groups; g++) {
+        long start = first + g * GROUP, live = valid - g * GROUP < GROUP ? valid - g * GROUP : GROUP;
         for (long head = 0; head < heads; head++)
             NAME(score_group)((const uint16_t *)(s->query + head * rows * dim / 2), at->keys[g] + head * dim * 2,
-                              heads * dim * 2, dim, s->scores + head * rows * TOKENS + g * GROUP, rows,
-                              NAME(fetch_from)(&pieces, g, head * 4 * key_share, key_share));
-    for (long row = 0; row < count; row++) {
-        long position = task->position + row % rows / layer->group;
-        long low = layer->window ? position - layer->window + 1 - first : 0;
-        long high = position + 1 - first < valid ? position + 1 - first : valid;
-        s->shrink[row] = NAME(weigh)(layer, s->scores + row * TOKENS, (char *)s->weights + row * TOKENS * 4, tokens,
-                                     low, high, 1, s->highest + row, s->sums + row * LANES);
-    }
-    for (long g = 0; g < groups; g++)
+                              heads * dim * 2, dim, s->scores + head * rows * GROUP, rows,
+                              NAME(fetch_from)(&pieces, 2 * g, head, 4, key_share));
+        for (long row = 0; row < count; row++) {
+            long position = task->position + row % rows / layer->group;
+            long low = layer->window ? position - layer->window + 1 - start : 0;
+            long high = position + 1 - start < live ? position + 1 - start : live;
+            s->shrink[row] = NAME(weigh)(layer, s->scores + row * GROUP, s->weights + row * GROUP / 2, GROUP, low,
+                                         high, 1, s->highest + row, s->sums + row * LANES);
+        }
         for (long head = 0; head < heads; head++) {
             const char *values = at->values[g] + head * layer->v_dim * 2;
             struct NAME(fetch) fetch =
-                NAME(fetch_from)(&pieces, groups + g, head * GROUP / 2 * parts * value_share, value_share);
-            const int *weights = (const int *)s->weights + head * rows * TOKENS + g * GROUP / 2;
-            const float *shrink = g ? NULL : s->shrink + head * rows;
+                NAME(fetch_from)(&pieces, 2 * g + 1, head, GROUP / 2 * parts, value_share);
+            const int *weights = (const int *)s->weights + head * rows * GROUP / 2;
+            const float *shrink = s->shrink + head * rows;
             float *out = s->out + head * rows * padded;
-            if (valid - g * GROUP >= GROUP)
+            if (live == GROUP)
                 NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, fetch);
             else
-                NAME(add_head)(layer, values, (int)(valid - g * GROUP), weights, shrink, out, rows, fetch);
+                NAME(add_head)(layer, values, (int)live, weights, shrink, out, rows, fetch);
         }
+    }
 }
 
 static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
