@@ -39,17 +39,12 @@ class NativeAttention:
         self._layers: dict[tuple[int, int], tuple[Params, native.Layer]] = {}
 
     def plan(self, spans: Sequence[Span]) -> NativePlan:
+        rows, lengths, starts, blocks = zip(*spans, strict=True)
         tables, table_at = array("i"), array("q")
-        for span in spans:
+        for each in blocks:
             table_at.append(len(tables))
-            tables.extend(span.blocks)
-        columns = [
-            array("q", [span.row for span in spans]),
-            array("q", [span.length for span in spans]),
-            array("q", [span.start for span in spans]),
-            table_at,
-            tables,
-        ]
+            tables.extend(each)
+        columns = [array("q", rows), array("q", lengths), array("q", starts), table_at, tables]
         return NativePlan(native.Spans(*(column.buffer_info()[0] for column in columns), len(spans)), columns)
 
     def attend(self, plan: NativePlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:

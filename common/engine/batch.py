@@ -1,9 +1,11 @@
-"""One step as flat tensors: all segments' rows behind one another, built once and shared by all layers."""
+"""One step as flat columns: all segments' rows behind one another, built once and shared by all layers."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,55 +14,57 @@ from common.engine.sampler import SampleRow
 from common.sequence import Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FlatStep:
-    """T rows of one step.
+    """T rows of one step, in columns of int64 that C reads where they are.
 
-    ``input_ids`` and ``position_ids`` int64 [1, T], positions restarting with every sequence; ``slots`` block id and
-    offset in the block of each row, int64 [T] each; ``sampled`` the segments that want a token, and ``sample_rows``
-    int64 [len(sampled)] their last rows.
+    ``ids`` and ``positions`` [T], the latter restarting with every sequence; ``blocks`` and ``offsets`` [T] the slot of
+    each row in the pool; ``sampled`` the segments that want a token, and ``kept`` their last rows, or the first row if
+    there are none.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    slots: tuple[torch.Tensor, torch.Tensor]
-    spans: tuple[Span, ...]
-    sampled: tuple[int, ...]
-    sample_rows: torch.Tensor
+    ids: array[int]
+    positions: array[int]
+    blocks: array[int]
+    offsets: array[int]
+    kept: array[int]
+    spans: list[Span]
+    sampled: list[int]
+
+    def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
+        """A column as torch sees it, in the same memory."""
+        return torch.frombuffer(getattr(self, column), dtype=torch.int64)
 
 
 def flatten(batch: Batch, block_size: int) -> FlatStep:
-    """The tensors of ``batch``."""
-    ids: list[int] = []
-    positions: list[int] = []
-    blocks: list[int] = []
+    """The columns of ``batch``, which has segments.
+
+    A decode step does this on caches that the model has just swept, so it is the memory that is touched which counts:
+    arrays of Python's and few objects.
+    """
+    ids, positions, blocks, offsets, kept = (array("q") for _ in range(5))
     spans: list[Span] = []
-    for segment, table in zip(batch.segments, batch.tables, strict=True):
-        spans.append(Span(len(ids), segment.length, segment.start, table))
-        positions += range(segment.start, segment.end)
-        if segment.length == 1:
-            ids.append(segment.sequence.tokens[segment.start])
-            blocks.append(table[segment.start // block_size])
+    sampled: list[int] = []
+    for index, (segment, table) in enumerate(zip(batch.segments, batch.tables, strict=True)):
+        tokens, start, length = segment.sequence.tokens, segment.start, segment.length
+        end = start + length
+        spans.append(Span(len(ids), length, start, table))
+        if length == 1:
+            ids.append(tokens[start])
+            positions.append(start)
+            blocks.append(table[start // block_size])
+            offsets.append(start % block_size)
         else:
-            ids += segment.sequence.tokens[segment.start : segment.end]
-            blocks += _block_of_rows(table, segment.start, segment.end, block_size)
-    position = torch.tensor(positions)
-    sampled = tuple(index for index, segment in enumerate(batch.segments) if segment.wants_token)
-    return FlatStep(
-        torch.tensor(ids)[None],
-        position[None],
-        (torch.tensor(blocks), position % block_size),
-        tuple(spans),
-        sampled,
-        torch.tensor([spans[index].row + spans[index].length - 1 for index in sampled], dtype=torch.int64),
-    )
-
-
-def _block_of_rows(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
-    """The block of each position in ``[start, end)``."""
-    first = start // block_size
-    covering = torch.tensor(table[first : -(-end // block_size)])
-    return covering.repeat_interleave(block_size)[start - first * block_size : end - first * block_size].tolist()
+            ids.extend(tokens[start:end])
+            positions.extend(range(start, end))
+            blocks.extend([table[position // block_size] for position in range(start, end)])
+            offsets.extend([position % block_size for position in range(start, end)])
+        if end == len(tokens):
+            sampled.append(index)
+            kept.append(len(ids) - 1)
+    if not sampled:
+        kept.append(0)
+    return FlatStep(ids, positions, blocks, offsets, kept, spans, sampled)
 
 
 def rows_to_sample(batch: Batch, sampled: Sequence[int]) -> list[SampleRow]:

@@ -1,14 +1,15 @@
 """A model all of whose layers are fused, run without the modelling code around them.
 
 A decode step is short: what Python does between two kernels, on caches that the weights have just swept, took a tenth
-of it. So all layers are one call into C, which stops between the halves of a layer only where somebody waits for its
-keys and values. What stands before and behind the layers is called as transformers does it, and
-:meth:`common.engine.runner.Engine.shorten` tries whether the logits are the same ones, bit for bit.
+of it. So everything from token ids to logits is one call into C, which stops between the halves of a layer only where
+somebody waits for its keys and values. :meth:`common.engine.runner.Engine.shorten` tries whether the logits are those
+of the model, bit for bit.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from common import native
 from common.attention.native import NativeAttention, NativePlan
 from common.engine.batch import FlatStep
 from common.model.layers import FusedLayer, NativeNorm
+from common.model.linears import NativeLinear
+
+_LEAST_POSITIONS = 1024
 
 
 class FusedDecoder:
@@ -28,41 +32,63 @@ class FusedDecoder:
         library = native.library()
         assert library is not None
         self._library = library
-        self._embedding, self._rotary, self._norm = model.model.embed_tokens, model.model.rotary_emb, model.model.norm
-        self._head = model.lm_head
-        self._widths = layers[0].widths
-        self._count = len(layers)
+        self._rotary, self._norm, self._head = model.model.rotary_emb, model.model.norm, model.lm_head
+        self._embedding = model.model.embed_tokens.weight.detach().contiguous()
         self._shapes = [backend.shape(each.layer_idx, each.query_heads, each.params) for each in layers]
-        described = (layer.decoder(shape) for layer, shape in zip(layers, self._shapes, strict=True))
-        self._layers = (native.Decoder * len(layers))(*described)
-        self._address = ctypes.addressof(self._layers)
+        described = (layer.described(shape) for layer, shape in zip(layers, self._shapes, strict=True))
+        self._layers = (native.DecoderLayer * len(layers))(*described)
+        self._decoder = native.Decoder(
+            ctypes.addressof(self._layers), len(layers), self._embedding.data_ptr(), self._embedding.shape[0],
+            None, None, self._norm.address, self._head.address,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._decoder)
+        self._widths = (self._embedding.shape[1], *layers[0].widths, layers[0].dim, layers[0].dim)
+        self._angles: tuple[torch.Tensor, ...] = ()
+        self._positions = 0
+        self._rooms: list[torch.Tensor] = []
+        self._pointers: list[int] = []
+        self._rows = 0
 
     def __call__(
-        self, step: FlatStep, plan: NativePlan, keep: torch.Tensor, on_layer: Callable[[int], None] | None
-    ) -> torch.Tensor:
-        """Logits [len(keep), vocab] of rows ``keep`` of ``step``; ``on_layer`` as for :class:`PagedAttention`."""
-        hidden = self._embedding(step.input_ids)
-        cos, sin = self._rotary(hidden, step.position_ids)
-        hidden = hidden[0]
-        rooms = [hidden.new_empty(hidden.shape[0], width) for width in self._widths]
+        self, step: FlatStep, plan: NativePlan, on_layer: Callable[[int], None] | None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Logits [len(kept), vocab] of ``step`` and their :func:`common.engine.sampler.peaks`; ``on_layer`` as for
+        :class:`PagedAttention`."""
+        rows, kept = len(step.ids), len(step.kept)
+        self._make_room(rows, max(step.positions) + 1)
+        logits = self._embedding.new_empty(kept, self._head.out_features)
+        best = array("q", step.kept)
+        columns = (step.ids, step.positions, step.blocks, step.offsets, step.kept)
         step_pass = native.Pass(
-            hidden.data_ptr(), *(room.data_ptr() for room in rooms), cos.data_ptr(), sin.data_ptr(),
-            step.slots[0].data_ptr(), step.slots[1].data_ptr(), ctypes.addressof(plan.spans),
-            hidden.shape[0], torch.get_num_threads(),
+            *(column.buffer_info()[0] for column in columns), ctypes.addressof(plan.spans), logits.data_ptr(),
+            best.buffer_info()[0], *self._pointers, rows, kept, torch.get_num_threads(),
         )  # fmt: skip
-        self._run(step_pass, on_layer)
-        # a decode step keeps all of its rows, and they are there in order
-        kept = hidden if keep.shape[0] == hidden.shape[0] else hidden[keep]
-        logits: torch.Tensor = self._head(self._norm(kept))
-        return logits
+        self._run(ctypes.addressof(step_pass), on_layer)
+        return logits, best.tolist()
 
-    def _run(self, step_pass: native.Pass, on_layer: Callable[[int], None] | None) -> None:
+    def _make_room(self, rows: int, positions: int) -> None:
+        """For what lies between a layer's kernels, and the angles of positions below ``positions``: both are kept, and
+        grow with the largest step."""
+        if rows > self._rows:
+            self._rows = rows
+            self._rooms = [self._embedding.new_empty(rows, width) for width in self._widths]
+            self._pointers = [room.data_ptr() for room in self._rooms]
+        if positions > self._positions:
+            self._positions = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
+            angles = self._rotary(self._embedding, torch.arange(self._positions)[None])
+            self._angles = tuple(each[0].contiguous() for each in angles)
+            self._decoder.cos, self._decoder.sin = (each.data_ptr() for each in self._angles)
+
+    def _run(self, step_pass: int, on_layer: Callable[[int], None] | None) -> None:
         """All halves of all layers, at once or up to each pool write that is announced."""
-        done, last = 0, 2 * self._count
+        done, last = 0, 2 * len(self._layers)
         while done < last:
             until = last if on_layer is None else min(done + (2 if done else 1), last)
-            if self._library.layers(self._address, ctypes.addressof(step_pass), done, until):
-                raise MemoryError("no memory for attention")
+            match self._library.decode(self._address, step_pass, done, until):
+                case -1:
+                    raise MemoryError("no memory for attention")
+                case -2:
+                    raise IndexError(f"a token outside the vocabulary of {self._embedding.shape[0]}")
             if on_layer is not None and until < last:
                 on_layer(until // 2)
             done = until
@@ -74,9 +100,9 @@ def find_decoder(model: nn.Module, backend: object) -> FusedDecoder | None:
     layers = list(getattr(decoder, "layers", ()))
     if not isinstance(backend, NativeAttention) or not layers or not all(type(each) is FusedLayer for each in layers):
         return None
-    parts = ("embed_tokens", "rotary_emb", "norm")
-    if not all(hasattr(decoder, part) for part in parts) or not hasattr(model, "lm_head"):
+    parts = getattr(decoder, "embed_tokens", None), getattr(decoder, "norm", None), getattr(model, "lm_head", None)
+    if tuple(map(type, parts)) != (nn.Embedding, NativeNorm, NativeLinear) or not hasattr(decoder, "rotary_emb"):
         return None
-    if type(decoder.norm) is not NativeNorm or any(each.widths != layers[0].widths for each in layers):
+    if any(each.widths != layers[0].widths for each in layers):
         return None
     return FusedDecoder(model, layers, backend)

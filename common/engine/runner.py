@@ -20,7 +20,7 @@ from common.attention.select import select_backend
 from common.checkpoint import Checkpoint
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
-from common.engine.sampler import peaks, sample
+from common.engine.sampler import peaks, sample, takes_best
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.kv.budget import Budget, fit
 from common.kv.cache import BlockCopy
@@ -53,7 +53,7 @@ class PagedAttention:
 
     def begin(self, step: FlatStep) -> Any:
         """The plan of ``step``, which all layers share."""
-        self._slots, self._plan, self.stored = step.slots, self.backend.plan(step.spans), 0
+        self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
         return self._plan
 
     def announce(self, layer: int) -> None:
@@ -65,7 +65,7 @@ class PagedAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
-        self.store.write(layer, key, value, self._slots)
+        self.store.write(layer, key, value, (self._step.tensor("blocks"), self._step.tensor("offsets")))
         self.announce(layer)
         return self.backend.attend(self._plan, layer, query, params)
 
@@ -121,31 +121,35 @@ class Engine:
             return result
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = on_layer
-        logits = self._logits(step)
+        logits, best = self._logits(step)
         if step.sampled:
-            self._sample(batch, step.sampled, logits, result)
+            self._sample(batch, step.sampled, logits, best or peaks(logits), result)
         return result
 
-    def _logits(self, step: FlatStep) -> torch.Tensor:
-        """Logits of the sampled rows, [len(sampled), vocab]; of one row nobody asked for if there are none."""
+    def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
+        """Logits of the sampled rows, [len(sampled), vocab], or of one row nobody asked for if there are none; and
+        their :func:`peaks` if these are known already."""
         plan = self._attention.begin(step)
-        keep = step.sample_rows if step.sampled else torch.zeros(1, dtype=torch.int64)
         if self.decoder is None:
-            return forward(self.model, step.input_ids, step.position_ids, keep)
-        return self.decoder(step, plan, keep, self._attention.announce if self._attention.on_layer else None)
+            ids, positions = step.tensor("ids")[None], step.tensor("positions")[None]
+            return forward(self.model, ids, positions, step.tensor("kept")), None
+        return self.decoder(step, plan, self._attention.announce if self._attention.on_layer else None)
 
-    def _sample(self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, result: StepResult) -> None:
-        best = peaks(logits)
+    def _sample(
+        self, batch: Batch, sampled: Sequence[int], logits: torch.Tensor, best: Sequence[int], result: StepResult
+    ) -> None:
         if min(best) < 0:
             for index, token in zip(sampled, best, strict=True):
                 if token < 0:
                     result.errors[index] = "the model's output is not a number"
             good = [place for place, token in enumerate(best) if token >= 0]
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
-        rows = rows_to_sample(batch, sampled)
-        if not rows:
+        sequences = [batch.segments[index].sequence for index in sampled]
+        if all(takes_best(each.request.sampling, each.output_length) for each in sequences):
+            for index, sequence, token in zip(sampled, sequences, best, strict=True):
+                result.tokens[index] = [token] * len(sequence.choices)
             return
-        tokens, logprobs = sample(logits, rows, best)
+        tokens, logprobs = sample(logits, rows_to_sample(batch, sampled))
         at = 0
         for index in sampled:
             end = at + len(batch.segments[index].sequence.choices)
@@ -175,7 +179,7 @@ class Engine:
         """Runs a step and returns the logits of the segments that want a token, float [n, vocab], without sampling."""
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = None
-        return self._logits(step)[: len(step.sampled)]
+        return self._logits(step)[0][: len(step.sampled)]
 
     def close(self) -> None:
         """Lets go of the pool's memory; the engine is of no use afterwards."""

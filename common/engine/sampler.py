@@ -12,6 +12,7 @@ differ in the last bits pick another token only when the number falls within tha
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,18 +84,13 @@ def peaks(logits: torch.Tensor) -> list[int]:
     if library is None or logits.dtype not in (torch.float32, torch.bfloat16) or logits.device.type != "cpu":
         wide = logits.float()  # argmax and amax are several times faster than in bfloat16
         return torch.where(wide.amax(dim=-1).isfinite(), wide.argmax(dim=-1), -1).tolist()
-    logits, found = logits.contiguous(), torch.empty(logits.shape[0], dtype=torch.int64)
-    library.peaks(logits.data_ptr(), *logits.shape, native.TYPES[logits.dtype], found.data_ptr())
+    logits, found = logits.contiguous(), array("q", bytes(8 * logits.shape[0]))
+    library.peaks(logits.data_ptr(), *logits.shape, native.TYPES[logits.dtype], found.buffer_info()[0])
     return found.tolist()
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[SampleRow], best: Sequence[int] | None = None
-) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token id per row of ``rows`` from ``logits`` [R, vocab], and logprobs where they were asked for. ``best`` are
-    the :func:`peaks` of ``logits`` if somebody has looked already; none may be -1."""
-    if best is not None and all(_takes_best(row) for row in rows):
-        return [best[row.row] for row in rows], [None] * len(rows)
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One token id per row of ``rows`` from ``logits`` [R, vocab], and logprobs where they were asked for."""
     logits = logits.float()
     if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
         logits = logits[torch.tensor([row.row for row in rows])]
@@ -111,15 +107,14 @@ def sample(
     return chosen, _logprobs(logits, rows, chosen)
 
 
-def _takes_best(row: SampleRow) -> bool:
-    """Whether the row's token is its most likely one and nothing else is asked for."""
-    sampling = row.sampling
+def takes_best(sampling: SamplingParams, position: int) -> bool:
+    """Whether output token ``position`` is the most likely one and nothing else is asked for."""
     return (
         sampling.temperature < GREEDY_BELOW
         and sampling.logprobs is None
         and not sampling.logit_bias
         and not _has_penalty(sampling)
-        and row.position >= sampling.min_tokens
+        and position >= sampling.min_tokens
     )
 
 

@@ -78,13 +78,13 @@ class FusedLayer(nn.Module):
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Elements per row that :meth:`decoder` needs room for: normed, projected, attended and gated ones."""
+        """Elements per row that :meth:`described` needs room for: normed, projected, attended and gated ones."""
         return (self.qkv.in_features, self.qkv.out_features, self.out.in_features, self.down.in_features)
 
-    def decoder(self, attention: native.Layer) -> native.Decoder:
+    def described(self, attention: native.Layer) -> native.DecoderLayer:
         """This layer as C sees it, which attends as ``attention`` says; pointers to what both own."""
         norms, linears = (self.input_norm, self.mlp_norm), (self.qkv, self.out, self.gate_up, self.down)
-        return native.Decoder(
+        return native.DecoderLayer(
             *(each.address for each in (*norms, *linears)), self._rotary_address, ctypes.addressof(attention)
         )
 

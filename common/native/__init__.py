@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 6
+INTERFACE = 7
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -64,28 +64,40 @@ class Rotary(ctypes.Structure):
     )
 
 
-class Decoder(ctypes.Structure):
-    """``struct decoder``: pointers to the parts of one layer."""
+class DecoderLayer(ctypes.Structure):
+    """``struct decoder_layer``: pointers to its parts."""
 
     _fields_ = tuple(
         (name, _P) for name in ("input_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "rotary", "attention")
     )
 
 
-class Pass(ctypes.Structure):
-    """``struct pass``: the rows of one step on their way through the layers."""
+class Decoder(ctypes.Structure):
+    """``struct decoder``: all layers, and what stands before and behind them."""
 
     _fields_ = (
-        *((name, _P) for name in ("hidden", "normed", "qkv", "attended", "gated")),
-        *((name, _P) for name in ("cos", "sin", "block", "offset", "spans")),
-        ("rows", _I64),
+        ("layers", _P),
+        ("count", _I64),
+        ("embedding", _P),
+        ("vocabulary", _I64),
+        *((name, _P) for name in ("cos", "sin", "norm", "head")),
+    )
+
+
+class Pass(ctypes.Structure):
+    """``struct pass``: the rows of one step on their way through the decoder."""
+
+    _fields_ = (
+        *((name, _P) for name in ("ids", "positions", "block", "offset", "keep", "spans", "logits", "peaks")),
+        *((name, _P) for name in ("hidden", "normed", "qkv", "attended", "gated", "cos", "sin")),
+        *((name, _I64) for name in ("rows", "kept")),
         ("threads", _I32),
     )
 
 
 _SIGNATURES = {
+    "tandem_decode": (ctypes.c_int, [_P, _P, _I64, _I64]),
     "tandem_lanes": (ctypes.c_int, []),
-    "tandem_layers": (ctypes.c_int, [_P, _P, _I64, _I64]),
     "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
     "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
@@ -109,8 +121,8 @@ class Library:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
         self.attend = self._library.tandem_attend
+        self.decode = self._library.tandem_decode
         self.lanes = self._library.tandem_lanes
-        self.layers = self._library.tandem_layers
         self.linear = self._library.tandem_linear
         self.norm = self._library.tandem_norm
         self.pack = self._library.tandem_pack

@@ -116,20 +116,32 @@ struct rotary {
     struct norm query_norm, key_norm;                  /* per head; no weight: none */
 };
 
-struct decoder { /* one layer of a decoder; the attention's heads are those of the rotary embedding */
+struct decoder_layer { /* the attention's heads are those of the rotary embedding */
     const struct norm *input_norm, *mlp_norm;
     const struct linear *qkv, *out, *gate_up, *down;
     const struct rotary *rotary;
     const struct layer *attention;
 };
 
-struct pass { /* the rows of one step on their way through the layers */
-    void *hidden;                          /* [rows, hidden size], changed in place */
-    void *normed, *qkv, *attended, *gated; /* room for what a layer computes on the way, [rows, ...] each */
-    const void *cos, *sin;                 /* [rows, rotated] */
-    const int64_t *block, *offset;         /* [rows] each: the place of a row in the pool */
+struct decoder {
+    const struct decoder_layer *layers;
+    int64_t count;
+    const void *embedding; /* [vocabulary, hidden size] */
+    int64_t vocabulary;
+    const void *cos, *sin; /* [positions, rotated], of all that a pass may have */
+    const struct norm *norm;
+    const struct linear *head;
+};
+
+struct pass { /* the rows of one step on their way through the decoder */
+    const int64_t *ids, *positions, *block, *offset; /* [rows] each; the last two: the place of a row in the pool */
+    const int64_t *keep;                             /* [kept] rows that become logits */
     const struct spans *spans;
-    int64_t rows;
+    void *logits;                                   /* [kept, vocabulary] */
+    int64_t *peaks;                                 /* [kept], as of tandem_peaks */
+    void *hidden, *normed, *qkv, *attended, *gated; /* room for what is computed on the way, [rows, ...] each */
+    void *cos, *sin;                                /* [rows, rotated] */
+    int64_t rows, kept;
     int32_t threads;
 };
 
@@ -230,7 +242,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 6; }
+EXPORT int tandem_interface(void) { return 7; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -520,10 +532,31 @@ EXPORT void tandem_store(const struct layer *layer, const char *key, const char 
     }
 }
 
-/* -- whole layers -------------------------------------------------------------------------------------------------- */
+/* -- a whole decoder ----------------------------------------------------------------------------------------------- */
+
+/* Rows ``from[index[i]]`` of ``bytes`` each, behind one another. */
+static void gather_rows(void *to, const void *from, const int64_t *index, int64_t rows, size_t bytes)
+{
+    for (long i = 0; i < rows; i++)
+        memcpy((char *)to + i * bytes, (const char *)from + index[i] * bytes, bytes);
+}
+
+/* What stands before the layers: the rows of their tokens, and the angles of their positions; -1 if a token is none. */
+static int look_up(const struct decoder *decoder, const struct pass *pass)
+{
+    for (long i = 0; i < pass->rows; i++)
+        if (pass->ids[i] < 0 || pass->ids[i] >= decoder->vocabulary)
+            return -1;
+    const struct decoder_layer *layer = decoder->layers;
+    size_t size = layer->attention->element_bytes, angle = layer->rotary->rotated * size;
+    gather_rows(pass->hidden, decoder->embedding, pass->ids, pass->rows, decoder->norm->dim * size);
+    gather_rows(pass->cos, decoder->cos, pass->positions, pass->rows, angle);
+    gather_rows(pass->sin, decoder->sin, pass->positions, pass->rows, angle);
+    return 0;
+}
 
 /* The first half of a layer: this step's keys and values into the pool. */
-static void store_keys(const struct decoder *layer, const struct pass *pass)
+static void store_keys(const struct decoder_layer *layer, const struct pass *pass)
 {
     const struct rotary *rotary = layer->rotary;
     int type = layer->qkv->type;
@@ -536,7 +569,7 @@ static void store_keys(const struct decoder *layer, const struct pass *pass)
 }
 
 /* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. */
-static int attend_and_gate(const struct decoder *layer, const struct pass *pass)
+static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass)
 {
     const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
     const struct rotary *rotary = layer->rotary;
@@ -550,16 +583,32 @@ static int attend_and_gate(const struct decoder *layer, const struct pass *pass)
     return 0;
 }
 
-/* Halves [first, last) of layers, two each. Whoever has something to do between a layer's halves, when its keys and
- * values are in the pool, calls for some at a time: what Python does between two kernels runs on cold caches and
- * costs a decode step more than the kernels' call itself. 0, or -1 when there is no memory. */
-EXPORT int tandem_layers(const struct decoder *layers, const struct pass *pass, int64_t first, int64_t last)
+/* What stands behind the layers: logits of the rows to keep, and their peaks. */
+static void make_logits(const struct decoder *decoder, const struct pass *pass)
 {
+    const struct linear *head = decoder->head;
+    size_t bytes = decoder->norm->dim * decoder->layers->attention->element_bytes;
+    gather_rows(pass->normed, pass->hidden, pass->keep, pass->kept, bytes);
+    tandem_norm(decoder->norm, pass->normed, pass->normed, pass->kept, head->type);
+    tandem_linear(head, pass->normed, pass->logits, NULL, pass->kept, head->in, head->out, pass->threads);
+    tandem_peaks(pass->logits, pass->kept, head->out, head->type, pass->peaks);
+}
+
+/* Halves [first, last) of the layers, two each, with what stands before the first and behind the last of all. Whoever
+ * has something to do between a layer's halves, when its keys and values are in the pool, calls for some at a time: what
+ * Python does between two kernels runs on cold caches and costs a decode step more than the kernels' call itself. 0; -1
+ * when there is no memory, -2 for a token outside the vocabulary. */
+EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass, int64_t first, int64_t last)
+{
+    if (first == 0 && look_up(decoder, pass))
+        return -2;
     for (long half = first; half < last; half++)
         if (half % 2 == 0)
-            store_keys(layers + half / 2, pass);
-        else if (attend_and_gate(layers + half / 2, pass))
+            store_keys(decoder->layers + half / 2, pass);
+        else if (attend_and_gate(decoder->layers + half / 2, pass))
             return -1;
+    if (last == 2 * decoder->count)
+        make_logits(decoder, pass);
     return 0;
 }
 

@@ -203,9 +203,17 @@ def chunk_beside_decode(length: int = 40) -> Batch:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_all_layers_in_one_call(
-    kind: str, dtype: Any, quantization: Any, threads: int, everywhere: None, checkpoint: Callable[[str], Path]
+    kind: str,
+    dtype: Any,
+    quantization: Any,
+    threads: int,
+    everywhere: None,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same numbers as layer by layer, and every layer is announced when its keys and no later ones are there."""
+    """The same numbers as layer by layer, and every layer is announced when its keys and no later ones are there. The
+    table of angles grows with the positions that are asked for."""
+    monkeypatch.setattr("common.engine.decoder._LEAST_POSITIONS", 1)
     engine = load_engine(open_checkpoint(str(checkpoint(kind))), dtype=dtype, quantization=quantization, **OPTIONS)
     assert any(AT_ONCE in note for note in engine.notes)
     batch, layers = chunk_beside_decode(), range(len(engine.layout.layers))
