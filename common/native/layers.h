@@ -200,15 +200,21 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
 INLINE void NAME(norm_row)(const struct norm *norm, const void *from, long at, void *to, long out, enum type type)
 {
     long dim = norm->dim, i = 0;
-    floats squares = {};
+    floats squares[4] = {}; /* a sum waits for the one before it */
     float rest = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES)
+        UNROLL for (int v = 0; v < 4; v++) {
+            floats x = NAME(load_floats)(from, at + i + v * LANES, type);
+            squares[v] += x * x;
+        }
     for (; i + LANES <= dim; i += LANES) {
         floats x = NAME(load_floats)(from, at + i, type);
-        squares += x * x;
+        squares[0] += x * x;
     }
     for (; i < dim; i++)
         rest += NAME(load)(from, at + i, type) * NAME(load)(from, at + i, type);
-    float scale = 1 / sqrtf((NAME(sum)(squares) + rest) / (float)dim + norm->epsilon);
+    float sum = NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest;
+    float scale = 1 / sqrtf(sum / (float)dim + norm->epsilon);
     for (i = 0; i + LANES <= dim; i += LANES) {
         floats x = NAME(load_floats)(from, at + i, type) * scale;
         NAME(store_floats)(to, out + i, type, x * *(const floats *)(norm->weight + i));
@@ -272,40 +278,35 @@ static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, c
 /* -- the largest number -------------------------------------------------------------------------------------------- */
 
 /* Index of the largest of ``columns`` numbers from ``at`` on, the first among equals; -1 if one is not a number or the
- * largest is infinite. */
+ * largest is infinite. Two passes: several vectors at a time can be compared when nobody asks which one it was. */
 INLINE int64_t NAME(peak_row)(const void *from, long at, long columns, enum type type)
 {
-    floats best = NAME(splat)(-INFINITY);
-    ints where = {}, odd = {}, lane;
-    for (int i = 0; i < LANES; i++)
-        lane[i] = i;
+    floats best[4] = {NAME(splat)(-INFINITY), NAME(splat)(-INFINITY), NAME(splat)(-INFINITY), NAME(splat)(-INFINITY)};
+    ints odd[4] = {};
     long i = 0;
-    for (; i + LANES <= columns; i += LANES) {
-        floats x = NAME(load_floats)(from, at + i, type);
-        ints larger = x > best;
-        odd |= x != x;
-        best = NAME(select)(larger, x, best);
-        where = (where & ~larger) | ((lane + (int)i) & larger);
-    }
-    float top = -INFINITY;
-    int64_t found = -1;
-    int strange = 0;
-    for (int l = 0; l < LANES; l++) {
-        strange |= odd[l];
-        if (best[l] > top || (best[l] == top && where[l] < found)) {
-            top = best[l];
-            found = where[l];
+    for (; i + 4 * LANES <= columns; i += 4 * LANES)
+        UNROLL for (int v = 0; v < 4; v++) {
+            floats x = NAME(load_floats)(from, at + i + v * LANES, type);
+            odd[v] |= x != x;
+            best[v] = NAME(larger)(x, best[v]);
         }
-    }
+    float top = NAME(largest)(NAME(larger)(NAME(larger)(best[0], best[1]), NAME(larger)(best[2], best[3])));
+    ints strange = odd[0] | odd[1] | odd[2] | odd[3];
     for (; i < columns; i++) {
         float x = NAME(load)(from, at + i, type);
-        strange |= x != x;
-        if (x > top) {
-            top = x;
-            found = i;
-        }
+        strange |= (ints){} - (x != x);
+        top = x > top ? x : top;
     }
-    return strange || top == INFINITY ? -1 : found;
+    for (int lane = 0; lane < LANES; lane++)
+        if (strange[lane])
+            return -1;
+    if (top == INFINITY || top == -INFINITY)
+        return -1;
+    for (i = 0; i + LANES <= columns && !NAME(any_equal)(NAME(load_floats)(from, at + i, type), top);)
+        i += LANES;
+    while (NAME(load)(from, at + i, type) != top)
+        i++;
+    return i;
 }
 
 static void NAME(peak_rows)(const void *from, long rows, long columns, int type, int64_t *peaks)

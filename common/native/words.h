@@ -73,6 +73,20 @@ INLINE int NAME(any_above)(floats x, float limit)
 #endif
 }
 
+INLINE int NAME(any_equal)(floats x, float to)
+{
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(to), _CMP_EQ_OQ) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(to), _CMP_EQ_OQ)) != 0;
+#else
+    int found = 0;
+    for (int i = 0; i < LANES; i++)
+        found |= x[i] == to;
+    return found;
+#endif
+}
+
 /* e^x for x <= 88, with a relative error below 2e-7; 1.2e-38 below -87. What is not a number stays so. */
 INLINE floats NAME(exp)(floats x)
 {
