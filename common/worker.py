@@ -51,6 +51,9 @@ log = logging.getLogger("tandem.worker")
 IDLE_S = 0.25
 TIMER_S = 0.05
 SWEEP_S = 0.1
+PUBLISH_S = 0.05
+"""While steps follow one another, how often a worker notes what its heart tells, and announces cached prefixes: after
+each one it would be a message per step, since some stream has nearly always just filled a block."""
 TRIAL_S = 5.0
 """A trial of a link that is not over by then never will be: the other side was short of blocks, or is gone."""
 LONELY_S = 5.0
@@ -113,7 +116,7 @@ class Worker(abc.ABC):
         self.draining_until: float | None = None
         self._trials: dict[TransferId, BlockTable] = {}
         self._deadlines: dict[TransferId, float] = {}
-        self._swept_at = 0.0
+        self._swept_at = self._published_at = 0.0
         self._lonely_since = self.clock()
         self._told_refusal = ""
         self._lease_s = self._leased_until = math.inf
@@ -208,7 +211,9 @@ class Worker(abc.ABC):
         batch = self.planner.plan()
         if batch is not None:
             self._step(batch)
-        self._publish()
+        if batch is None or now - self._published_at >= PUBLISH_S:
+            self._published_at = now
+            self._publish()
         self.membership.turning_since = None
         if batch is not None or self.more_to_move():
             return 0.0
