@@ -144,8 +144,10 @@ class SenderSession(Session):
         self._patience_s = max(self.limits.no_progress_s, self.limits.busy_steps * step_s)
 
     def waited(self, now: float) -> None:
-        """What left for the same peer before our frames is still arriving there: their time has not begun."""
+        """What left for the same peer before our frames is still arriving there: their time has not begun, neither to
+        be given up nor to be repeated."""
         self.progress_at = max(self.progress_at, now)
+        self._resent_at = max(self._resent_at, now)
 
     def granted(self, have: int, link: str, credit_bytes: int, now: float, grain: int = 1) -> None:
         """Decode reserved blocks and holds the first ``have`` tokens itself. Frames on this link are ``grain`` times as

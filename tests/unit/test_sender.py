@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -292,3 +293,29 @@ def test_when_time_is_short_every_hand_off_has_its_turn(meeting: Meeting, monkey
         meeting.sender.pump(meeting.now, 1.5)  # the second look at the clock is in time, the third is not
         assert meeting.sender.behind
     assert left == transfers * 2
+
+
+def test_frames_behind_others_on_the_line_are_not_repeated(meeting: Meeting) -> None:
+    """A peer beside streams takes one frame per step: what stands in line is not lost, however long that takes."""
+    meeting.sender._queue_bytes = 1 << 30
+    transfers = [meeting.ship() for _ in range(6)]
+    for identity, transfer in [(meeting.hear(transfer), transfer) for transfer in transfers]:
+        grant = Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant"))
+        meeting.router.send_multipart([identity, encode(grant)])
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    waiting, landed = deque[FrameHeader](), dict.fromkeys(transfers, 0)
+    began = meeting.now
+    while sum(landed.values()) < len(transfers) * KV_BYTES:
+        assert line.socket.poll(20_000)
+        meeting.turn()
+        while meeting.router.poll(0 if waiting else 20_000):
+            identity, first, *rest = meeting.router.recv_multipart()
+            if rest:
+                waiting.append(FrameHeader.unpack(first))
+        if waiting:
+            header = waiting.popleft()
+            landed[header.transfer] += header.size_bytes
+            ack = Ack(*header.transfer, header.number, landed[header.transfer], 1 << 30)
+            meeting.router.send_multipart([identity, encode(ack)])
+    assert meeting.now - began > 10 * Limits().resend_s
+    assert meeting.link.handed_bytes == len(transfers) * KV_BYTES, "each frame left once"
