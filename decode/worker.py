@@ -37,8 +37,9 @@ log = logging.getLogger("tandem.decode")
 BUDGET_S = 0.002
 """Time for taking KV between two looks at control messages."""
 BUDGET_SHARE = 0.05
-"""The same beside streams, which feel it, in steps of theirs. A frame that is begun is taken whole: one of 2 MiB takes
-half a millisecond or more, so that beside short steps it is one frame per step."""
+"""The same beside streams, which feel it: in steps of theirs, for each hand-off that is going on. A frame that is begun
+is taken whole, and takes half a millisecond or more, so that beside short steps it is one frame per step until several
+are waited for."""
 READING_S = 0.002
 """Between two looks at a read of a sender's pool, while there is nothing else to do."""
 
@@ -167,8 +168,7 @@ class DecodeWorker(Worker):
         self._finished.forget(now)
         self.receiver.step_s = self.pace.longest
         self._grant(now)
-        budget_s = min(BUDGET_S, BUDGET_SHARE * self.pace.longest) if self.planner.running else BUDGET_S
-        for end in self.receiver.pump(self.clock, budget_s):
+        for end in self.receiver.pump(self.clock, self._budget_s()):
             if self.close_trial(end.transfer):
                 continue
             match end:
@@ -181,6 +181,12 @@ class DecodeWorker(Worker):
                     log.warning("hand-off %s failed: %s", end.transfer, end.reason)
                     self.count("kv_transfer_failures")
                     self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+
+    def _budget_s(self) -> float:
+        """Seconds for taking KV in this turn."""
+        if not self.planner.running:
+            return BUDGET_S
+        return min(BUDGET_S, BUDGET_SHARE * self.pace.longest * len(self.receiver))
 
     def _grant(self, now: float) -> None:
         """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is

@@ -153,9 +153,13 @@ class Receiver:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
 
     def pump(self, clock: Callable[[], float], budget_s: float) -> list[Landed | Failed]:
-        """Takes what arrived, for about ``budget_s`` seconds at most, runs the timers; returns what is over."""
-        until = clock() + budget_s
-        while (now := clock()) < until:
+        """Takes what arrived, one message at least and more for about ``budget_s`` seconds, runs the timers; returns
+        what is over."""
+        now = clock()
+        until = now + budget_s
+        first = True
+        while first or (now := clock()) < until:
+            first = False
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
