@@ -211,8 +211,9 @@ class Worker(abc.ABC):
         batch = self.planner.plan()
         if batch is not None:
             self._step(batch)
-        if batch is None or now - self._published_at >= PUBLISH_S:
-            self._published_at = now
+        done = self.clock()
+        if batch is None or done - self._published_at >= PUBLISH_S:
+            self._published_at = done
             self._publish()
         self.membership.turning_since = None
         if batch is not None or self.more_to_move():

@@ -55,8 +55,8 @@ from common.messages import (
 )
 from common.request import FinishReason, Request, SamplingParams
 from common.wire import decode, seal
-from common.worker import Worker, WorkerSettings
-from decode.worker import DecodeWorker
+from common.worker import PUBLISH_S, Worker, WorkerSettings
+from decode.worker import BUDGET_S, BUDGET_SHARE, DecodeWorker
 from kvtransfer.links.faulty import FaultRates, FaultyChannels
 from kvtransfer.session import Limits
 from prefill.worker import PrefillWorker
@@ -523,6 +523,39 @@ def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
     pair.until(lambda: pair.measured)
     pair.until(pair.quiet)
     assert not prefill.more_to_move() and prefill.turn() > 0
+
+
+def test_what_the_heart_tells_is_as_young_as_the_last_long_step(bench: Bench) -> None:
+    """Short steps are noted now and then, one that is longer than that when it ends."""
+    worker = bench.add("decode", OracleEngine(64))
+    request = make_request(40, 3)
+    step = worker.engine.step
+
+    def slow(batch: Any) -> Any:
+        time.sleep(2 * PUBLISH_S)
+        return step(batch)
+
+    worker.engine.step = slow  # type: ignore[method-assign]
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: worker.holdings())  # whose turn has computed its first chunk
+    assert worker.membership.snapshot.live == request.id
+    bench.until(lambda: bench.done(request))
+
+
+def test_beside_streams_a_worker_takes_in_less_the_fewer_hand_offs_there_are(bench: Bench) -> None:
+    decode, _ = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
+    assert isinstance(decode, DecodeWorker) and decode._budget_s() == BUDGET_S
+    bench.tell("decode-0", Generate(request := make_request(40, 60), 1))
+    bench.until(lambda: decode.planner.running)
+    decode.pace.took(1, 1, 0.01)
+    assert decode._budget_s() == 0, "one message, if there is any, is taken all the same"
+    transfers = [TransferId(RequestId(bytes([count] * 16)), 1) for count in range(8)]
+    for count, transfer in enumerate(transfers, 1):
+        decode.receiver.expect(transfer, 16, 0, [], bench.peer("prefill-1"), decode.clock())
+        assert decode._budget_s() == pytest.approx(min(BUDGET_S, BUDGET_SHARE * 0.01 * count))
+    for transfer in transfers:
+        decode.receiver.cancel(transfer, "it was none")
+    bench.until(lambda: bench.done(request))
 
 
 def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
