@@ -47,6 +47,9 @@ log = logging.getLogger("tandem.gateway")
 
 MESSAGES_PER_TURN = 512
 """After so many the event loop gets a turn, so that clients are served while workers flood."""
+MOST_ASKED = 1000
+"""Messages of a stranger of another version, all dropped: what it says, tokens of every step for one, until it has read
+that it is asked for its Hello. Those after them are strikes."""
 COMPLAIN_EVERY_S = 10.0
 """Rubbish is counted message by message, and told of at most so often."""
 PROBES_S = (0.01, 0.1)
@@ -119,6 +122,7 @@ class Gateway:
         self.incarnation = new_incarnation()
         self.bad_messages = 0
         self.strikes = Strikes()
+        self._asked = Strikes(MOST_ASKED)
         self._last_bad = ""
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self.times_emptied = 0
@@ -390,8 +394,11 @@ class Gateway:
             message = decode(data, AnyMessage, MAX_REPORT_BYTES)
         except WireError:
             return False
-        if message.kind == AnyHello.__struct_config__.tag:
+        if message.kind == AnyHello.__struct_config__.tag or self._asked.out(incarnation):
             return False
+        self._asked.strike(incarnation)
+        self.bad_messages += 1
+        self._last_bad = f"from {frame[:64]!r}: of another version, it is asked for its Hello"
         self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
         return True
 

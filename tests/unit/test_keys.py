@@ -42,7 +42,7 @@ from common.messages import (
 )
 from common.strikes import REMEMBERED, STRIKES, Strikes
 from common.wire import seal
-from coordinator.gateway import Gateway
+from coordinator.gateway import MOST_ASKED, Gateway
 from coordinator.registry import Registry
 from deploy import cli
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
@@ -296,7 +296,16 @@ def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is
     control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
     answer = door.answer(control)
     assert isinstance(answer, Turned) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
-    assert not door.gateway.bad_messages and not door.gateway.strikes.cut_off
+    assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.strikes.cut_off
+
+
+def test_a_stranger_that_never_says_hello_is_cut_off_at_last(door: Door) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    for _ in range(MOST_ASKED + STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(["news"])))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert door.gateway.bad_messages == MOST_ASKED + STRIKES
 
 
 @pytest.mark.parametrize("said", [[], [1, "heartbeat"], "heartbeat", {"kind": "heartbeat"}, ["x" * 129]])
