@@ -53,7 +53,8 @@ def compute() -> None:
 
 
 def _slice(seconds: float) -> None:
-    if (number := _SCHED_SETATTR.get(platform.machine())) is not None:
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has decided otherwise
         nice = os.getpriority(os.PRIO_PROCESS, 0)
         wanted = _Attributes(ctypes.sizeof(_Attributes), os.SCHED_OTHER, 0, nice, 0, int(seconds * 1e9), 0, 0)
         ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0)
