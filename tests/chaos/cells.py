@@ -63,7 +63,7 @@ WAITS = Kind(door=("--no-prefill-policy", "wait"))
 REJECTS = Kind(door=("--no-prefill-policy", "reject"))
 ALONE_WAITS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "wait"), each=1)
 ALONE_REJECTS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "reject"), each=1)
-HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.3"))
+HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.1"))
 STRICT = Kind(door=("--max-queued-requests", "1"))
 CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
 """Room for two promises of 320 + 512 tokens, not for two streams of 320 + 700."""

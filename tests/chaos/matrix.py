@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -162,9 +163,14 @@ def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
     return sorted(parts, key=len, reverse=True)
 
 
+def _longest(results: Iterable[Result]) -> float:
+    """Of what was held for nobody in cells that came to measure it; NaN if none did."""
+    return max((result.held_s for result in results if not math.isnan(result.held_s)), default=math.nan)
+
+
 def markdown(results: Sequence[Result], seconds: float) -> str:
     """The matrix as a table, faults in the order of the cells by phases of a request."""
-    held_s = max(result.held_s for result in results)
+    held_s = _longest(results)
     lines = [
         f"{sum(result.passed for result in results)} of {len(results)} cells pass, in {seconds:.0f} s; nothing was "
         f"held for nobody for longer than {held_s:.2f} s.",
@@ -178,7 +184,7 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
         rows.setdefault((cell.name, cell.expect, cell.measure), {})[cell.phase] = result
     for names, by_phase in rows.items():
         entries = [_entry(by_phase.get(phase)) for phase in PHASES]
-        held_s = max(result.held_s for result in by_phase.values())
+        held_s = _longest(by_phase.values())
         lines.append(f"| {' | '.join(names)} | {' | '.join(entries)} | {held_s:.2f} |")
     failures = [f"- {each.cell.id}: {each.wrong.splitlines()[-1]}" for each in results if not each.passed]
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"

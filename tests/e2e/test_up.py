@@ -145,6 +145,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callab
     assert up.process.wait(30) == 0
 
 
+@pytest.mark.alone
 def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start: Callable[..., Up]) -> None:
     """The new coordinator has never heard of it: its launcher has."""
     up = start("--failure-timeout", "0.5")
