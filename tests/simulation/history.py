@@ -128,7 +128,6 @@ class History:
             stops = {c: rng.randint(1, most) for c in range(n) if rng.random() < 0.15}
             priority = rng.choice((-1, 0, 0, 1)) if system.ranked else 0
             client = SimulatedClient(system, number, prompt, sampling, n, stops, priority)
-            client.record.yields = system.ranked and priority > -1
             system.clients.append(client)
             timeout_s = rng.uniform(0.01, 1.0) if rng.random() < impatient else 60.0
             self._plan(at, self._send, client, rng.choice(("", "", "salt")), timeout_s)

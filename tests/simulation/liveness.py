@@ -77,26 +77,31 @@ class Attempt:
 
 
 class Pause(NamedTuple):
-    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come, ``second``: and no other,
-    ``parked``: others had its worker's blocks."""
+    """Nothing came from ``began`` to ``ended``; ``started``: after a first token had come. ``crowded_out``: the times
+    of steps in which its worker had no place for it or, as it was lost and waits, none had room; in order."""
 
     began: float
     ended: float
     started: bool
-    second: bool = False
-    parked: bool = False
+    crowded_out: tuple[tuple[float, float], ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
 
+    def crowded_out_s(self, since: float) -> float:
+        """How much of the time from ``since`` on it had no place in steps that were made."""
+        seconds = 0.0
+        for began, ended in self.crowded_out:
+            seconds += max(0.0, min(ended, self.ended) - max(began, since))
+            since = max(since, ended)
+        return seconds
+
 
 @dataclass
 class Record:
-    """What became of one request. ``yields``: others may come before it, as they rank higher. ``timeout_s``: from its
-    arrival to its deadline."""
+    """What became of one request. ``timeout_s``: from its arrival to its deadline."""
 
-    yields: bool = False
     timeout_s: float = math.inf
     attempts: list[Attempt] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
@@ -114,26 +119,19 @@ class Patience:
 
     def overdue(self, record: Record, strikes: Sequence[Strike]) -> Iterator[str]:
         """Pauses that are too long, in words. Before its first token a request may wait for what others hold, so any
-        fault excuses that; a stream is excused by those that touch it, and then waits for others only if they rank
-        higher."""
+        fault excuses that, and all work; a stream is excused by faults that touch it, and by each step that others took
+        from it by right, as they rank higher or had blocks or promises before."""
         for pause in record.pauses:
             before = [strike for strike in strikes if strike.began <= pause.ended]
             if pause.started:
                 before = _touching(record, pause, before)
+            since = max([pause.began, *(strike.ended for strike in before)])
+            if pause.started:
                 limit = self.noticed_s if before else CALM_S
-                # where messages get lost others may hold decode's blocks by the time that a stream comes there: after
-                # its first token, which is prefill's, and after it was parked, or lost and placed again
-                comes = (
-                    pause.second
-                    or pause.parked
-                    or any(pause.began <= each.began <= pause.ended for each in record.attempts)
-                )
-                others_first = (before and record.yields) or (comes and self.noise_s > 0)
-                limit += self.work_s if others_first else CALM_STEPS * self.slowest_s
+                limit += CALM_STEPS * self.slowest_s + pause.crowded_out_s(since)
             else:
                 limit = self.noticed_s + self.work_s
             limit += self.noise_s
-            since = max([pause.began, *(strike.ended for strike in before)])
             if pause.ended - since > limit:
                 what = "the next token" if pause.started else "the first token"
                 yield f"waits {pause.ended - since:.2f} s for {what} (from {pause.began:.2f} s), {limit:.2f} s allowed"

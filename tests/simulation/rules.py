@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from common.ids import RequestId
 from common.messages import Failed, Tokens
 from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair
 from coordinator.dispatch import Dispatcher
@@ -32,6 +34,17 @@ class CheckedDispatcher(Dispatcher):
         self._look_at_breakers(placement)
         super()._place(ticket, placement)
         self._look_at_retries()
+
+    def without_room(self) -> set[RequestId]:
+        """Requests that no worker has room for by the books of promises, and those that wait behind one."""
+        holders = [*self.registry.ready("decode"), *self.registry.ready("colocated")]
+
+        def fits(ticket: Ticket) -> bool:
+            need = self._need(ticket)
+            return not holders or any(self.router._fits(need, worker) for worker in holders)
+
+        queued = [ticket for _, _, ticket in sorted(self._queue) if ticket.queued]
+        return {ticket.id for ticket in itertools.dropwhile(fits, queued)}
 
     def _look_at_breakers(self, placement: Placement) -> None:
         """Pairs whose hand-offs keep failing are left alone for a while."""

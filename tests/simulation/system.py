@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ from common.kv.prefix import chain_root, extend_chain
 from common.membership import Snapshot
 from common.messages import PROTOCOL, Hello, Logprobs, Role
 from common.request import FinishReason, SamplingParams
-from common.sequence import Batch, StepResult
+from common.sequence import Batch, Sequence, StepResult
 from common.worker import Worker, WorkerSettings
 from coordinator.breakers import BreakerState
 from coordinator.gateway import Gateway
@@ -148,7 +149,6 @@ class SimulatedWorker:
         finally:
             self._turning = False
         self._busy_until = clock.now + self.process.spent
-        self.system.rests(self.worker.membership.snapshot.resting)
         if self.process.spent:  # until then the heart tells of the step, and what the turn before has published
             membership = self.worker.membership
             membership.snapshot, shot = shot, membership.snapshot
@@ -165,11 +165,29 @@ class SimulatedWorker:
         membership = self.worker.membership
         self._began = self.system.clock.now, membership.expected_s
         self.system.slowest_s = max(self.system.slowest_s, seconds)
+        self.system.crowds_out(self.name, self._crowded_out(batch), seconds)
         if stuck_s := self.engine.stuck_s:
             self.engine.stuck_s = 0.0
             self.process.spent += stuck_s
             self.system.network.count("hung")
             self.system.struck(self.name, seconds=stuck_s)
+
+    def _crowded_out(self, batch: Batch) -> set[RequestId]:
+        """Requests that have no place in this step by right: all of its slots have a higher rank, or blocks are lacking
+        for them or for one that waits before them. Counted here: the planner's word is not taken for it."""
+        planner, pool = self.worker.planner, self.worker.cache.pool
+        lowest = max(segment.sequence.request.priority for segment in batch.segments)
+        full = len(batch.segments) == planner.max_sequences
+        lower = {each.request.id for each in planner.sequences() if full and each.request.priority > lowest}
+        queue = [entry.sequence for entry in planner._waiting]
+        if isinstance(self.worker, DecodeWorker):
+            queue += [reservation.sequence for reservation in self.worker.reservations._waiting.values()]
+
+        def fits(sequence: Sequence) -> bool:
+            blocks = -(-len(sequence.tokens) // self.engine.layout.block_size)
+            return blocks + planner.running <= pool.available  # a block of growth for each that runs
+
+        return lower | {each.request.id for each in itertools.dropwhile(fits, queue)}
 
     def _stepped(self, shot: Snapshot) -> None:
         membership = self.worker.membership
@@ -246,8 +264,8 @@ class SimulatedClient:
     gaps: list[float] = field(default_factory=list)
     """The longest of each choice, between two of its tokens."""
     record: Record = field(default_factory=Record)
-    rested_at: float = -1.0
-    """When a worker last had no blocks for it in the middle of its answer."""
+    crowded_out: list[tuple[float, float]] = field(default_factory=list)
+    """See :class:`Pause`; since its last token."""
 
     def __post_init__(self) -> None:
         self.output = [[] for _ in range(self.n)]
@@ -311,11 +329,12 @@ class SimulatedClient:
         self.gaps[choice] = max(self.gaps[choice], now - self._choice_at[choice])
         self._choice_at[choice] = now
         known = sum(map(len, self.output)) - len(ids)
-        self._heard(started=known > 0, second=max(map(len, self.output)) - len(ids) <= 1)
+        self._heard(started=known > 0)
         return len(output) >= self.stop_after.get(choice, 1 << 30)
 
-    def _heard(self, *, started: bool, second: bool = False) -> None:
-        pause = Pause(self.last_at, self.system.clock.now, started, second, self.rested_at >= self.last_at)
+    def _heard(self, *, started: bool) -> None:
+        pause = Pause(self.last_at, self.system.clock.now, started, tuple(self.crowded_out))
+        self.crowded_out.clear()
         if started:
             self.longest_gap = max(self.longest_gap, pause.seconds)
         if pause.seconds > SHORT_S:
@@ -464,11 +483,14 @@ class System:
         if self.problems:
             raise Broken("; ".join(self.problems))
 
-    def rests(self, requests: bytes) -> None:
-        """A worker has parked these, one id after another."""
-        for client in self.clients if requests else ():
-            if client.id in requests:
-                client.rested_at = self.clock.now
+    def crowds_out(self, name: str, requests: set[RequestId], seconds: float) -> None:
+        """A step of the worker ``name`` begins without these, nor has any worker room for what is lost and waits."""
+        now = self.clock.now
+        unplaced = set[RequestId]() if self.shapes[name][0] == "prefill" else self.coordinator.dispatcher.without_room()
+        for client in self.clients if requests or unplaced else ():
+            here = any(name in each.workers and each.ended > now for each in client.record.attempts[-1:])
+            if (here and client.id in requests) or client.id in unplaced:
+                client.crowded_out.append((now, now + seconds))
 
     def look_at(self, worker: SimulatedWorker) -> None:
         """After each turn: what is cheap enough to be checked always."""
