@@ -57,7 +57,8 @@ class History:
                 system.complain(f"request {client.number} fails with {code}: {why}")
             for role in ("prefill", "decode"):
                 holders = [name for name in self.names if name.startswith(role)]
-                if code == f"no_{role}_workers" and not absent(holders, client.ended_at, system.strikes):
+                away = [*system.strikes, *system.unheard]
+                if code == f"no_{role}_workers" and not absent(holders, client.ended_at, away):
                     system.complain(f"request {client.number} finds no {role} worker")
         system.check()
 

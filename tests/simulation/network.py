@@ -111,6 +111,8 @@ class Network:
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
         self.losing: Losing | Mute | Frameless | None = None
+        self.dropped: Callable[[Connection, Parts], None] = lambda connection, parts: None
+        """Hears of each message that noise has taken."""
         self._lines: dict[frozenset[str], Line] = {}
         self._connections: list[Connection] = []
         self._sockets: dict[str, list[Socket]] = {}
@@ -226,6 +228,7 @@ class Connection:
             return
         if rates.drop and rng.random() < rates.drop:
             network.count("dropped")
+            network.dropped(self, parts)
             return
         if rates.duplicate and rng.random() < rates.duplicate:
             network.count("duplicated")

@@ -100,7 +100,9 @@ class _Alarm(logging.Handler):
         message = record.getMessage()
         if "is gone: silent" in message or "is gone: one turn" in message:
             name = message.split()[1]
-            if name not in self._system.suspects | self._system.lossy:
+            if name in self._system.lossy:
+                self._system.not_heard(name)
+            elif name not in self._system.suspects:
                 self._system.complain(f"{name} is taken for dead though nothing was wrong with it")
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import msgspec
+
 from common.errors import RequestError
 from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
 from common.kv.convert import Bytes
@@ -21,6 +23,7 @@ from common.membership import Snapshot
 from common.messages import PROTOCOL, Hello, Logprobs, Role
 from common.request import FinishReason, SamplingParams
 from common.sequence import Batch, Sequence, StepResult
+from common.wire import DIGEST_BYTES
 from common.worker import Worker, WorkerSettings
 from coordinator.breakers import BreakerState
 from coordinator.gateway import Gateway
@@ -34,7 +37,7 @@ from prefill.worker import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
 from tests.simulation.clock import Clock, Event, Loop, Process
 from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, Record, Strike
-from tests.simulation.network import Network, SimulatedChannels
+from tests.simulation.network import Connection, Network, Parts, SimulatedChannels
 from tests.simulation.rules import CheckedDispatcher
 
 CONTROL = "tcp://127.0.0.1:1000"
@@ -405,7 +408,10 @@ class System:
         """Whether requests differ in priority."""
         self.clock = Clock()
         self.network = Network(self.clock, rng)
+        self.network.dropped = self._dropped
         self.strikes: list[Strike] = []
+        self.unheard: list[Strike] = []
+        """Noise that keeps a worker away: it took what one joins with, or so many beats that it was taken for dead."""
         self.slowest_s = 0.0
         """The longest step that was not a hang."""
         self.numbers = iter(range(1, 1 << 30))
@@ -467,6 +473,16 @@ class System:
         """A fault begins now, at one part or on the line between two."""
         ended = self.clock.now + (0.0 if self.one_fault else seconds)
         self.strikes.append(Strike(frozenset(ends), self.clock.now, ended, deadly))
+
+    def _dropped(self, connection: Connection, parts: Parts) -> None:
+        if connection.router.process.name == COORDINATOR:
+            tag = msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0]
+            if tag in ("hello", "welcome", "rejoin"):
+                self.not_heard(connection.dealer.process.name)
+
+    def not_heard(self, name: str) -> None:
+        """Noise keeps this worker away from now on, until it knocks or beats again."""
+        self.unheard.append(Strike(frozenset((name, COORDINATOR)), self.clock.now, self.clock.now))
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
