@@ -6,6 +6,7 @@ tests.simulation --mutation NAME`` runs histories with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from coordinator.refusals import quarantined
 from coordinator.registry import Registry
 from coordinator.registry import Worker as Member
 from coordinator.router import Router
+from decode.reservations import Reservations
 from decode.worker import DecodeWorker
 from kvtransfer.links import zeromq
 from kvtransfer.session import ReceiverSession, SenderSession, TransferState
@@ -110,9 +112,19 @@ def _forks_without_a_copy(self: KvCache, table: Any, holder: Any, computed: int)
     return other, []
 
 
+def _grants_to_the_only_one(self: Reservations, spare_blocks: int, asked_before: float = math.inf) -> Any:
+    return _RESERVE(self, spare_blocks, asked_before) if not spare_blocks else None
+
+
+def _misses_full(self: Router) -> Any:
+    full = (self.account(each).sequences >= each.hello.max_num_seqs for each in self.registry.ready("decode"))
+    return "decode" if all(full) and not self.registry.ready("colocated") else _MISSING(self)
+
+
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
-_CLOSE, _HEARD = Worker.close, SenderSession.heard
+_CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
+_MISSING = Router.missing_role
 
 
 def _leaves(self: Worker, *, crashed: bool = False) -> None:
@@ -231,6 +243,15 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "breakers never open": (
         Mutation("pairs that keep failing are kept", Breakers, "failed", _nothing, ("after its third failure",)),
+    ),
+    "hand-offs wait for an empty pool": (
+        Mutation(
+            "blocks are granted when nobody else runs",
+            Reservations, "grant", _grants_to_the_only_one, (NO_NEXT_TOKEN,),
+        ),
+    ),
+    "full is missing": (
+        Mutation("workers whose slots are taken are not there", Router, "missing_role", _misses_full, ("finds no",)),
     ),
     "no receiver lease": (
         Mutation("a reservation waits for ever", ReceiverSession, "tick", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),
