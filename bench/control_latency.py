@@ -3,9 +3,9 @@
 A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
 and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
 to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: Failed). A worker
-that computes answers after its step; here there are none. Round trips are first measured with nothing else going on,
-and beside as many processes that only copy memory as threads work while KV streams: what the machine's scheduler alone
-makes of a round trip when there are fewer cores than that.
+that computes answers after its step; here there are none. ``--encrypted`` gives all of them keys, and KV is encrypted.
+Round trips are first measured with nothing else going on, and beside as many processes that only copy memory as threads
+work while KV streams: what the machine's scheduler alone makes of a round trip when there are fewer cores than that.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import asyncio
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import numpy as np
 import uvloop
 
+from common import keys
 from common.channel import Channels, receive, send
 from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
+from common.keys import Party
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory, host_id
@@ -78,7 +82,12 @@ class PoolOnly:
         raise NotImplementedError
 
 
-def serve(role: Role, coordinator: str) -> None:
+def channels_of(party: Party, key_file: Path | None) -> Channels:
+    """With the keys of ``party``, if there are any."""
+    return Channels(keys.load(key_file, party) if key_file else None)
+
+
+def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
     """A worker process."""
     engine = PoolOnly()
     settings = WorkerSettings(coordinator, host_id(), 1, 1, kv_transport="zmq")
@@ -87,12 +96,12 @@ def serve(role: Role, coordinator: str) -> None:
         os.getpid(), "localhost", settings.host_id, "", ("zmq",), engine.memory.blocks, LAYOUT.block_size, LONGEST,
         engine.vocab_size, 1, 1, "cpu", LAYOUT.dtype,
     )  # fmt: skip
-    (PrefillWorker if role == "prefill" else DecodeWorker)(engine, settings, hello).run()
+    (PrefillWorker if role == "prefill" else DecodeWorker)(engine, settings, hello, channels_of(role, key_file)).run()
 
 
-def ask(coordinator: str, pipe: Connection) -> None:
+def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
     """A stranger's process: sends (end, round trip in seconds) of each answer through ``pipe`` until that is closed."""
-    channels = Channels()
+    channels = channels_of("decode", key_file)
     socket = channels.dealer(coordinator, b"stranger|0")
     beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
     try:
@@ -111,9 +120,9 @@ def ask(coordinator: str, pipe: Connection) -> None:
 class House:
     """The coordinator's side: what workers say, and the round trips that were seen, as (end, seconds) by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_file: Path | None) -> None:
         self.registry = Registry(None)
-        self.gateway = Gateway(self.registry, "127.0.0.1", 0)
+        self.gateway = Gateway(self.registry, "127.0.0.1", 0, channels=channels_of("coordinator", key_file))
         self.workers: dict[Role, Worker] = {}
         self.complete = asyncio.Event()
         self.streamed = 0
@@ -223,12 +232,13 @@ async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
             wait.cancel()
 
 
-async def measure(count: int, idle_s: float) -> None:
-    house = House()
+async def measure(count: int, idle_s: float, key_file: Path | None) -> None:
+    house = House(key_file)
     processes = multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe(duplex=False)
-    children = [processes.Process(target=serve, args=(role, house.gateway.address)) for role in ("prefill", "decode")]
-    children.append(processes.Process(target=ask, args=(house.gateway.address, theirs)))
+    given = house.gateway.address, key_file
+    children = [processes.Process(target=serve, args=(role, *given)) for role in ("prefill", "decode")]
+    children.append(processes.Process(target=ask, args=(*given, theirs)))
     answers: list[tuple[float, float]] = []
     house.trips["coordinator"] = answers
     try:
@@ -279,8 +289,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.control_latency", description=__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="KV to stream")
     parser.add_argument("--idle-s", type=float, default=2.0, help="how long to measure without it")
+    parser.add_argument("--encrypted", action="store_true", help="everything that is said, and KV")
     options = parser.parse_args()
-    uvloop.run(measure(options.mib << 20, options.idle_s))
+    with tempfile.TemporaryDirectory() as folder:
+        key_file = Path(folder) / "cluster.key" if options.encrypted else None
+        if key_file:
+            keys.make(key_file)
+        uvloop.run(measure(options.mib << 20, options.idle_s, key_file))
     return 0
 
 
