@@ -168,8 +168,9 @@ async def test_a_prompt_that_was_seen_before_comes_from_the_cache(system: System
 
 
 async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system: System) -> None:
-    """All of a prompt the first time, and only what decode does not have the second time."""
-    fields = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "cache_salt": "link"}
+    """All of a prompt the first time, and only what decode does not have the second time; by answers that last longer
+    than their hand-offs, whose end a sender may not hear of otherwise."""
+    fields = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "cache_salt": "link"}
     async with system.client() as client:
 
         async def ask() -> tuple[str, int]:

@@ -712,7 +712,7 @@ def test_a_message_of_too_many_parts_does_not_hold_a_receiver_up(monkeypatch: py
 
     def pump() -> None:
         before = len(received)
-        receiver.pump(lambda: 0.001 * next(ticks), 0.0025)  # time for two messages, or two pieces of one
+        receiver.pump(lambda: 0.001 * next(ticks), 0.0015)  # time for two messages, or two pieces of one
         assert len(received) - before <= 2 * DROPPED_PARTS
 
     try:
