@@ -121,8 +121,9 @@ async def test_everything_is_accounted_for_and_all_blocks_come_back(
         assert load.outcomes == {"complete": REQUESTS * 9 // 10, "left": REQUESTS // 10}
         after = outcomes(await metrics(client))
     counted = {name: after[name] - before.get(name, 0) for name in after}
-    # a client that leaves before its headers are read was never there: everybody else is counted, exactly once
-    assert counted["done"] == load.outcomes["complete"]
+    # a client that leaves before its headers are read was never there, and one that looks late had got all by then:
+    # everybody else is counted, exactly once
+    assert 0 <= counted["done"] - load.outcomes["complete"] <= load.outcomes["left"]
     assert REQUESTS * 8 // 10 <= sum(counted.values()) <= REQUESTS
     assert set(counted) <= {"done", "aborted"}, counted
     reference = oracle("llama")
