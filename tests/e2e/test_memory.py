@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.system import System
+from tests.e2e.system import Client, System
 from tests.e2e.test_tokens import COLOCATED, ONE_ONE, SAMPLED, check, metrics, prompt_of
 from tests.reference import Reference
 
 pytestmark = pytest.mark.e2e
 
 TIGHT = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "80", "--max-model-len", "1024")
+
+
+async def preemptions(client: Client) -> float:
+    samples = await metrics(client)
+    return sum(value for name, value in samples.items() if name.startswith("vllm:num_preemptions_total"))
 
 
 @pytest.mark.parametrize("flags", [COLOCATED, ONE_ONE], ids=["colocated", "1P1D"])
@@ -34,11 +40,13 @@ async def test_a_pool_that_is_too_small_for_all_serves_all(
         async with system.client() as client:
             answers = [await asyncio.gather(*(client.complete(p, **f) for p, f in part)) for part in (long, short)]
             await client.until_idle(within_s=2)
-            samples = await metrics(client)
+            told_by = time.monotonic() + 5  # a heartbeat tells of it
+            while not await preemptions(client):
+                assert time.monotonic() < told_by, "nobody was parked"
+                await asyncio.sleep(0.05)
             async with await client.post("/v1/completions", prompt=prompt_of(1000, 91), max_tokens=100) as refused:
                 assert refused.status == 400
                 assert (await refused.json())["error"]["code"] == "context_length_exceeded"
     for (prompt, fields), answer in zip([*long, *short], [*answers[0], *answers[1]], strict=True):
         assert answer.prompt == prompt
         check(oracle("llama"), answer, fields, f"{len(prompt)} tokens")
-    assert sum(value for name, value in samples.items() if name.startswith("vllm:num_preemptions_total")) > 0
