@@ -4,7 +4,7 @@
     python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
-    python -m tests.chaos soak [--requests 10000] [--state FILE]              a fault every 20 s, a tenth hangs up
+    python -m tests.chaos soak [--requests 10000] [--every 20] [--state FILE] a fault every 20 s, a tenth hangs up
     python -m tests.chaos model [DIRECTORY] [--dtype bfloat16] [--only TEXT]  one fault under load of a checkpoint
     python -m tests.chaos overload                                            two and three times what can be served
     python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
@@ -52,8 +52,11 @@ def _frames(options: argparse.Namespace) -> tuple[bool, str]:
 
 
 def _soak(options: argparse.Namespace) -> tuple[bool, str]:
-    knobs = {"requests": options.requests, "at_once": options.at_once, "state": options.state, "seed": options.seed}
-    return _told([asyncio.run(soak.soak(options.directory, **knobs))])
+    run = soak.soak(
+        options.directory, requests=options.requests, at_once=options.at_once, every_s=options.every,
+        state=options.state, seed=options.seed,
+    )  # fmt: skip
+    return _told([asyncio.run(run)])
 
 
 def _aborts(options: argparse.Namespace) -> tuple[bool, str]:
@@ -103,7 +106,8 @@ def main() -> int:
     loads.add_argument("--only", default="", help="scenarios whose name has this text")
     frames = commands.add_parser("frames", help="frames of KV broken in every way")
     frames.add_argument("--rate", type=float, default=0.01, help="of each kind")
-    soaks = commands.add_parser("soak", help="many requests, a fault every 20 s, a tenth of the clients hangs up")
+    soaks = commands.add_parser("soak", help="many requests, faults all along, a tenth of the clients hangs up")
+    soaks.add_argument("--every", type=float, default=20.0, help="seconds from fault to fault")
     soaks.add_argument("--state", type=Path, help="file with the totals so far: a run goes on from there")
     soaks.add_argument("--seed", type=int, default=0)
     for command, requests, run in ((loads, 800, _load), (frames, 2000, _frames), (soaks, 10_000, _soak)):

@@ -26,7 +26,7 @@ ABORTED = 0.1
 FREED_S = 0.1
 HAPPENED_S = 20.0
 """A worker that drains may take so long to be gone."""
-EVERY_S, LASTS_S = 20.0, 3.0
+LASTS_S = 3.0
 STEP_S = 0.12
 """Slow enough that ten thousand requests last for a fault of every kind."""
 GAP_S = 10.0
@@ -122,13 +122,13 @@ HITS: dict[str, Hit] = {
 }
 
 
-async def _break_things(house: House, faults: Counter[str], first: int) -> None:
-    """A fault every EVERY_S, in turn; each is proved, and healed (or its process started again) after LASTS_S. Stuck
-    if one did not happen."""
-    names, due = list(HITS), clock() + EVERY_S / 2
+async def _break_things(house: House, faults: Counter[str], first: int, every_s: float) -> None:
+    """A fault every ``every_s``, in turn; each is proved, and healed (or its process started again) after LASTS_S.
+    Stuck if one did not happen."""
+    names, due = list(HITS), clock() + every_s / 2
     while True:
         await asyncio.sleep(max(0.0, due - clock()))
-        due = max(due + EVERY_S, clock())
+        due = max(due + every_s, clock())
         name = names[(first + faults.total()) % len(names)]
         proof = await HITS[name](house)
         await asyncio.sleep(LASTS_S)
@@ -138,8 +138,10 @@ async def _break_things(house: House, faults: Counter[str], first: int) -> None:
         await house.until_ready()
 
 
-async def soak(directory: Path, *, requests: int, at_once: int, state: Path | None, seed: int) -> Figures:
-    """Goes on from ``state`` (if it exists) up to ``requests`` in all."""
+async def soak(
+    directory: Path, *, requests: int, at_once: int, every_s: float, state: Path | None, seed: int
+) -> Figures:
+    """Goes on from ``state`` (if it exists) up to ``requests`` in all, with a fault every ``every_s``."""
     total = Figures("soak", allowed_gap_s=GAP_S)
     if state is not None and state.exists():
         kept = json.loads(state.read_text())
@@ -148,8 +150,8 @@ async def soak(directory: Path, *, requests: int, at_once: int, state: Path | No
     done = total.verdicts.total()
     async with House.running(directory / "soak", flags=LOAD_FLAGS, seed=seed + done) as house:
         while done < requests and total.passed:
-            await _leg(house, total, min(LEG, requests - done), at_once)
-            _look(total)
+            await _leg(house, total, min(LEG, requests - done), at_once, every_s)
+            _look(total, every_s)
             done = total.verdicts.total()
             print(total.row(), flush=True)
             if state is not None and total.passed:
@@ -161,9 +163,9 @@ async def soak(directory: Path, *, requests: int, at_once: int, state: Path | No
     return total
 
 
-def _look(total: Figures) -> None:
+def _look(total: Figures, every_s: float) -> None:
     """What the sum of all legs must show."""
-    due = int(total.seconds / EVERY_S)
+    due = int(total.seconds / every_s)
     if total.faults.total() < (1 - MOST_FAULTS_MISSED) * due:
         total.wrong.append(f"{total.faults.total()} faults, {due} wanted")
     if due > len(HITS) / (1 - MOST_FAULTS_MISSED) and (missing := HITS.keys() - total.faults.keys()):
@@ -172,7 +174,7 @@ def _look(total: Figures) -> None:
         total.wrong.append(f"a gap of {total.gap_s:.2f} s")
 
 
-async def _leg(house: House, total: Figures, count: int, at_once: int) -> None:
+async def _leg(house: House, total: Figures, count: int, at_once: int, every_s: float) -> None:
     asks = [house.ask(house.rng.randrange(20, 160), house.rng.randrange(8, 48)) for _ in range(count)]
     leaving = {id(ask): house.rng.randrange(1, 8) for ask in asks if house.rng.random() < ABORTED}
     for worker in house.workers.values():
@@ -180,7 +182,7 @@ async def _leg(house: House, total: Figures, count: int, at_once: int) -> None:
         worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
-    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total()))
+    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total(), every_s))
     await crowd(house, asks, at_once, leave=lambda ask: leaving.get(id(ask), 0))
     breaking.cancel()
     (broke,) = await asyncio.gather(breaking, return_exceptions=True)
