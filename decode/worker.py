@@ -36,10 +36,10 @@ log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
 """Time for taking KV between two looks at control messages."""
-BUDGET_SHARE = 0.05
-"""The same beside streams, which feel it: in steps of theirs, for each hand-off that is going on. A frame that is begun
-is taken whole, and takes half a millisecond or more, so that beside short steps it is one frame per step until several
-are waited for."""
+BUDGET_SHARE, MOST_BUDGET_SHARE = 0.05, 0.25
+"""The same beside streams, which feel it: in steps of theirs, for each hand-off that a sender waits for, and at most. A
+frame that is begun is taken whole, and takes half a millisecond or more, so that beside short steps it is one frame per
+step until several are waited for."""
 READING_S = 0.002
 """Between two looks at a read of a sender's pool, while there is nothing else to do."""
 
@@ -186,7 +186,8 @@ class DecodeWorker(Worker):
         """Seconds for taking KV in this turn."""
         if not self.planner.running:
             return BUDGET_S
-        return min(BUDGET_S, BUDGET_SHARE * self.pace.longest * len(self.receiver))
+        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # one: nobody may be known yet of all that has come
+        return min(share, MOST_BUDGET_SHARE) * self.pace.longest
 
     def _grant(self, now: float) -> None:
         """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is

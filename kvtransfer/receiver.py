@@ -121,6 +121,11 @@ class Receiver:
     def __len__(self) -> int:
         return sum(not self._settled(incoming) for incoming in self._incoming.values())
 
+    @property
+    def waited_for(self) -> int:
+        """Hand-offs that want answers from here, also those for which nothing is reserved yet."""
+        return len(self) + len(self._early)
+
     # -- from the worker ----------------------------------------------------------------------------------------------
 
     def limit(self, limits: Limits) -> None:
