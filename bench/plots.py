@@ -19,6 +19,7 @@ from common.errors import StartError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import SubplotSpec
 
 LEAST_MS = 0.1
 """Shorter times are drawn as this one."""
@@ -37,25 +38,23 @@ def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objectiv
     far as the server tells, its workers with prefill above decode."""
     figure = _figure(11, 4 + 4 * len(runs))
     grid = figure.add_gridspec(1 + 2 * len(runs), 2, height_ratios=[4, *(3, 1) * len(runs)])
-    bounds = {each.metric: each.bound for each in objectives if not each.relative}
-    first, between = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    for name, run in runs.items():
-        good = [record for record in run.records if record.ok]
-        _distribution(first, name, [record.ttft * 1000 for record in good])
-        _distribution(between, name, [gap * 1000 for record in good for gap in record.itls])
-    _label(first, "time to first token", "ms", "share of requests")
-    _label(between, "time between tokens", "ms", "share of gaps")
-    _times(first, bounds.get("ttft"))
-    _times(between, bounds.get("tpot"))
-    if any(runs):
-        first.legend(loc="lower right", frameon=False)
-    shared: Axes | None = None
-    for number, (name, run) in enumerate(runs.items()):
-        axes = figure.add_subplot(grid[1 + 2 * number, :], sharex=shared)
-        shared = shared or axes
-        _timeline(axes, run.records, run.began_at, f"{name}: " if name else "")
-        if any(record.stages for record in run.records):
-            _lanes(figure.add_subplot(grid[2 + 2 * number, :], sharex=shared), run)
+    _distributions((figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])), runs, objectives)
+    _timelines(figure, [(grid[1 + 2 * row, :], grid[2 + 2 * row, :]) for row in range(len(runs))], runs)
+    _write(figure, path)
+
+
+def draw_distributions(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objective] = ()) -> None:
+    """TTFT and ITL distributions of several runs, side by side."""
+    figure = _figure(11, 4)
+    _distributions(figure.subplots(1, 2), runs, objectives)
+    _write(figure, path)
+
+
+def draw_timelines(runs: Mapping[str, Run], path: Path) -> None:
+    """A timeline of each run: its requests, and its workers with prefill above decode."""
+    figure = _figure(11, 4 * len(runs))
+    grid = figure.add_gridspec(2 * len(runs), 1, height_ratios=[3, 1] * len(runs))
+    _timelines(figure, [(grid[2 * row], grid[2 * row + 1]) for row in range(len(runs))], runs)
     _write(figure, path)
 
 
@@ -74,6 +73,21 @@ def draw_attainment(
     _label(axes, f"requests inside {objectives}", "requests per second", "%")
     axes.legend(frameon=False)
     _write(figure, path)
+
+
+def _distributions(pair: Sequence[Axes], runs: Mapping[str, Run], objectives: Iterable[Objective]) -> None:
+    first, between = pair
+    bounds = {each.metric: each.bound for each in objectives if not each.relative}
+    for name, run in runs.items():
+        good = [record for record in run.records if record.ok]
+        _distribution(first, name, [record.ttft * 1000 for record in good])
+        _distribution(between, name, [gap * 1000 for record in good for gap in record.itls])
+    _label(first, "time to first token", "ms", "share of requests")
+    _label(between, "time between tokens", "ms", "share of gaps")
+    _times(first, bounds.get("ttft"))
+    _times(between, bounds.get("tpot"))
+    if any(runs):
+        first.legend(loc="lower right", frameon=False)
 
 
 def _distribution(axes: Axes, name: str, values: Sequence[float]) -> None:
@@ -99,6 +113,17 @@ def _times(axes: Axes, bound: float | None) -> None:
     else:
         axes.locator_params(axis="x", nbins=6)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def _timelines(figure: Figure, places: Sequence[tuple[SubplotSpec, SubplotSpec]], runs: Mapping[str, Run]) -> None:
+    """``places``: of each run, where its requests go and where its workers."""
+    shared: Axes | None = None
+    for (above, below), (name, run) in zip(places, runs.items(), strict=True):
+        axes = figure.add_subplot(above, sharex=shared)
+        shared = shared or axes
+        _timeline(axes, run.records, run.began_at, f"{name}: " if name else "")
+        if any(record.stages for record in run.records):
+            _lanes(figure.add_subplot(below, sharex=shared), run)
 
 
 def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -83,6 +84,7 @@ def main() -> int:
         cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
         with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as field:
             rows, failed = measure(field, names, console)
+            pictures = field.pictures
         lines = table(rows) + [f"- {name} could not be measured: {why}" for name, why in failed.items()]
         print("\n".join(lines))
         whole = len(names) == len(GOALS) and not options.quick
@@ -90,6 +92,11 @@ def main() -> int:
             figures = {"quick": options.quick, "peers": peers and vllm.version(peers), "failed": failed}
             results.save(save, figures | {"rows": [as_json(row) for row in rows]})
             save.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            if find_spec("matplotlib") is None:
+                console.print("no pictures: matplotlib is not installed (make bench does that)")
+            else:
+                for name, draw in pictures.items():
+                    draw(save.with_name(f"{save.stem}-{name}.png"))
     except StartError as error:
         print(error, file=sys.stderr)
         return 1

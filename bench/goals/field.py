@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -28,6 +28,7 @@ from common.errors import StartError
 MAX_MODEL_LEN, MAX_NUM_SEQS, KV_GIB = 8192, 64, 1
 """Equal for all; the KV of 64 sequences of more than 1,300 tokens of an 82 M-parameter model."""
 _IDS_SEED = 1 << 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Field:
     _seed: int = _IDS_SEED
     remembered: dict[str, Any] = field(default_factory=dict)
     """What several goals need and one of them has measured."""
+    pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    """What there is to be drawn of all that was measured, by name: each into a file."""
 
     # -- systems ------------------------------------------------------------------------------------------------------
 
@@ -165,9 +168,9 @@ class Field:
         show_errors(self.console, run.records)
         return run
 
-    def alternate(self, systems: Sequence[System], once: Callable[[System], float]) -> dict[System, list[float]]:
+    def alternate(self, systems: Sequence[System], once: Callable[[System], T]) -> dict[System, list[T]]:
         """What ``once`` finds of each system, in rounds that have all of them in turn."""
-        found: dict[System, list[float]] = {system: [] for system in systems}
+        found: dict[System, list[T]] = {system: [] for system in systems}
         for _ in range(self.effort.rounds):
             for system in systems:
                 found[system].append(once(system))

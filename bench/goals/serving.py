@@ -10,12 +10,13 @@ import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from bench import results
+from bench import plots, results
 from bench.arrivals import arrivals
 from bench.client import Record
 from bench.cost import CostModel, measure
@@ -72,8 +73,9 @@ def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int,
     return [seconds / usual[nearest[number // STRETCH]] for number, seconds in gaps]
 
 
-def interference(field: Field, system: System) -> float:
-    """P99 time between tokens while long prompts arrive, in medians of the same streams when none does."""
+def interference(field: Field, system: System) -> tuple[float, Run]:
+    """P99 time between tokens while long prompts arrive, in medians of the same streams when none does; and the run
+    in which they do."""
 
     def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
@@ -84,14 +86,19 @@ def interference(field: Field, system: System) -> float:
     _, first = streams(field.effort.streamed_tokens, "finding their pace")
     tokens = math.ceil(field.effort.seconds / statistics.median(seconds for _, seconds in first))
     run, alone = streams(tokens, "undisturbed")
-    _, disturbed = streams(tokens, "with long prompts between", max(1, math.floor(run.seconds / INTRUDER_EVERY_S)))
-    return float(np.percentile(in_usual(disturbed, alone), 99))
+    intruders = max(1, math.floor(run.seconds / INTRUDER_EVERY_S))
+    run, disturbed = streams(tokens, "with long prompts between", intruders)
+    return float(np.percentile(in_usual(disturbed, alone), 99)), run
 
 
 def c8(field: Field) -> list[Row]:
     """Decode does not notice that others' prompts are computed."""
     systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
-    found = field.alternate(systems, lambda system: interference(field, system))
+    rounds = field.alternate(systems, lambda system: interference(field, system))
+    found = {system: [ratio for ratio, _ in each] for system, each in rounds.items()}
+    last = {system: each[-1][1] for system, each in rounds.items()}
+    field.pictures["streams"] = partial(plots.draw_distributions, {str(system): run for system, run in last.items()})
+    field.pictures["timeline"] = partial(plots.draw_timelines, {str(OURS): last[OURS]})
     what = f"P99 between tokens of {STREAMS} streams, in undisturbed medians, a {INTRUDER:,}-token prompt every"
     row = Row(
         "C8",
@@ -184,6 +191,9 @@ def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
 
     able = field.open(*systems)
     curves = search({system: attempt(system) for system in able}, {system: first(system) for system in able})
+    lines = {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
+    shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
+    field.pictures["attainment"] = partial(plots.draw_attainment, lines, wanted=ATTAINMENT, objectives=shown)
     return {system: highest(curve, ATTAINMENT) for system, curve in curves.items()}
 
 

@@ -232,7 +232,7 @@ def test_gaps_are_in_medians_of_the_same_stretch_of_a_stream() -> None:
     assert serving.in_usual([(3, 0.03), (40, 0.03)], alone) == pytest.approx([3.0, 1.5])
 
 
-def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system() -> None:
+def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system(tmp_path: Path) -> None:
     def answer(system: System, ask: Ask, at: float) -> Record:
         if ask.prompt_tokens == serving.INTRUDER or ask.output_tokens == QUICK.streamed_tokens:
             return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at)
@@ -245,6 +245,15 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
     assert all(each.met is None for each in others)
+    assert drawn(scripted, tmp_path) == ["streams", "timeline"]
+
+
+def drawn(scripted: Scripted, folder: Path) -> list[str]:
+    """The pictures that there are, each a PNG of some size."""
+    for name, draw in scripted.pictures.items():
+        draw(path := folder / f"{name}.png")
+        assert path.read_bytes()[1:4] == b"PNG" and path.stat().st_size > 10_000
+    return sorted(scripted.pictures)
 
 
 # -- C9 ---------------------------------------------------------------------------------------------------------------
@@ -267,7 +276,7 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
         assert highest(curve, 0.9).rate == pytest.approx(capacity[system], rel=0.1)
 
 
-def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing() -> None:
+def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing(tmp_path: Path) -> None:
     """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
     capacity = {("1p1d", None): 4.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
 
@@ -286,6 +295,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
     together = scripted.opened[-1]
     assert together == (OURS, System("1c", budget=256), System("vllm", budget=512), VLLM_1P1D)
+    assert drawn(scripted, tmp_path) == ["attainment"]
 
 
 def test_without_peers_goodput_is_reported_against_our_own_only() -> None:

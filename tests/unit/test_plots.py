@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,20 @@ RUNS = {
 }
 
 
+PICTURES: dict[str, Callable[[dict[str, Run], list[Objective]], None]] = {
+    "all": lambda runs, objectives: plots.draw_runs(runs, Path("run.png"), objectives),
+    "distributions": lambda runs, objectives: plots.draw_distributions(runs, Path("run.png"), objectives),
+    "timelines": lambda runs, objectives: plots.draw_timelines(runs, Path("run.png")),
+}
+
+
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("objectives", [[], [Objective("ttft", 40.0), Objective("tpot", 8.0)]], ids=["", "bounds"])
-def test_labels_stay_apart(runs: dict[str, Run], objectives: list[Objective], figure: list[Any]) -> None:
-    plots.draw_runs(runs, Path("run.png"), objectives)
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_labels_stay_apart(
+    runs: dict[str, Run], objectives: list[Objective], draw: Callable[..., None], figure: list[Any]
+) -> None:
+    draw(runs, objectives)
     canvas = FigureCanvasAgg(figure[0])
     canvas.draw()
     for axes in figure[0].axes:
