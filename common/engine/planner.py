@@ -33,14 +33,16 @@ Rank = tuple[int, bool, int]
 @dataclass(slots=True)
 class _Entry:
     """A sequence and its place; ``table`` is None while it waits. ``turn`` is the number of the last turn
-    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``chain`` keeps
-    its prefix keys between attempts."""
+    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``admitted``: it
+    runs because there was a place for it, not because it came with its KV. ``chain`` keeps its prefix keys between
+    attempts."""
 
     rank: Rank
     sequence: Sequence
     table: BlockTable | None = None
     turn: int = 0
     parked: bool = False
+    admitted: bool = False
     chain: list[ChainKey] = field(default_factory=list)
 
 
@@ -106,7 +108,7 @@ class Planner:
     @property
     def parked(self) -> bool:
         """Whether a sequence that had already started here waits for blocks: it outranks new reservations. One that
-        lost another worker had none here yet, and may wait for a slot only."""
+        lost another worker had none here yet."""
         return any(entry.parked for entry in self._waiting)
 
     def resting(self) -> set[RequestId]:
@@ -228,13 +230,22 @@ class Planner:
 
     def _plan_waiting(self, segments: list[Segment], budget: int) -> None:
         """Admits in rank order and stops at the first that does not fit: a long prompt is not overtaken for ever."""
-        while self._waiting and budget > 0 and len(segments) < self.max_sequences:
+        while self._waiting:
             entry = self._waiting[0]
-            if len(self._running) >= self.max_sequences or not self._admit(entry):
+            if not (budget > 0 if len(self._running) < self.max_sequences else self._takes_turns(entry)):
+                return
+            if not self._admit(entry):
                 return
             self._waiting.pop(0)
             bisect.insort(self._running, entry, key=lambda each: each.rank)
-            budget -= self._chunk(segments, entry, budget)
+            if budget > 0 and len(segments) < self.max_sequences:
+                budget -= self._chunk(segments, entry, budget)
+
+    def _takes_turns(self, entry: _Entry) -> bool:
+        """Whether it gets a place though as many run as a step has: what comes with its KV runs at once, and would keep
+        it waiting for ever. Only those that it does not outrank may."""
+        admitted = sum(each.admitted for each in self._running)
+        return admitted < self.max_sequences and entry.rank < self._running[self.max_sequences - 1].rank
 
     def _chunk(self, segments: list[Segment], entry: _Entry, budget: int) -> int:
         length = min(entry.sequence.missing, budget)
@@ -256,7 +267,7 @@ class Planner:
             self._short = True
             return False
         self.cache.admit(table, len(sequence.tokens))
-        entry.table, sequence.computed, entry.parked = table, table.cached_tokens, False
+        entry.table, sequence.computed, entry.parked, entry.admitted = table, table.cached_tokens, False, True
         return True
 
     def _room(self, entry: _Entry) -> bool:

@@ -398,13 +398,43 @@ def test_the_newest_is_parked_when_blocks_run_out_and_comes_back_first() -> None
     assert not planner.parked
 
 
-def test_who_lost_another_worker_and_waits_for_a_slot_was_not_parked() -> None:
-    planner = small(blocks=60, max_sequences=1)
+def test_who_lost_another_worker_and_waits_for_blocks_was_not_parked() -> None:
+    planner = small(blocks=2)
     planner.add(simple(8, 5))
     advance(planner)
     planner.add(simple(8, 5, index=1, emitted=[7, 8]))
     advance(planner)
     assert (planner.waiting, planner.parked) == (1, False)
+
+
+def test_those_whose_kv_is_handed_over_do_not_keep_a_prompt_from_its_place() -> None:
+    """As many run as a step has places, always, and each time one ends another's KV lands."""
+    planner = small(blocks=60)
+    streams = [simple(8, 50, index=index) for index in range(6)]
+    for stream in streams:
+        adopt(planner, stream)
+    advance(planner)
+    planner.add(prompt := simple(40, 5, index=50))
+    for index in range(6, 30):
+        planner.finish(streams.pop(0))
+        streams.append(simple(8, 50, index=index))
+        adopt(planner, streams[-1])
+        for _ in range(4):
+            advance(planner)
+        if prompt.computed:
+            break
+    assert index == 8, "when three of the four that the step has places for are still of those that came before"
+
+
+def test_a_stream_that_lost_its_worker_is_not_kept_waiting_by_as_many_as_a_step_has_places() -> None:
+    planner = small(blocks=60)
+    streams = [simple(8, 50, index=index) for index in range(6)]
+    for stream in streams:
+        adopt(planner, stream)
+    planner.add(moved := simple(8, 50, index=6, emitted=[7, 8]))
+    for _ in range(12):
+        advance(planner)
+    assert moved.output_length >= 6, "it takes turns with them"
 
 
 def test_a_failed_segment_is_not_counted_as_computed() -> None:
