@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ class BlockArray:
 
     def __init__(self, layout: KvLayout, raw: Bytes) -> None:
         self.layout, self.raw = layout, raw
+        self._parts: dict[int, tuple[_Part, _Part]] = {}
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
@@ -48,8 +50,8 @@ class BlockArray:
         size = self.layout.range_bytes(layers.start, layers.stop, len(tokens))
         buffer = np.empty(size, np.uint8) if out is None else out
         rows = _Rows(table, tokens, self.layout.block_size)
-        for part, canonical in self._parts(buffer, rows, layers):
-            part.copy_out(self.raw, rows, canonical)
+        for slab, canonical in self._places(buffer, rows.tokens, layers):
+            rows.copy_out(slab, canonical)
         return buffer
 
     def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
@@ -57,23 +59,38 @@ class BlockArray:
         ``dtype`` (default: the pool's own) and become the pool's."""
         own = converted(data, dtype or self.layout.dtype, self.layout.dtype)
         rows = _Rows(table, tokens, self.layout.block_size)
-        for part, canonical in self._parts(own, rows, layers):
-            part.copy_in(self.raw, rows, canonical)
+        for slab, canonical in self._places(own, rows.tokens, layers):
+            rows.copy_in(slab, canonical)
 
-    def _parts(self, data: Bytes, rows: _Rows, layers: range) -> Iterator[tuple[_Part, Bytes]]:
-        """Keys and values of each layer and shard, with their rows of canonical ``data``, [tokens, row_bytes] each."""
-        layout, at = self.layout, 0
+    def _places(self, data: Bytes, tokens: int, layers: range) -> Iterator[tuple[Bytes, Bytes]]:
+        """Keys and values of each layer and shard: where they lie in every block, [blocks, block_size, row_bytes], and
+        their rows of canonical ``data``, [tokens, row_bytes]."""
+        at = 0
         for index in layers:
-            layer, inside = layout.layers[index], layout.layer_offsets[index]
-            for width in (layer.k_dim, layer.v_dim):
-                row_bytes = layer.kv_heads * width * layout.element_bytes
-                part_bytes = row_bytes // layout.head_shards
-                whole = data[at : at + row_bytes * rows.tokens].reshape(rows.tokens, row_bytes)
-                for shard in range(layout.head_shards):
-                    part = _Part(shard * layout.shard_bytes + inside, part_bytes, layout.block_size)
-                    yield part, whole[:, shard * part_bytes : (shard + 1) * part_bytes]
-                inside += part_bytes * layout.block_size
-                at += row_bytes * rows.tokens
+            if (parts := self._parts.get(index)) is None:
+                parts = self._parts[index] = self._parts_of(index)
+            for part in parts:
+                end = at + part.row_bytes * tokens
+                whole, at = data[at:end].reshape(tokens, part.row_bytes), end
+                for slab, columns in part.shards:
+                    yield slab, whole[:, columns]
+
+    def _parts_of(self, index: int) -> tuple[_Part, _Part]:
+        """Keys and values of layer ``index``."""
+        layout, layer, inside = self.layout, self.layout.layers[index], self.layout.layer_offsets[index]
+        parts = []
+        for width in (layer.k_dim, layer.v_dim):
+            row_bytes = layer.kv_heads * width * layout.element_bytes
+            own, shards = row_bytes // layout.head_shards, []
+            for shard in range(layout.head_shards):
+                first = shard * layout.shard_bytes + inside
+                slab = self.raw[:, first : first + own * layout.block_size]
+                shards.append(
+                    (slab.reshape(len(self.raw), layout.block_size, own), slice(shard * own, (shard + 1) * own))
+                )
+            parts.append(_Part(row_bytes, tuple(shards)))
+            inside += own * layout.block_size
+        return parts[0], parts[1]
 
 
 class KvMemory(BlockArray):
@@ -106,11 +123,11 @@ class KvMemory(BlockArray):
         return memory
 
     def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
-        self.layout, self.blocks = layout, blocks
+        self.blocks = blocks
         offset, size = _bytes_of(layout, blocks)
         self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
         whole: Bytes = np.frombuffer(self._mmap, np.uint8)
-        self.raw = whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes)
+        super().__init__(layout, whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes))
         self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
 
     @property
@@ -124,7 +141,7 @@ class KvMemory(BlockArray):
 
     def close(self) -> None:
         """Unmaps; views must not be used afterwards."""
-        del self.raw, self.generations
+        del self.raw, self.generations, self._parts
         os.close(self.fd)
         self.fd = -1
         try:
@@ -149,47 +166,35 @@ class _Rows:
                 self.edges.append((table[whole_first - 1], block_size - head, head, 0))
             if tail := last - whole_last * block_size:
                 self.edges.append((table[whole_last], 0, tail, whole_last * block_size - first))
-        self.whole = np.asarray(table[whole_first:whole_last], np.intp)
-        self.whole_at = whole_first * block_size - first
-        count = len(self.whole)
-        start = int(self.whole[0]) if count else 0
-        self.run = (
-            slice(start, start + count)
-            if count and int(self.whole[-1]) - start == count - 1 and bool((np.diff(self.whole) == 1).all())
-            else None
-        )
+        self.whole: slice | npt.NDArray[np.intp] | None = None
+        """Blocks that are whole in it; neighbours, which are copied as one, as a slice."""
+        self.inner = slice(whole_first * block_size - first, whole_last * block_size - first)
+        """Their rows in the canonical range."""
+        if whole_first < whole_last:
+            whole = table[whole_first:whole_last]
+            blocks: list[int] = whole.tolist() if isinstance(whole, np.ndarray) else [*whole]
+            run = range(blocks[0], blocks[0] + len(blocks))
+            self.whole = slice(run.start, run.stop) if blocks == [*run] else np.array(blocks, np.intp)
 
-
-class _Part:
-    """Keys or values of one layer in one shard: where they lie in a block."""
-
-    def __init__(self, offset: int, row_bytes: int, block_size: int) -> None:
-        self.offset, self.row_bytes, self.block_size = offset, row_bytes, block_size
-
-    def _slab(self, raw: Bytes) -> Bytes:
-        """The part in every block, [blocks, block_size, row_bytes]."""
-        slab = raw[:, self.offset : self.offset + self.row_bytes * self.block_size]
-        return slab.reshape(len(raw), self.block_size, self.row_bytes)
-
-    def _whole(self, canonical: Bytes, rows: _Rows) -> Bytes:
-        """The rows of whole blocks, [whole blocks, block_size, row_bytes]; a view like all the others."""
-        count = len(rows.whole)
-        inner = canonical[rows.whole_at : rows.whole_at + count * self.block_size]
-        return inner.reshape(count, self.block_size, self.row_bytes)
-
-    def copy_out(self, raw: Bytes, rows: _Rows, out: Bytes) -> None:
-        slab = self._slab(raw)
-        if len(rows.whole):
-            self._whole(out, rows)[:] = slab[rows.run] if rows.run is not None else slab[rows.whole]
-        for block, row, count, at_row in rows.edges:
+    def copy_out(self, slab: Bytes, out: Bytes) -> None:
+        if self.whole is not None:
+            out[self.inner].reshape(-1, *slab.shape[1:])[:] = slab[self.whole]
+        for block, row, count, at_row in self.edges:
             out[at_row : at_row + count] = slab[block, row : row + count]
 
-    def copy_in(self, raw: Bytes, rows: _Rows, data: Bytes) -> None:
-        slab = self._slab(raw)
-        if len(rows.whole):
-            slab[rows.run if rows.run is not None else rows.whole] = self._whole(data, rows)
-        for block, row, count, at_row in rows.edges:
+    def copy_in(self, slab: Bytes, data: Bytes) -> None:
+        if self.whole is not None:
+            slab[self.whole] = data[self.inner].reshape(-1, *slab.shape[1:])
+        for block, row, count, at_row in self.edges:
             slab[block, row : row + count] = data[at_row : at_row + count]
+
+
+class _Part(NamedTuple):
+    """Keys or values of one layer: bytes of a canonical row, and for each shard where it lies in every block,
+    [blocks, block_size, its row bytes], and its columns of a row."""
+
+    row_bytes: int
+    shards: tuple[tuple[Bytes, slice], ...]
 
 
 def host_id() -> str:
