@@ -9,6 +9,8 @@ computable in a few lines (:func:`oracle_stream`). No torch: a process with it s
 
 from __future__ import annotations
 
+import functools
+import io
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -19,11 +21,17 @@ import xxhash
 from common.ids import SequenceId
 from common.kv.cache import BlockCopy
 from common.kv.convert import Bytes, converted
-from common.kv.layout import KvDtype, KvLayout, LayerLayout
-from common.kv.memory import KvMemory
+from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
+from common.kv.memory import KvMemory, Table
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
+_PARTS = [
+    (index, part, layer.kv_heads * width)
+    for index, layer in enumerate(LAYERS)
+    for part, width in enumerate((layer.k_dim, layer.v_dim))
+]
+"""Layer, keys (0) or values (1), and how many elements these have at one position."""
 VOCABULARY = 1000
 _NOISE, _SCALE = np.uint16(0x87FF), np.uint16(0x3800)
 """Of a bfloat16 number: what is random (sign, low exponent, mantissa) and what is fixed, so that it lies between 2^-15
@@ -38,30 +46,28 @@ def _roll(before: int, token: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QI", before, token), 7)
 
 
+@functools.lru_cache(1 << 13)
+def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
+    """Keys and values of each layer of the position with this rolling hash; made once for all that compute it."""
+    noise = b"".join([_row(rolled, index, part, width) for index, part, width in _PARTS])
+    patterns = np.frombuffer(noise, np.uint16) & _NOISE | _SCALE
+    numbers = io.BytesIO(converted(patterns.view(np.uint8), "bfloat16", dtype))
+    return [numbers.read(width * ELEMENT_BYTES[dtype]) for _, _, width in _PARTS]
+
+
 def _row(rolled: int, layer: int, part: int, width: int) -> bytes:
-    """Noise for ``width`` elements (2 bytes each) of keys (part 0) or values (part 1) of one position."""
-    text = b"".join(xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, i)) for i in range(-(-width // 8)))
-    return text[: 2 * width]
+    """Noise for ``width`` elements (2 bytes each, at most 8) of keys (part 0) or values (part 1) of one position."""
+    return xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, 0))[: 2 * width]
 
 
 def canonical(layout: KvLayout, rolled: list[int], layers: range) -> Bytes:
     """The right canonical bytes of the positions whose rolling hashes are given."""
-    parts = [
-        _row(value, index, part, layout.layers[index].kv_heads * width)
-        for index in layers
-        for part, width in enumerate((layout.layers[index].k_dim, layout.layers[index].v_dim))
-        for value in rolled
-    ]
-    return _numbers(b"".join(parts), layout.dtype)
+    positions = [_columns(value, layout.dtype) for value in rolled]
+    columns = range(2 * layers.start, 2 * layers.stop)
+    return np.frombuffer(b"".join([position[column] for column in columns for position in positions]), np.uint8)
 
 
-def _numbers(noise: bytes, dtype: KvDtype) -> Bytes:
-    """Elements of ``dtype`` from two bytes of noise each."""
-    patterns = np.frombuffer(noise, np.uint16) & _NOISE | _SCALE
-    return converted(patterns.view(np.uint8), "bfloat16", dtype)
-
-
-def _choose(everything: Bytes, seed: int, choice: int, position: int) -> int:
+def _choose(everything: bytes | Bytes, seed: int, choice: int, position: int) -> int:
     """The next token after canonical bytes of float32 elements."""
     digest = xxhash.xxh3_64_intdigest(everything)
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<QQII", digest, seed & (2**64 - 1), choice, position))
@@ -72,15 +78,13 @@ def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list
     """The ``count`` output tokens that a request must get."""
     rolled = 0
     output: list[int] = []
-    columns = [bytearray() for _ in range(2 * len(LAYERS))]  # noise of each layer's keys and values
+    columns = [bytearray() for _ in _PARTS]
     for at in range(len(prompt) + count - 1):
         rolled = _roll(rolled, prompt[at] if at < len(prompt) else output[-1])
-        for index, layer in enumerate(LAYERS):
-            for part, width in enumerate((layer.k_dim, layer.v_dim)):
-                columns[2 * index + part] += _row(rolled, index, part, layer.kv_heads * width)
+        for column, row in zip(columns, _columns(rolled, "float32"), strict=True):
+            column += row
         if at >= len(prompt) - 1:
-            everything = _numbers(b"".join(columns), "float32")
-            output.append(_choose(everything, seed, choice, len(output)))
+            output.append(_choose(b"".join(columns), seed, choice, len(output)))
     return output
 
 
@@ -136,11 +140,11 @@ class OracleEngine:
             values.append(_roll(values[-1] if values else 0, token))
         return values
 
-    def _sample(self, segment: Segment, table: Iterable[int]) -> list[int]:
+    def _sample(self, segment: Segment, table: Table) -> list[int]:
         if not segment.wants_token:
             return []
         sequence = segment.sequence
-        data = self.memory.read(list(table), range(segment.end), range(len(LAYERS)))
+        data = self.memory.read(table, range(segment.end), range(len(LAYERS)))
         everything = converted(data, self.layout.dtype, "float32")
         seed, position = sequence.request.sampling.seed, sequence.output_length
         return [_choose(everything, seed, choice, position) for choice in sequence.choices]
