@@ -10,7 +10,6 @@ computable in a few lines (:func:`oracle_stream`). No torch: a process with it s
 from __future__ import annotations
 
 import functools
-import io
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -27,11 +26,11 @@ from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
 _PARTS = [
-    (index, part, layer.kv_heads * width)
+    (struct.pack("<III", index, part, 0), layer.kv_heads * width)
     for index, layer in enumerate(LAYERS)
     for part, width in enumerate((layer.k_dim, layer.v_dim))
 ]
-"""Layer, keys (0) or values (1), and how many elements these have at one position."""
+"""Keys (part 0) and values (1) of each layer: a name, and how many elements (at most 8) they have at one position."""
 VOCABULARY = 1000
 _NOISE, _SCALE = np.uint16(0x87FF), np.uint16(0x3800)
 """Of a bfloat16 number: what is random (sign, low exponent, mantissa) and what is fixed, so that it lies between 2^-15
@@ -49,15 +48,14 @@ def _roll(before: int, token: int) -> int:
 @functools.lru_cache(1 << 13)
 def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
     """Keys and values of each layer of the position with this rolling hash; made once for all that compute it."""
-    noise = b"".join([_row(rolled, index, part, width) for index, part, width in _PARTS])
+    key, size, columns, at = struct.pack("<Q", rolled), ELEMENT_BYTES[dtype], [], 0
+    noise = b"".join([xxhash.xxh3_128_digest(key + name)[: 2 * width] for name, width in _PARTS])
     patterns = np.frombuffer(noise, np.uint16) & _NOISE | _SCALE
-    numbers = io.BytesIO(converted(patterns.view(np.uint8), "bfloat16", dtype))
-    return [numbers.read(width * ELEMENT_BYTES[dtype]) for _, _, width in _PARTS]
-
-
-def _row(rolled: int, layer: int, part: int, width: int) -> bytes:
-    """Noise for ``width`` elements (2 bytes each, at most 8) of keys (part 0) or values (part 1) of one position."""
-    return xxhash.xxh3_128_digest(struct.pack("<QIII", rolled, layer, part, 0))[: 2 * width]
+    numbers = converted(patterns.view(np.uint8), "bfloat16", dtype).tobytes()
+    for _, width in _PARTS:
+        columns.append(numbers[at : at + width * size])
+        at += width * size
+    return columns
 
 
 def canonical(layout: KvLayout, rolled: list[int], layers: range) -> Bytes:

@@ -35,7 +35,9 @@ class Clock:
 
     def at(self, time: float, action: Callable[..., object], *arguments: Any) -> Event:
         event = Event(action, arguments)
-        heapq.heappush(self.events, (max(time, self.now), next(self._orders), event))
+        if time < self.now:
+            time = self.now
+        heapq.heappush(self.events, (time, next(self._orders), event))
         return event
 
     def after(self, seconds: float, action: Callable[..., object], *arguments: Any) -> Event:
@@ -63,9 +65,6 @@ class Process:
         self.alive, self.stopped = True, False
         self.spent = 0.0
         self._held: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-
-    def time(self) -> float:
-        return self.clock.now + self.spent
 
     def run(self, action: Callable[..., object], *arguments: Any) -> None:
         """Now, when it goes on, or never."""

@@ -465,7 +465,8 @@ class SimulatedChannels(Channels):
         self.network, self.process, self._wake = network, process, wake
 
     def clock(self) -> float:  # type: ignore[override]
-        return self.process.time()
+        process = self.process
+        return process.clock.now + process.spent
 
     def router(self, address: str, *, kv: bool = False) -> Any:
         bound = self.network.address(address)
