@@ -7,8 +7,9 @@ it; it sends the last snapshot that the worker published, and how long the runni
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from common.channel import Channels, Heart, identity, receive, send
 from common.errors import WireError
@@ -21,8 +22,7 @@ KNOCK_S = 2.0
 since our key is not let in, this may have been corrected by then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """What a worker tells about itself; immutable, swapped whole. ``live`` and ``resting`` are request ids, joined."""
 
     live: bytes = b""
@@ -34,7 +34,7 @@ class Snapshot:
     waiting: int = 0
     waiting_tokens: int = 0
     draining: bool = False
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = {}
     longest_step_s: float = 0.0
     resting: bytes = b""
 

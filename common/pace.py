@@ -21,12 +21,15 @@ class Pace:
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], deque[float]] = {}
         self._last: deque[float] = deque(maxlen=REMEMBERED)
+        self.longest = 0.0
+        """The longest of the last steps, in seconds; 0 before the first."""
 
     def took(self, tokens: int, attended: int, seconds: float) -> None:
         """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
         self._sizes.setdefault(size, deque(maxlen=REMEMBERED)).append(seconds)
         self._last.append(seconds)
+        self.longest = max(self._last)
 
     def expect(self, tokens: int, attended: int) -> float:
         """Seconds that such a step may well take."""
@@ -40,8 +43,3 @@ class Pace:
             return min(larger)
         beyond = max(size[0] - max(each[0] for each in took), size[1] - max(each[1] for each in took), 0)
         return float(max(took.values()) * 2.0**beyond)
-
-    @property
-    def longest(self) -> float:
-        """The longest of the last steps, in seconds; 0 before the first."""
-        return max(self._last, default=0.0)

@@ -354,6 +354,8 @@ class Worker(abc.ABC):
 
     def _reap(self) -> None:
         """After hand-offs were looked after: one that is just being let go is not a lost Abort."""
+        if not self._unlisted:
+            return
         unlisted, self._unlisted = self._unlisted, set()
         for transfer in unlisted & self.holdings():
             log.warning("request %s is not listed any more: dropped", transfer)

@@ -33,6 +33,8 @@ def _to_float32(data: Bytes, source: KvDtype) -> npt.NDArray[np.float32]:
 def _from_float32(values: npt.NDArray[np.float32], target: KvDtype) -> Bytes:
     if target == "bfloat16":
         return _upper_halves(values.view(np.uint32)).view(np.uint8)
+    if target == "float32":
+        return values.view(np.uint8)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what they warn of is what is meant
         return values.astype(target, copy=False).view(np.uint8)
 

@@ -11,7 +11,7 @@ family of prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-L
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from common.errors import InvariantBroken, OutOfBlocks
@@ -79,10 +79,9 @@ class BlockPool:
         """How many blocks ``holder`` holds."""
         return self._held[holder]
 
-    def strays(self, live: Iterable[Holder]) -> int:
+    def strays(self, live: Container[Holder]) -> int:
         """Blocks held under names that are neither ``cache`` nor in ``live``: cheap, for a metric."""
-        known = {CACHE, *live}
-        return sum(count for holder, count in self._held.items() if holder not in known)
+        return sum([count for holder, count in self._held.items() if holder not in live and holder != CACHE])
 
     def leaks(self, live: Iterable[Holder] = ()) -> dict[BlockId, set[Holder]]:
         """Blocks with holders other than ``cache`` that are not in ``live``; at quiescence ``{}``."""
