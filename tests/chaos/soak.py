@@ -7,6 +7,7 @@ long, and every fault have happened; its totals go to a file, from which a later
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import signal
@@ -122,12 +123,14 @@ HITS: dict[str, Hit] = {
 }
 
 
-async def _break_things(house: House, faults: Counter[str], first: int, every_s: float) -> None:
-    """A fault every ``every_s``, in turn; each is proved, and healed (or its process started again) after LASTS_S.
-    Stuck if one did not happen."""
+async def _break_things(house: House, faults: Counter[str], first: int, every_s: float, over: asyncio.Event) -> None:
+    """A fault every ``every_s`` until it is ``over``, in turn; each is proved, and healed (or its process started
+    again) after LASTS_S. Stuck if one did not happen."""
     names, due = list(HITS), clock() + every_s / 2
     while True:
-        await asyncio.sleep(max(0.0, due - clock()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), max(0.0, due - clock()))
+            return
         due = max(due + every_s, clock())
         name = names[(first + faults.total()) % len(names)]
         proof = await HITS[name](house)
@@ -182,9 +185,10 @@ async def _leg(house: House, total: Figures, count: int, at_once: int, every_s: 
         worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
-    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total(), every_s))
+    over = asyncio.Event()
+    breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total(), every_s, over))
     await crowd(house, asks, at_once, leave=lambda ask: leaving.get(id(ask), 0))
-    breaking.cancel()
+    over.set()
     (broke,) = await asyncio.gather(breaking, return_exceptions=True)
     if isinstance(broke, Exception):
         total.wrong.append(str(broke))
