@@ -129,7 +129,9 @@ async def _break_things(house: House, faults: Counter[str], first: int, every_s:
     names, due = list(HITS), clock() + every_s / 2
     while True:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), max(0.0, due - clock()))
+            async with asyncio.timeout(max(0.0, due - clock())):
+                await over.wait()
+        if over.is_set():
             return
         due = max(due + every_s, clock())
         name = names[(first + faults.total()) % len(names)]
