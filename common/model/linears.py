@@ -165,7 +165,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
     """Whether our own linear layers of ``dtype`` are the faster ones here.
 
-    They are on AVX-512; for bfloat16 if there are instructions for it, and no tiles (AMX), which only oneDNN uses. With
+    They are on AVX-512; for bfloat16 if there are instructions for it, and tiles where the processor has them. With
     ``int8`` weights they are everywhere: torch's own operator measured a third of the speed of the bfloat16 layer.
     """
     library = native.library()
@@ -174,7 +174,8 @@ def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
     if int8:
         return True
     if dtype == torch.bfloat16:
-        return library.variants[0] == "avx512_bf16" and "amx_bf16" not in device.cpu_flags()
+        fastest = library.variants[0]
+        return fastest == "amx_bf16" or (fastest == "avx512_bf16" and "amx_bf16" not in device.cpu_flags())
     return dtype == torch.float32 and "avx512" in library.variants
 
 

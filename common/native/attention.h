@@ -243,6 +243,52 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
     }
 }
 
+#if HAS_AMX
+/* The same of bfloat16 in tile registers; weights lie TOKENS behind one another. */
+static void NAME(amx_attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                  long first, long tokens, long valid, int head)
+{
+    struct NAME(tiles) now = {};
+    long steps = KEY_STEPS(layer, 1), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
+    const uint32_t *query = s->query + head * count * steps;
+    float *out = s->out + head * count * padded;
+    for (long row = 0; row < count; row += BLOCK_ROWS) {
+        int rows = count - row < BLOCK_ROWS ? (int)(count - row) : BLOCK_ROWS, shrunk = 0;
+        long first_position = task->position + row / layer->group;
+        long last_position = task->position + (row + rows - 1) / layer->group;
+        long seen = layer->window ? first_position - layer->window + 1 : 0;
+        if (last_position < first || seen >= first + tokens)
+            continue;
+        long here = last_position + 1 - first < tokens ? ROUND_UP(last_position + 1 - first, GROUP) : tokens;
+        for (long column = 0; column < here; column += PANEL) {
+            int width = (int)((here - column < PANEL ? here - column : PANEL) / LANES);
+            struct NAME(panel) keys = {.words = s->keys + column * steps, .row = PANEL, .width = width};
+            NAME(amx_block)(&now, rows, query + row * steps, steps, keys, steps, s->scores + column, TOKENS, 0);
+        }
+        for (int r = 0; r < rows; r++) {
+            long position = task->position + (row + r) / layer->group, place = head * count + row + r;
+            long low = layer->window ? position - layer->window + 1 - first : 0;
+            long high = position + 1 - first < valid ? position + 1 - first : valid;
+            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, s->weights + r * TOKENS / 2, here, low, high, 1,
+                                       s->highest + place, s->sums + place * LANES);
+            shrunk |= s->shrink[r] != 1;
+        }
+        if (shrunk)
+            for (int r = 0; r < rows; r++)
+                for (long d = 0; d < padded; d += LANES)
+                    *(floats *)(out + (row + r) * padded + d) *= s->shrink[r];
+        for (long column = 0; column < padded; column += PANEL) {
+            long width = padded - column < PANEL ? padded - column : PANEL;
+            struct NAME(panel) values = {
+                .words = s->values + column * (tokens / 2), .row = width, .width = (int)(width / LANES)};
+            NAME(amx_block)(&now, rows, (const uint32_t *)s->weights, TOKENS / 2, values, here / 2,
+                            out + row * padded + column, padded, 1);
+        }
+    }
+    NAME(tear_down)();
+}
+#endif
+
 /* -- few rows of float32 ------------------------------------------------------------------------------------------- */
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for ``width`` vectors of dimensions from ``column``
@@ -531,6 +577,12 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
                 continue;
             }
             NAME(pack)(layer, &at, head, ROUND_UP(valid, GROUP), valid, pairs, s);
+#if HAS_AMX
+            if (pairs) {
+                NAME(amx_attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head);
+                continue;
+            }
+#endif
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }
     }

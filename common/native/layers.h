@@ -84,7 +84,7 @@ INLINE floats NAME(activate)(floats x, enum activation activation)
 
 /* A tile's sums, finished and written: bias, then either the gate of neighbouring vectors or what was there before. */
 INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows,
-                              long column, int width, floats sums[TILE_ROWS][TILE_VECTORS])
+                              long column, int width, floats sums[][TILE_VECTORS])
 {
     int step = linear->activation ? 2 : 1;
     for (int r = 0; r < rows; r++)
@@ -128,7 +128,10 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
     long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
     const int8_t *weight = (const int8_t *)linear->packed + column * linear->in;
     const uint32_t *from = product->from;
-    floats sums[BYTE_TILES][TILE_ROWS][TILE_VECTORS];
+    floats sums[BYTE_TILES * TILE_ROWS][TILE_VECTORS];
+#if HAS_AMX
+    struct NAME(tiles) tiles = {};
+#endif
     uint32_t some[SOME_STEPS * PANEL];
     for (long done = 0; done < steps; done += SOME_STEPS) {
         long now = steps - done < SOME_STEPS ? steps - done : SOME_STEPS, bytes = words_wide * now * each;
@@ -136,14 +139,25 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         for (long line = 0; line < bytes; line += 64)
             __builtin_prefetch(here + 4 * bytes + line, 0, 2);
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
-        for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
+#if HAS_AMX
+        if (pairs) {
+            struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
+            for (long row = start; row < end; row += BLOCK_ROWS)
+                NAME(amx_block)(&tiles, end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS,
+                                from + row * stride + done, stride, words, now, (float *)sums[row - start], PANEL,
+                                done > 0);
+            continue;
+        }
+#endif
+        for (long row = start; row < end; row += TILE_ROWS)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
-                                from + row * stride + done, stride, some, now, (float *)sums[tile], PANEL,
-                                done ? NAME(all) : NULL, NULL, 0);
+                                from + row * stride + done, stride, some, now, (float *)sums[row - start],
+                                PANEL, done ? NAME(all) : NULL, NULL, 0);
     }
-    for (long row = start, tile = 0; row < end; row += TILE_ROWS, tile++)
-        NAME(finish_tile)(linear, product, row, end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, column,
-                          (int)(words_wide / LANES), sums[tile]);
+#if HAS_AMX
+    NAME(tear_down)();
+#endif
+    NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums);
 }
 
 static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
@@ -153,6 +167,76 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
         for (long panel = first; panel < last; panel++)
             NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
+
+#if HAS_AMX
+/* finish_tile for whole vectors of bfloat16 without bias and scale, where it takes a tenth of the time. */
+INLINE void NAME(finish_plain)(const struct product *product, long row, int rows, long column, int width,
+                               floats sums[][TILE_VECTORS], enum activation activation, int add)
+{
+    int step = activation ? 2 : 1;
+    for (int r = 0; r < rows; r++) {
+        long to = (row + r) * product->out_row + column / step;
+        for (int v = 0; v < width; v += step, to += LANES) {
+            floats x = sums[r][v];
+            if (activation)
+                x = NAME(activate)(x, activation) * sums[r][v + 1];
+            if (add)
+                x += NAME(load_floats)(product->add, to, BFLOAT16);
+            NAME(store_floats)(product->to, to, BFLOAT16, x);
+        }
+    }
+}
+
+static void NAME(finish_block)(const struct linear *linear, const struct product *product, long row, int rows,
+                               long column, int width, floats sums[][TILE_VECTORS])
+{
+    int add = product->add != NULL;
+    if (linear->scale || linear->bias || (column + width * LANES) / (linear->activation ? 2 : 1) > linear->out)
+        NAME(finish_tile)(linear, product, row, rows, column, width, sums);
+    else if (linear->activation == NONE && add)
+        NAME(finish_plain)(product, row, rows, column, width, sums, NONE, 1);
+    else if (linear->activation == NONE)
+        NAME(finish_plain)(product, row, rows, column, width, sums, NONE, 0);
+    else if (linear->activation == SILU)
+        NAME(finish_plain)(product, row, rows, column, width, sums, SILU, add);
+    else
+        NAME(finish_plain)(product, row, rows, column, width, sums, GELU_TANH, add);
+}
+
+/* linear_panels for bfloat16 in tile registers. A panel meets all rows of a run, which stay in second-level cache beside
+ * it; meanwhile the next one is fetched into it. */
+static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    struct NAME(tiles) now = {};
+    long steps = linear->in / 2, stride = product->in_row / 2, padded = linear->columns;
+    long run = RUN_BYTES / (steps * 4) / BLOCK_ROWS * BLOCK_ROWS;
+    run = run < BLOCK_ROWS ? BLOCK_ROWS : run;
+    floats sums[BLOCK_ROWS][TILE_VECTORS] __attribute__((aligned(64)));
+    for (long start = 0; start < product->rows; start += run) {
+        long end = start + run < product->rows ? start + run : product->rows;
+        long blocks = (end - start + BLOCK_ROWS - 1) / BLOCK_ROWS, passes = end - start <= AMX_ROWS ? 1 : 2 * blocks;
+        for (long at = first; at < last; at++) {
+            long column = at * PANEL, width = padded - column < PANEL ? padded - column : PANEL;
+            const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
+            const char *next = (const char *)weight + (blocks == 1 ? AHEAD : steps * width * 4);
+            const char *stop = next + steps * width * 4;
+            struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES)};
+            panel.lines = (AMX_STEPS * width / LANES + passes - 1) / passes;
+            for (long row = start; row < end; row += BLOCK_ROWS) {
+                int rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
+                panel.next = next;
+                next += steps / AMX_STEPS * panel.lines * 64 * (rows > AMX_ROWS ? 2 : 1);
+                NAME(amx_block)(&now, rows, (const uint32_t *)product->from + row * stride, stride, panel, steps,
+                                (float *)sums, PANEL, 0);
+                NAME(finish_block)(linear, product, row, rows, column, panel.width, sums);
+                if (next >= stop)
+                    panel.lines = 0;
+            }
+        }
+    }
+    NAME(tear_down)();
+}
+#endif
 
 /* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel;
  * those of a run with few tiles meet some steps of the panel after the other, which stay in first-level cache. A
@@ -164,6 +248,12 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         return;
     }
     int pairs = linear->type == BFLOAT16;
+#if HAS_AMX
+    if (pairs) {
+        NAME(amx_panels)(linear, product, first, last);
+        return;
+    }
+#endif
     long steps = pairs ? linear->in / 2 : linear->in, stride = pairs ? product->in_row / 2 : product->in_row;
     long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
     run = run < TILE_ROWS ? TILE_ROWS : run;

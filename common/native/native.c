@@ -11,6 +11,11 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define X86 1
 #include <immintrin.h>
+#if defined(__linux__) && defined(__LP64__) && __GNUC__ >= 11
+#define AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -166,12 +171,26 @@ struct variant {
      NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
 #ifdef X86
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
 #define LANES 16
 #define TILE_VECTORS 4
 #define TILE_ROWS 6
 #define HAS_DOT 1
+#ifdef AMX
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+#define HAS_AMX 1
+#define NAME(x) x##_amx_bf16
+#define VARIANT_NAME "amx_bf16"
+#include "variant.h"
+#undef HAS_AMX
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+#endif
+
+#define HAS_AMX 0
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
 #define NAME(x) x##_avx512_bf16
 #define VARIANT_NAME "avx512_bf16"
 #include "variant.h"
@@ -208,6 +227,8 @@ struct variant {
 #pragma GCC pop_options
 #endif
 
+#undef HAS_AMX
+#define HAS_AMX 0
 #define LANES 4
 #define TILE_VECTORS 2
 #define TILE_ROWS 4
@@ -217,12 +238,24 @@ struct variant {
 #include "variant.h"
 
 static const struct variant *const variants[] = {
+#ifdef AMX
+    &variant_amx_bf16,
+#endif
 #ifdef X86
     &variant_avx512_bf16, &variant_avx512, &variant_avx2,
 #endif
     &variant_portable,
 };
 static const struct variant *active = &variant_portable;
+
+#ifdef AMX
+/* Whether the kernel lets this process use tile registers: it has to be asked. */
+static int tiles_are_ours(void)
+{
+    const int request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+#endif
 
 static int runs_here(const struct variant *variant)
 {
@@ -231,8 +264,13 @@ static int runs_here(const struct variant *variant)
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    int dot = avx512 && __builtin_cpu_supports("avx512bf16");
+#ifdef AMX
+    if (variant == &variant_amx_bf16)
+        return dot && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && tiles_are_ours();
+#endif
     if (variant == &variant_avx512_bf16)
-        return avx512 && __builtin_cpu_supports("avx512bf16");
+        return dot;
     if (variant == &variant_avx512)
         return avx512;
     if (variant == &variant_avx2)

@@ -4,6 +4,9 @@
 #include "shuffles.h"
 #endif
 #include "tiles.h"
+#if HAS_AMX
+#include "amx.h"
+#endif
 #include "attention.h"
 #include "layers.h"
 

@@ -1,0 +1,185 @@
+/* Products of bfloat16 in the tile registers of AMX: what the loop of tiles.h is for the other variants.
+ *
+ * A tile of the panel is 16 steps of a vector of columns where they lie, one of rows 16 words of up to 16 rows where
+ * these lie. Up to 16 rows meet four vectors at a time; more meet them two by two, so that each loaded tile is used
+ * twice. Sums of a row are added up in the same order whoever is beside it.
+ */
+
+#define AMX_ROWS 16  /* of a tile */
+#define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
+#define BLOCK_ROWS (2 * AMX_ROWS)
+#ifndef AHEAD
+#define AHEAD (16 << 10) /* bytes from what a few rows meet to what is fetched into second-level cache */
+#endif
+
+/* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
+struct NAME(tiles) {
+    int rows, steps;
+};
+
+struct NAME(panel) {
+    const uint32_t *words; /* [steps][row] */
+    long row;
+    int width;             /* vectors of LANES that are wanted */
+    const char *next;      /* is brought nearer, ``lines`` cache lines per tile of steps; of no use without them */
+    long lines;
+};
+
+/* Loads and stores of tiles name no memory to the compiler. */
+#define AMX_FENCE() __asm__ volatile("" ::: "memory")
+
+INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
+{
+    if (now->rows == rows && now->steps == steps)
+        return;
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    int first = rows < AMX_ROWS ? rows : AMX_ROWS, second = rows - first;
+    for (int t = 0; t < 8; t++) {
+        shape.bytes[t] = 64;
+        shape.rows[t] = (uint8_t)(t < 4 ? first : steps);
+    }
+    shape.bytes[4] = (uint16_t)(steps * 4);
+    shape.rows[4] = (uint8_t)first;
+    if (second) {
+        shape.rows[2] = shape.rows[3] = shape.rows[5] = (uint8_t)second;
+        shape.bytes[5] = (uint16_t)(steps * 4);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+    *now = (struct NAME(tiles)){rows, steps};
+}
+
+INLINE void NAME(tear_down)(void) { _tile_release(); }
+
+#define AMX_SUMS(op)                                                                                                   \
+    op(0, sums, sums_row * 4);                                                                                         \
+    if (width > 1)                                                                                                     \
+        op(1, sums + LANES, sums_row * 4);                                                                             \
+    if (width > 2)                                                                                                     \
+        op(2, sums + 2 * LANES, sums_row * 4);                                                                         \
+    if (width > 3)                                                                                                     \
+        op(3, sums + 3 * LANES, sums_row * 4);
+
+/* Up to 16 rows and ``width`` vectors: a tile of rows, then tiles of the panel in the order in which they lie. */
+INLINE void NAME(amx_low)(int width, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
+                          float *sums, long sums_row, int add)
+{
+    if (add) {
+        AMX_SUMS(_tile_loadd)
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    const uint32_t *words = panel.words;
+    const char *next = panel.next;
+    for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
+        for (long line = 0; line < panel.lines; line++, next += 64)
+            __builtin_prefetch(next, 0, 2);
+        _tile_loadd(4, row, row_stride * 4);
+        _tile_loadd(5, words, panel.row * 4);
+        _tile_dpbf16ps(0, 4, 5);
+        if (width > 1) {
+            _tile_loadd(6, words + LANES, panel.row * 4);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if (width > 2) {
+            _tile_loadd(7, words + 2 * LANES, panel.row * 4);
+            _tile_dpbf16ps(2, 4, 7);
+        }
+        if (width > 3) {
+            _tile_loadd(5, words + 3 * LANES, panel.row * 4);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+    }
+    AMX_SUMS(_tile_stored)
+}
+
+/* 17 to 32 rows and one vector or two. */
+INLINE void NAME(amx_square)(int width, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
+                             float *sums, long sums_row, int add)
+{
+    float *below = sums + AMX_ROWS * sums_row;
+    if (add) {
+        _tile_loadd(0, sums, sums_row * 4);
+        _tile_loadd(2, below, sums_row * 4);
+        if (width > 1) {
+            _tile_loadd(1, sums + LANES, sums_row * 4);
+            _tile_loadd(3, below + LANES, sums_row * 4);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    const uint32_t *words = panel.words;
+    const char *next = panel.next;
+    for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
+        for (long line = 0; line < panel.lines; line++, next += 64)
+            __builtin_prefetch(next, 0, 2);
+        _tile_loadd(6, words, panel.row * 4);
+        _tile_loadd(4, row, row_stride * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, row + AMX_ROWS * row_stride, row_stride * 4);
+        _tile_dpbf16ps(2, 5, 6);
+        if (width > 1) {
+            _tile_loadd(7, words + LANES, panel.row * 4);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, sums_row * 4);
+    _tile_stored(2, below, sums_row * 4);
+    if (width > 1) {
+        _tile_stored(1, sums + LANES, sums_row * 4);
+        _tile_stored(3, below + LANES, sums_row * 4);
+    }
+}
+
+static void NAME(amx_some)(int rows, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
+                           float *sums, long sums_row, int add)
+{
+    if (rows <= AMX_ROWS) {
+        switch (panel.width) {
+            case 1: NAME(amx_low)(1, row, row_stride, panel, tiles, sums, sums_row, add); break;
+            case 2: NAME(amx_low)(2, row, row_stride, panel, tiles, sums, sums_row, add); break;
+            case 3: NAME(amx_low)(3, row, row_stride, panel, tiles, sums, sums_row, add); break;
+            case 4: NAME(amx_low)(4, row, row_stride, panel, tiles, sums, sums_row, add); break;
+        }
+        return;
+    }
+    for (int v = 0; v < panel.width; v += 2) {
+        if (v + 1 < panel.width)
+            NAME(amx_square)(2, row, row_stride, panel, tiles, sums, sums_row, add);
+        else
+            NAME(amx_square)(1, row, row_stride, panel, tiles, sums, sums_row, add);
+        panel.words += 2 * LANES;
+        panel.next += panel.lines * tiles * 64;
+        sums += 2 * LANES;
+    }
+}
+
+/* sums[r][v] = rows[r] . panel[.][v] for up to BLOCK_ROWS rows, or with ``add`` that more; rows of sums are
+ * ``sums_row`` apart. */
+static void NAME(amx_block)(struct NAME(tiles) *now, int rows, const uint32_t *row, long row_stride,
+                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add)
+{
+    long tiles = steps / AMX_STEPS, whole = tiles * AMX_STEPS;
+    AMX_FENCE();
+    if (tiles) {
+        NAME(set_up)(now, rows, AMX_STEPS);
+        NAME(amx_some)(rows, row, row_stride, panel, tiles, sums, sums_row, add);
+    }
+    if (whole < steps) {
+        NAME(set_up)(now, rows, (int)(steps - whole));
+        panel.words += whole * panel.row;
+        panel.lines = 0;
+        NAME(amx_some)(rows, row + whole, row_stride, panel, 1, sums, sums_row, add || tiles);
+    }
+    AMX_FENCE();
+}
