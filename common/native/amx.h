@@ -8,9 +8,7 @@
 #define AMX_ROWS 16  /* of a tile */
 #define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
 #define BLOCK_ROWS (2 * AMX_ROWS)
-#ifndef AHEAD
-#define AHEAD (16 << 10) /* bytes from what a few rows meet to what is fetched into second-level cache */
-#endif
+#define AHEAD (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
 
 /* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
 struct NAME(tiles) {
@@ -21,8 +19,8 @@ struct NAME(panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
     int width;             /* vectors of LANES that are wanted */
-    const char *next;      /* is brought nearer, ``lines`` cache lines per tile of steps; of no use without them */
-    long lines;
+    const char *next;      /* is brought nearer: into first-level cache by up to 16 rows, else into the second */
+    long lines;            /* of it, per tile of steps */
 };
 
 /* Loads and stores of tiles name no memory to the compiler. */
@@ -79,7 +77,7 @@ INLINE void NAME(amx_low)(int width, const uint32_t *row, long row_stride, struc
     const char *next = panel.next;
     for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
         for (long line = 0; line < panel.lines; line++, next += 64)
-            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next, 0, 3);
         _tile_loadd(4, row, row_stride * 4);
         _tile_loadd(5, words, panel.row * 4);
         _tile_dpbf16ps(0, 4, 5);

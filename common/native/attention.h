@@ -244,6 +244,43 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
 }
 
 #if HAS_AMX
+/* 2^x for x <= 0 with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
+INLINE floats NAME(rough_power)(floats x)
+{
+    floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    floats p = NAME(splat)(0.0780244f);
+    p = p * rest + 0.22606733f;
+    p = p * rest + 0.69583348f;
+    p = p * rest + 0.99992522f;
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+
+/* weigh for TOKENS scores that are all within and have no cap. */
+INLINE float NAME(weigh_all)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
+{
+    floats x[TOKENS / LANES];
+    UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+        x[v] = *(const floats *)(scores + v * LANES);
+    floats best = x[0];
+    UNROLL for (int v = 1; v < TOKENS / LANES; v++)
+        best = NAME(larger)(x[v], best);
+    float shrink = 1, top = *highest;
+    best *= scale;
+    if (NAME(any_above)(best, top)) {
+        top = NAME(largest)(best);
+        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
+        *highest = top;
+    }
+    floats sum = *(floats *)sums * shrink;
+    UNROLL for (int v = 0; v < TOKENS / LANES; v++) {
+        x[v] = NAME(rough_power)(x[v] * scale - top);
+        NAME(store_bf16)(weights + v * LANES, x[v]);
+        sum += x[v];
+    }
+    *(floats *)sums = sum;
+    return shrink;
+}
+
 /* The same of bfloat16 in tile registers; weights lie TOKENS behind one another. */
 static void NAME(amx_attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s,
                                   long first, long tokens, long valid, int head)
@@ -269,8 +306,13 @@ static void NAME(amx_attend_tile)(const struct layer *layer, const struct task *
             long position = task->position + (row + r) / layer->group, place = head * count + row + r;
             long low = layer->window ? position - layer->window + 1 - first : 0;
             long high = position + 1 - first < valid ? position + 1 - first : valid;
-            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, s->weights + r * TOKENS / 2, here, low, high, 1,
-                                       s->highest + place, s->sums + place * LANES);
+            float *scores = s->scores + r * TOKENS, *weights = s->weights + r * TOKENS / 2;
+            float *highest = s->highest + place, *sums = s->sums + place * LANES;
+            if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
+                s->shrink[r] =
+                    NAME(weigh_all)(layer->scaling * LOG2_E, scores, (uint16_t *)weights, highest, sums);
+            else
+                s->shrink[r] = NAME(weigh)(layer, scores, weights, here, low, high, 1, highest, sums);
             shrunk |= s->shrink[r] != 1;
         }
         if (shrunk)

@@ -30,7 +30,7 @@ enum type { FLOAT32, BFLOAT16, FLOAT16 };
 
 #define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
-#define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time */
+#define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
 #define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
 #define PAGE 4096    /* bytes of memory that are found at once */
 #define LOG2_E 1.44269504f
@@ -154,7 +154,7 @@ struct pass { /* the rows of one step on their way through the decoder */
 
 struct variant {
     const char *name;
-    int lanes, panel;
+    int lanes, panel, rows;
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_weight)(const void *, long, long, int, uint32_t *);
@@ -167,7 +167,7 @@ struct variant {
 };
 
 #define VARIANT(text)                                                                                                  \
-    {text, LANES, PANEL, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),                     \
+    {text, LANES, PANEL, ROWS_AT_ONCE, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),       \
      NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
 #ifdef X86
@@ -387,7 +387,10 @@ static int add_parts(struct tasks *tasks, struct task task, long parts)
 static int add_span(struct tasks *tasks, const struct layer *layer, const struct spans *spans, long i, int threads)
 {
     struct task task = {.table = spans->tables + spans->table_at[i]};
-    long most = MAX_ROWS / layer->group > 0 ? MAX_ROWS / layer->group : 1;
+    long at_once = active->rows;
+    while (at_once > MAX_ROWS && layer->kv_heads * (spans->length[i] * layer->group / at_once + 1) < 2 * threads)
+        at_once /= 2;
+    long most = at_once / layer->group > 0 ? at_once / layer->group : 1;
     int few = spans->length[i] * layer->group <= 16;
     for (long done = 0; done < spans->length[i]; done += most) {
         task.rows = spans->length[i] - done < most ? spans->length[i] - done : most;

@@ -10,10 +10,18 @@
 #include "attention.h"
 #include "layers.h"
 
+/* Tiles multiply so fast that packing keys and values has to be shared by more rows. */
+#if HAS_AMX
+#define ROWS_AT_ONCE (4 * MAX_ROWS)
+#else
+#define ROWS_AT_ONCE MAX_ROWS
+#endif
+
 static const struct variant NAME(variant) = VARIANT(VARIANT_NAME);
 #undef floats
 #undef words
 #undef ints
 #undef PANEL
+#undef ROWS_AT_ONCE
 #undef TILE_CASE
 #undef TILE_WIDTHS

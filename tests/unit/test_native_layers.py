@@ -47,7 +47,9 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 7, 16), (6, 64, 64), (13, 200, 130), (40, 96, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 2), (5, 7, 16), (6, 64, 64), (13, 200, 130), (27, 80, 94), (40, 96, 48), (77, 130, 66)], ids=str
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer(
     variant: str, threads: int, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool
@@ -87,6 +89,19 @@ def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[i
     linear.add_to(total, x)
     assert_near(total, residual.double() + expected)
     assert_near(Int8Linear(weight, offset)(x), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, int8: bool) -> None:
+    torch.manual_seed(6)
+    weight, x = torch.randn(2 * 48, 322).to(dtype), torch.randn(80, 322).to(dtype)
+    for activation in (None, "silu"):
+        linear = NativeLinear(weight, None, activation, int8=int8)
+        together = linear.rows(x)
+        for rows in (1, 5, 16, 17, 32, 33, 79):
+            assert torch.equal(linear.rows(x[:rows]), together[:rows])
+            assert torch.equal(linear.rows(x[-rows:]), together[-rows:])
 
 
 def test_a_gate_of_int8(variant: str) -> None:
