@@ -401,7 +401,9 @@ static void NAME(attend_few_floats)(const struct layer *layer, const struct task
     }
 }
 
-#if HAS_DOT
+#if HAS_AMX
+#include "attention_amx.h"
+#elif HAS_DOT
 /* -- few rows of bfloat16 -------------------------------------------------------------------------------------------
  *
  * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
@@ -598,6 +600,12 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
 {
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
     struct NAME(places) at;
+#if HAS_AMX
+    if (pairs && count <= MAX_TILE_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
+        NAME(attend_in_tiles)(layer, task, s);
+        return;
+    }
+#endif
     for (int head = 0; head < task->heads; head++)
         NAME(copy_queries)(layer, task, task->head + head, pairs, s->query + (long)head * count * steps);
     for (long i = 0; i < task->heads * count; i++)
@@ -607,7 +615,7 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
     for (long first = task->first; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
         NAME(find)(layer, task, first, &at);
-#if HAS_DOT
+#if HAS_DOT && !HAS_AMX
         if (pairs && count <= FEW_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
             NAME(attend_few_rows)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, count);
             continue;

@@ -332,13 +332,13 @@ static void *carve(char *memory, size_t *at, size_t bytes)
 static size_t lay_out(const struct layer *layer, long rows, char *memory, struct scratch *s)
 {
     long padded = ROUND_UP(layer->v_dim, active->panel), tokens = ROUND_UP(TOKENS, active->panel);
-    long tile = rows > 8 ? rows : 8; /* few rows of all heads are one */
+    long tile = ROUND_UP(rows, 16); /* few rows of all heads are one, and are transposed 16 at a time */
     size_t at = 0;
     s->query = carve(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
     s->keys = carve(memory, &at, tokens * layer->k_dim * 4 + 4 * tokens);
     s->values = carve(memory, &at, tokens * padded * 4);
     s->scores = carve(memory, &at, tile * tokens * 4);
-    s->weights = carve(memory, &at, tile * tokens * 4);
+    s->weights = carve(memory, &at, 2 * tile * tokens * 4);
     s->shrink = carve(memory, &at, tile * 4);
     s->out = carve(memory, &at, rows * padded * 4);
     s->highest = carve(memory, &at, rows * 4);

@@ -1,0 +1,255 @@
+/* Attention of few rows of bfloat16 where the processor multiplies tiles of 16 rows of 64 bytes (AMX).
+ *
+ * Keys are multiplied where they lie, 16 positions a tile, so scores come out with the positions as rows and are
+ * transposed; values are paired by position on the way into a scratch, two vectors at a time and within 128 bits, so
+ * outputs have their dimensions in another order until the last position. All heads' keys of a tile of positions,
+ * then all weights, then all values: what is stored as vectors is loaded as tiles, or the other way round, only when
+ * it has long left the store buffer. For every KiB that is multiplied one of what lies a tile of positions ahead is
+ * fetched, in the order in which it lies in memory, into second-level cache: it takes more lines that are under way
+ * than the first level, and from there loads come early enough by themselves. */
+
+#define MAX_TILE_ROWS 8 /* query rows times heads of a group */
+/* Tiles of [16][rows] words, of [2 * rows][16] words, and of [16][16]; compilers want digits. */
+#define NARROW 0
+#define NARROW_2 1
+#define NARROW_QUERY 2
+#define FLAT 3
+#define FLAT_2 4
+#define FLAT_WEIGHTS 5
+#define WHOLE 6
+#define WHOLE_2 7
+
+static void NAME(shape_tiles)(int rows)
+{
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) shape = {.palette = 1};
+    for (int tile = NARROW; tile <= WHOLE_2; tile++) {
+        shape.rows[tile] = (uint8_t)(tile >= FLAT && tile <= FLAT_WEIGHTS ? 2 * rows : 16);
+        shape.row_bytes[tile] = (uint16_t)(tile <= NARROW_QUERY ? rows * 4 : 64);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+}
+
+/* What is to be fetched: keys and values of GROUP positions after one another, ``share`` lines at a time. */
+struct NAME(ahead) {
+    const char *at[2 * TOKENS / GROUP + 1], *next, *end; /* NULL behind the last */
+    long bytes[2], piece, share;
+};
+
+INLINE void NAME(next_piece)(struct NAME(ahead) *ahead)
+{
+    ahead->next = ahead->at[ahead->piece];
+    ahead->end = ahead->next + ahead->bytes[ahead->piece++ % 2];
+}
+
+static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places) *at, long shares,
+                             struct NAME(ahead) *ahead)
+{
+    long pieces = 0;
+    for (long g = 0; g < TOKENS / GROUP && at->next_keys[g]; g++) {
+        ahead->at[pieces++] = at->next_keys[g];
+        ahead->at[pieces++] = at->next_values[g];
+    }
+    ahead->at[pieces] = NULL;
+    ahead->bytes[0] = (long)GROUP * layer->kv_heads * layer->k_dim * 2;
+    ahead->bytes[1] = (long)GROUP * layer->kv_heads * layer->v_dim * 2;
+    ahead->share = (pieces / 2 * (ahead->bytes[0] + ahead->bytes[1]) / 64 + shares - 1) / shares;
+    ahead->piece = 0;
+    NAME(next_piece)(ahead);
+}
+
+INLINE void NAME(fetch_lines)(struct NAME(ahead) *ahead)
+{
+    for (long line = 0; line < ahead->share && ahead->next; line++) {
+        __builtin_prefetch(ahead->next, 0, 2);
+        ahead->next += 64;
+        if (ahead->next == ahead->end)
+            NAME(next_piece)(ahead);
+    }
+}
+
+/* The group's query rows as tiles [k_dim / 32][16][rows] of words for each head. */
+static void NAME(copy_query_tiles)(const struct layer *layer, const struct task *task, uint32_t *to)
+{
+    long rows = task->rows * layer->group, steps = layer->k_dim / 2;
+    for (long i = 0; i < task->heads * rows; i++) {
+        long head = i / rows, row = i % rows;
+        long at = (task->row + row / layer->group) * task->call->query_row +
+                  ((task->head + head) * layer->group + row % layer->group) * task->call->query_head;
+        const uint16_t *from = (const uint16_t *)task->call->query + at;
+        for (long step = 0; step < steps; step++)
+            memcpy(to + (head * steps + step) * rows + row, from + 2 * step, 4);
+    }
+}
+
+/* Scores of a head's rows against ``groups`` groups of positions, 1 or 2, to [16 * groups][stride]. */
+INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys, long inside, const uint32_t *query,
+                              long rows, int groups, float *to, long stride, struct NAME(ahead) *ahead)
+{
+    long row_bytes = (long)layer->kv_heads * layer->k_dim * 2;
+    _tile_zero(NARROW);
+    if (groups > 1)
+        _tile_zero(NARROW_2);
+    for (long d = 0; d < layer->k_dim; d += 32) {
+        _tile_loadd(NARROW_QUERY, query + d / 2 * rows, rows * 4);
+        _tile_loadd(WHOLE, keys[0] + inside + d * 2, row_bytes);
+        _tile_dpbf16ps(NARROW, WHOLE, NARROW_QUERY);
+        NAME(fetch_lines)(ahead);
+        if (groups > 1) {
+            _tile_loadd(WHOLE_2, keys[1] + inside + d * 2, row_bytes);
+            _tile_dpbf16ps(NARROW_2, WHOLE_2, NARROW_QUERY);
+            NAME(fetch_lines)(ahead);
+        }
+    }
+    _tile_stored(NARROW, to, stride * 4);
+    if (groups > 1)
+        _tile_stored(NARROW_2, to + 16 * stride, stride * 4);
+}
+
+/* The last values of a sequence, of one head, with rows that may hold anything made zero: [GROUP][v_dim]. */
+static const char *NAME(copy_values)(const struct layer *layer, const char *values, long live, char *to)
+{
+    long bytes = (long)layer->v_dim * 2, row_bytes = bytes * layer->kv_heads;
+    for (long t = 0; t < live; t++)
+        memcpy(to + t * bytes, values + t * row_bytes, bytes);
+    memset(to + live * bytes, 0, (GROUP - live) * bytes);
+    return to;
+}
+
+/* out [2 * rows][v_dim / 2] += weights [2 * rows][TOKENS] . values of one head, 32 or 64 dimensions from ``d`` on. */
+INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *row_bytes, long groups, long d,
+                             int both, const float *weights, float *out, struct NAME(ahead) *ahead)
+{
+    _tile_loadd(FLAT, out + d / 2, v_dim * 2);
+    if (both)
+        _tile_loadd(FLAT_2, out + d / 2 + 16, v_dim * 2);
+    for (long g = 0; g < groups; g++) {
+        _tile_loadd(FLAT_WEIGHTS, weights + g * GROUP, TOKENS * 4);
+        _tile_loadd(WHOLE, values[g] + d * 2, row_bytes[g]);
+        _tile_dpbf16ps(FLAT, FLAT_WEIGHTS, WHOLE);
+        NAME(fetch_lines)(ahead);
+        if (both) {
+            _tile_loadd(WHOLE_2, values[g] + d * 2 + 64, row_bytes[g]);
+            _tile_dpbf16ps(FLAT_2, FLAT_WEIGHTS, WHOLE_2);
+            NAME(fetch_lines)(ahead);
+        }
+    }
+    _tile_stored(FLAT, out + d / 2, v_dim * 2);
+    if (both)
+        _tile_stored(FLAT_2, out + d / 2 + 16, v_dim * 2);
+}
+
+/* A row's weights as words in which the other half is zero: what meets elements of even and of odd dimensions. */
+INLINE void NAME(spread_weights)(const uint16_t *weights, long tokens, float *even, float *odd)
+{
+    for (long t = 0; t < tokens; t += 16) {
+        __m512i word = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(weights + t)));
+        _mm512_storeu_si512(even + t, word);
+        _mm512_storeu_si512(odd + t, _mm512_slli_epi32(word, 16));
+    }
+}
+
+/* One tile of positions for the rows of all heads of a task. */
+static void NAME(attend_tiles)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                               const struct NAME(places) *at, long first, long valid)
+{
+    long rows = task->rows * layer->group, heads = task->heads, count = heads * rows, wide = ROUND_UP(count, 16);
+    long groups = (valid + GROUP - 1) / GROUP, v_dim = layer->v_dim, half = v_dim / 2;
+    float *by_position = s->weights; /* until there are weights */
+    struct NAME(ahead) ahead;
+    AMX_FENCE();
+    NAME(look_ahead)(layer, at, heads * groups * (layer->k_dim + v_dim) / 32 + count, &ahead);
+    for (long head = 0; head < heads; head++)
+        for (long g = 0; g < groups; g += 2) {
+            const uint32_t *query = s->query + head * rows * layer->k_dim / 2;
+            float *to = by_position + g * GROUP * wide + head * rows;
+            long inside = head * layer->k_dim * 2;
+            if (g + 1 < groups)
+                NAME(score_tiles)(layer, at->keys + g, inside, query, rows, 2, to, wide, &ahead);
+            else
+                NAME(score_tiles)(layer, at->keys + g, inside, query, rows, 1, to, wide, &ahead);
+        }
+    AMX_FENCE();
+    for (long row = 0; row < count; row += 16)
+        for (long g = 0; g < groups; g++)
+            NAME(transpose_words)((const char *)(by_position + g * GROUP * wide + row), wide * 4,
+                                  (uint32_t *)s->scores + row * TOKENS + g * GROUP, TOKENS);
+    for (long row = 0; row < count; row++) {
+        long position = task->position + row % rows / layer->group, place = row / rows * rows + row;
+        long low = layer->window ? position - layer->window + 1 - first : 0;
+        long high = position + 1 - first < valid ? position + 1 - first : valid;
+        uint16_t weights[TOKENS];
+        float *even = s->out + place * half, *odd = even + rows * half;
+        float shrink = NAME(weigh)(layer, s->scores + row * TOKENS, weights, groups * GROUP, low, high, 1,
+                                   s->highest + row, s->sums + row * LANES);
+        NAME(spread_weights)(weights, groups * GROUP, s->weights + place * TOKENS,
+                             s->weights + (place + rows) * TOKENS);
+        if (shrink != 1)
+            for (long d = 0; d < half; d += LANES) {
+                *(floats *)(even + d) *= shrink;
+                *(floats *)(odd + d) *= shrink;
+            }
+        NAME(fetch_lines)(&ahead);
+    }
+    for (long head = 0, d; head < heads; head++) {
+        const char *values[TOKENS / GROUP];
+        long row_bytes[TOKENS / GROUP];
+        const float *weights = s->weights + 2 * head * rows * TOKENS;
+        float *out = s->out + head * rows * v_dim;
+        for (long g = 0; g < groups; g++) {
+            int part = valid - g * GROUP < GROUP;
+            values[g] = at->values[g] + head * v_dim * 2;
+            row_bytes[g] = part ? v_dim * 2 : v_dim * 2 * layer->kv_heads;
+            if (part)
+                values[g] = NAME(copy_values)(layer, values[g], valid - g * GROUP, (char *)s->values);
+        }
+        AMX_FENCE();
+        for (d = 0; d + 64 <= v_dim; d += 64)
+            NAME(add_values)(v_dim, values, row_bytes, groups, d, 1, weights, out, &ahead);
+        if (d < v_dim)
+            NAME(add_values)(v_dim, values, row_bytes, groups, d, 0, weights, out, &ahead);
+        AMX_FENCE(); /* the scratch of copied values is written again */
+    }
+}
+
+/* Outputs with their dimensions in order: of each head [2][rows][v_dim / 2] becomes [rows][v_dim]. */
+static void NAME(order_outputs)(const struct scratch *s, long heads, long rows, long v_dim)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    float *before = (float *)s->values, *out = s->out;
+    for (long head = 0; head < heads; head++) {
+        memcpy(before, out, rows * v_dim * 4);
+        for (long row = 0; row < rows; row++)
+            for (long d = 0; d < v_dim; d += 32, out += 32) {
+                __m512 even = _mm512_loadu_ps(before + (row * v_dim + d) / 2);
+                __m512 odd = _mm512_loadu_ps(before + ((rows + row) * v_dim + d) / 2);
+                _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, low, odd));
+                _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, high, odd));
+            }
+    }
+}
+
+/* attend_rows for few rows of bfloat16. */
+static void NAME(attend_in_tiles)(const struct layer *layer, const struct task *task, const struct scratch *s)
+{
+    long rows = task->rows * layer->group, count = task->heads * rows;
+    struct NAME(places) at;
+    for (long i = 0; i < count; i++)
+        s->highest[i] = -FLT_MAX;
+    memset(s->sums, 0, count * LANES * sizeof(float));
+    memset(s->out, 0, count * layer->v_dim * sizeof(float));
+    NAME(copy_query_tiles)(layer, task, s->query);
+    NAME(shape_tiles)((int)rows);
+    for (long first = task->first; first < task->last; first += TOKENS) {
+        NAME(find)(layer, task, first, &at);
+        NAME(attend_tiles)(layer, task, s, &at, first, task->last - first < TOKENS ? task->last - first : TOKENS);
+    }
+    NAME(tear_down)();
+    NAME(order_outputs)(s, task->heads, rows, layer->v_dim);
+    for (long i = 0; i < count; i++)
+        s->total[i] = NAME(sum)(*(floats *)(s->sums + i * LANES));
+}
