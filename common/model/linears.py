@@ -2,9 +2,9 @@
 
 Packing once saves a reorder (or an unpacked product) in every step. There are two formats: that of our own kernels
 (:mod:`common.native`) where they are the faster ones, and oneDNN's. For the few rows of a decode step ours measured 1.1
-to 1.5 times the speed of oneDNN's, on AVX-512 cores with bfloat16 instructions and on one with AMX, and 0.85 to 1.0
-times for many rows, where the fused layers around them make up for it. The packed weight takes the place of the plain
-one. Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the packed form.
+to 1.5 times the speed of oneDNN's on AVX-512 cores with bfloat16 instructions and on one with AMX, and 0.9 to 1.1 times
+for many rows. The packed weight takes the place of the plain one. Only a weight that is tied to an embedding exists
+twice, because rows cannot be looked up in the packed form.
 """
 
 from __future__ import annotations

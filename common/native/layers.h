@@ -203,8 +203,19 @@ static void NAME(finish_block)(const struct linear *linear, const struct product
         NAME(finish_plain)(product, row, rows, column, width, sums, GELU_TANH, add);
 }
 
-/* linear_panels for bfloat16 in tile registers. A panel meets all rows of a run, which stay in second-level cache beside
- * it; meanwhile the next one is fetched into it. */
+/* Where a block's result goes is fetched while it is computed. */
+INLINE void NAME(expect_block)(const struct linear *linear, const struct product *product, long row, int rows,
+                               long column, int width)
+{
+    int step = linear->activation ? 2 : 1;
+    const uint16_t *to = (const uint16_t *)product->to + row * product->out_row + column / step;
+    for (int r = 0; r < rows; r++, to += product->out_row)
+        for (int d = 0; d < width * LANES / step; d += 32)
+            __builtin_prefetch(to + d, 1, 3);
+}
+
+/* linear_panels for bfloat16 in tile registers. A panel meets all rows of a run, which stay in second-level cache
+ * beside it; meanwhile the next one is fetched into it. */
 static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     struct NAME(tiles) now = {};
@@ -224,6 +235,7 @@ static void NAME(amx_panels)(const struct linear *linear, const struct product *
             panel.lines = (AMX_STEPS * width / LANES + passes - 1) / passes;
             for (long row = start; row < end; row += BLOCK_ROWS) {
                 int rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
+                NAME(expect_block)(linear, product, row, rows, column, panel.width);
                 panel.next = next;
                 next += steps / AMX_STEPS * panel.lines * 64 * (rows > AMX_ROWS ? 2 : 1);
                 NAME(amx_block)(&now, rows, (const uint32_t *)product->from + row * stride, stride, panel, steps,

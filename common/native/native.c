@@ -177,7 +177,7 @@ struct variant {
 #define HAS_DOT 1
 #ifdef AMX
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
 #define HAS_AMX 1
 #define NAME(x) x##_amx_bf16
 #define VARIANT_NAME "amx_bf16"
