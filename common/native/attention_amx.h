@@ -1,15 +1,17 @@
-/* Attention of few rows of bfloat16 where the processor multiplies tiles of 16 rows of 64 bytes (AMX).
+/* Attention of few rows of bfloat16 in tile registers, without packing.
  *
- * Keys are multiplied where they lie, 16 positions a tile, so scores come out with the positions as rows and are
- * transposed; values are paired by position on the way into a scratch, two vectors at a time and within 128 bits, so
- * outputs have their dimensions in another order until the last position. All heads' keys of a tile of positions,
- * then all weights, then all values: what is stored as vectors is loaded as tiles, or the other way round, only when
- * it has long left the store buffer. For every KiB that is multiplied one of what lies a tile of positions ahead is
- * fetched, in the order in which it lies in memory, into second-level cache: it takes more lines that are under way
- * than the first level, and from there loads come early enough by themselves. */
+ * Keys are multiplied where they lie, 16 positions a tile; their scores have positions as rows and are transposed.
+ * Values are multiplied where they lie, too: a word of theirs holds two dimensions, not two positions, so each weight
+ * meets it twice, once as a word whose other half is zero and once as one whose first half is. Rows of even and of odd
+ * dimensions come out, and are put in order behind the last position. (An infinite value so makes its neighbour no
+ * number, too.) All heads' keys of a tile of positions, then all weights, then all values: what is stored as vectors
+ * has left the store buffer before it is loaded as tiles, and the other way round. Meanwhile what lies a tile of
+ * positions ahead is fetched, in the order in which it lies in memory and evenly, into second-level cache: the first
+ * level has no room for it. */
 
-#define MAX_TILE_ROWS 8 /* query rows times heads of a group */
-/* Tiles of [16][rows] words, of [2 * rows][16] words, and of [16][16]; compilers want digits. */
+#define MAX_TILE_ROWS 8 /* query rows times heads of a group: half of a tile's */
+
+/* Tile registers of [16][rows] words, of [2 * rows][16] and of [16][16]; compilers want digits. */
 #define NARROW 0
 #define NARROW_2 1
 #define NARROW_QUERY 2
@@ -33,7 +35,7 @@ static void NAME(shape_tiles)(int rows)
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
 
-/* What is to be fetched: keys and values of GROUP positions after one another, ``share`` lines at a time. */
+/* What is to be fetched: keys and values of GROUP positions after one another, ``share`` bytes at a time. */
 struct NAME(ahead) {
     const char *at[2 * TOKENS / GROUP + 1], *next, *end; /* NULL behind the last */
     long bytes[2], piece, share;
@@ -56,17 +58,20 @@ static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places
     ahead->at[pieces] = NULL;
     ahead->bytes[0] = (long)GROUP * layer->kv_heads * layer->k_dim * 2;
     ahead->bytes[1] = (long)GROUP * layer->kv_heads * layer->v_dim * 2;
-    ahead->share = (pieces / 2 * (ahead->bytes[0] + ahead->bytes[1]) / 64 + shares - 1) / shares;
+    ahead->share = ROUND_UP(pieces / 2 * (ahead->bytes[0] + ahead->bytes[1]) / shares, 64);
     ahead->piece = 0;
     NAME(next_piece)(ahead);
 }
 
-INLINE void NAME(fetch_lines)(struct NAME(ahead) *ahead)
+INLINE void NAME(fetch_share)(struct NAME(ahead) *ahead)
 {
-    for (long line = 0; line < ahead->share && ahead->next; line++) {
-        __builtin_prefetch(ahead->next, 0, 2);
-        ahead->next += 64;
-        if (ahead->next == ahead->end)
+    for (long left = ahead->share; left > 0 && ahead->next;) {
+        const char *line = ahead->next, *stop = line + left < ahead->end ? line + left : ahead->end;
+        left -= stop - line;
+        for (; line < stop; line += 64)
+            __builtin_prefetch(line, 0, 2);
+        ahead->next = stop;
+        if (stop == ahead->end)
             NAME(next_piece)(ahead);
     }
 }
@@ -97,11 +102,11 @@ INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys
         _tile_loadd(NARROW_QUERY, query + d / 2 * rows, rows * 4);
         _tile_loadd(WHOLE, keys[0] + inside + d * 2, row_bytes);
         _tile_dpbf16ps(NARROW, WHOLE, NARROW_QUERY);
-        NAME(fetch_lines)(ahead);
+        NAME(fetch_share)(ahead);
         if (groups > 1) {
             _tile_loadd(WHOLE_2, keys[1] + inside + d * 2, row_bytes);
             _tile_dpbf16ps(NARROW_2, WHOLE_2, NARROW_QUERY);
-            NAME(fetch_lines)(ahead);
+            NAME(fetch_share)(ahead);
         }
     }
     _tile_stored(NARROW, to, stride * 4);
@@ -130,11 +135,11 @@ INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *
         _tile_loadd(FLAT_WEIGHTS, weights + g * GROUP, TOKENS * 4);
         _tile_loadd(WHOLE, values[g] + d * 2, row_bytes[g]);
         _tile_dpbf16ps(FLAT, FLAT_WEIGHTS, WHOLE);
-        NAME(fetch_lines)(ahead);
+        NAME(fetch_share)(ahead);
         if (both) {
             _tile_loadd(WHOLE_2, values[g] + d * 2 + 64, row_bytes[g]);
             _tile_dpbf16ps(FLAT_2, FLAT_WEIGHTS, WHOLE_2);
-            NAME(fetch_lines)(ahead);
+            NAME(fetch_share)(ahead);
         }
     }
     _tile_stored(FLAT, out + d / 2, v_dim * 2);
@@ -183,8 +188,11 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
         long high = position + 1 - first < valid ? position + 1 - first : valid;
         uint16_t weights[TOKENS];
         float *even = s->out + place * half, *odd = even + rows * half;
-        float shrink = NAME(weigh)(layer, s->scores + row * TOKENS, weights, groups * GROUP, low, high, 1,
-                                   s->highest + row, s->sums + row * LANES);
+        float *scores = s->scores + row * TOKENS, *highest = s->highest + row, *sums = s->sums + row * LANES, shrink;
+        if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
+            shrink = NAME(weigh_all)(layer->scaling * LOG2_E, scores, weights, highest, sums);
+        else
+            shrink = NAME(weigh)(layer, scores, weights, groups * GROUP, low, high, 1, highest, sums);
         NAME(spread_weights)(weights, groups * GROUP, s->weights + place * TOKENS,
                              s->weights + (place + rows) * TOKENS);
         if (shrink != 1)
@@ -192,7 +200,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
                 *(floats *)(even + d) *= shrink;
                 *(floats *)(odd + d) *= shrink;
             }
-        NAME(fetch_lines)(&ahead);
+        NAME(fetch_share)(&ahead);
     }
     for (long head = 0, d; head < heads; head++) {
         const char *values[TOKENS / GROUP];
