@@ -10,8 +10,9 @@ that lost another worker (somebody has read their beginning) before those that b
 
 Rules, derived from "nothing starves": single missing tokens (decode) go before chunks of prompts, so a prompt cannot
 stall a stream; when more run than fit into a step (KV that was handed over runs at once), those of one priority take
-turns; chunks fill what is left of the budget in rank order; only the lowest rank is ever parked; a parked sequence
-keeps its rank, so it is the first to come back, and it recomputes what the prefix cache no longer has.
+turns, and whoever waits is kept waiting only by those that it does not outrank; chunks fill what is left of the budget
+in rank order; only the lowest rank is ever parked; a parked sequence keeps its rank, so it is the first to come back,
+and it recomputes what the prefix cache no longer has.
 """
 
 from __future__ import annotations
