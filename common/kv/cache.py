@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from common.errors import InvariantBroken
 from common.ids import CACHE, BlockId, Holder
-from common.kv.layout import KvDtype
+from common.kv.layout import CHAIN_STEP, KvDtype
 from common.kv.pool import BlockPool, Generations
 from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain
 from common.kv.table import BlockTable
@@ -101,7 +101,7 @@ class KvCache:
         full, partial = divmod(computed, self.block_size)
         fresh = self.pool.take(1 if partial else 0, holder)
         other = BlockTable(holder, self.block_size, table.root)
-        other.chain, other.published = table.chain[:], min(table.published, full)
+        other.chain, other.published = table.chain[: computed // CHAIN_STEP], min(table.published, full)
         self.pool.share(table.blocks[:full], holder)
         other.blocks = table.blocks[:full] + fresh
         self.tables[holder] = other

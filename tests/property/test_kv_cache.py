@@ -227,3 +227,12 @@ def test_a_prompt_that_is_cached_whole_still_leaves_a_token_to_compute() -> None
     assert cached_prefix(cache, tokens) == 16
     assert cache.open(Holder("seq:b"), tokens, "").cached_tokens == 16
     assert cache.open(Holder("seq:c"), [*tokens, 1], "").cached_tokens == 32
+
+
+def test_a_fork_is_found_by_its_own_tokens_where_they_differ_from_those_that_the_first_had_yet_to_compute() -> None:
+    cache = KvCache(4, 16, model_fingerprint="m", kv_dtype="float32")
+    table = cache.open(Holder("seq:a"), [1] * 17, "")
+    other, _ = cache.fork(table, Holder("seq:b"), 0)
+    cache.grow(other, 16)
+    cache.publish(other, [0] * 16, 16)
+    assert (cached_prefix(cache, [0] * 17), cached_prefix(cache, [1] * 17)) == (16, 0)
