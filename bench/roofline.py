@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,16 +90,17 @@ def random_words(count_bytes: int) -> torch.Tensor:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def read_rates() -> dict[int, float]:
-    """Bytes per second of reading, by size in MiB, all threads together."""
-    words, library, threads = random_words(max(READ_MIB) * MIB), native.library(), torch.get_num_threads()
+def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
+    """Bytes per second of reading, by size in MiB (``READ_MIB``), all threads together."""
+    sizes = sizes or READ_MIB
+    words, library, threads = random_words(max(sizes) * MIB), native.library(), torch.get_num_threads()
 
     def read(part: torch.Tensor) -> Callable[[], object]:
         if library is None:
             return part.sum
         return lambda: library.read(part.data_ptr(), part.numel(), threads)
 
-    return {mib: mib * MIB / best_s(read(words[: mib * MIB // 8])) for mib in READ_MIB}
+    return {mib: mib * MIB / best_s(read(words[: mib * MIB // 8])) for mib in sizes}
 
 
 def copy_rate() -> float:
@@ -179,23 +180,27 @@ class Product:
     seconds: dict[str, float]
 
 
-@torch.inference_mode()
-def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
-    """Times all of them behind one another, as a step does, so that weights come from where a step finds them: ours in
-    large pages."""
+def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each way's name, and a pass of ``rows`` rows through all of them behind one another, as a step does it, so that
+    weights come from where a step finds them: ours in large pages. One way's weights are made when it is asked for."""
     inputs = {shape.inputs: torch.randn(rows, shape.inputs).to(dtype) for shape in layers}
     weights = [
         (torch.randn(shape.outputs, shape.inputs).mul_(0.05).to(dtype), shape)
         for shape in layers
         for _ in range(shape.count)
     ]
-    seconds: dict[str, float] = {}
     for name, make in ways(dtype, rows).items():
         functions = [(make(weight), inputs[shape.inputs]) for weight, shape in weights]
         gather([each for each, _ in functions if isinstance(each, NativeLinear)])
-        seconds[name] = best_s(lambda functions=functions: [each(x) for each, x in functions], 3)  # type: ignore[misc]
+        yield name, lambda functions=functions: [each(x) for each, x in functions]  # type: ignore[misc]
         del functions
-    elements = sum(weight.numel() for weight, _ in weights)
+
+
+@torch.inference_mode()
+def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
+    """Times each way's pass."""
+    seconds = {name: best_s(run, 3) for name, run in passes(layers, dtype, rows)}
+    elements = sum(layer.outputs * layer.inputs * layer.count for layer in layers)
     way = min(seconds, key=seconds.__getitem__)
     size = torch.empty((), dtype=dtype).element_size()
     return Product(

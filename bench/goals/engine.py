@@ -1,8 +1,8 @@
 """C1, C2, C3, C7: steps of one core, against what that core reads from memory and multiplies.
 
-Steps run in a process of their own that is bound to the first core, in rounds with the calibration of that core: a slow
-second of the machine is shared. The peer's steps are seen only from outside, so the ratio to it is that of times which
-the same client has measured of both, each with its compute thread on that core.
+Steps run in a process of their own that is bound to the first core, in rounds, each between two calibrations of that
+core: a slow second of the machine is shared. The peer's steps are seen only from outside, so the ratio to it is that
+of times which the same client has measured of both, each with its compute thread on that core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from bench.cost import uniform
 from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
@@ -22,16 +22,30 @@ from common.checkpoint import open_checkpoint
 
 BATCH, CONTEXT = 16, 512
 PROMPTS = (1024, 4096)
+PRODUCT_ROWS = 1024
+"""Of the products that give a core's limit."""
 CHUNK = 512
 """Prompt tokens of a step, as a worker on a CPU has them by default."""
 STEPS = 15
 T = TypeVar("T")
 
 
+class Measured(NamedTuple):
+    """Something that a core did, and what it could do at best just before and just after, on average: bytes per second
+    read from memory of a step's size, or floating-point operations per second of products of the model's shapes with
+    many rows."""
+
+    seconds: float
+    rate: float
+
+    def share(self, amount: float) -> float:
+        """Of the rate, by who did ``amount`` bytes or operations."""
+        return amount / self.seconds / self.rate
+
+
 @dataclass
 class Calibration:
-    """What a core did, in seconds by round, beside what it can do at best: bytes per second read from memory of a
-    step's size, floating-point operations per second of products of the model's shapes with many rows."""
+    """What a core did, by round."""
 
     weight_bytes: int
     """That a decode step reads."""
@@ -42,20 +56,18 @@ class Calibration:
     head_weights: int
     attention_width: int
     """Layers times heads times head size."""
-    read_rate: list[float] = field(default_factory=list)
-    flop_rate: list[float] = field(default_factory=list)
-    decode: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    """By batch and context."""
-    prefill: dict[int, list[float]] = field(default_factory=dict)
+    decode: dict[int, list[Measured]]
+    """By batch: a step at ``CONTEXT``."""
+    prefill: dict[int, list[Measured]]
     """By prompt tokens."""
     forward: list[float] = field(default_factory=list)
     """Of the model alone, in a decode step of ``BATCH``."""
     kernels: float = 0.0
     """Linear layers and attention alone, in such a step."""
 
-    def step_bytes(self, batch: int, context: int) -> int:
+    def step_bytes(self, batch: int) -> int:
         """Bytes that a decode step cannot do without: all weights once, the KV of every sequence."""
-        return self.weight_bytes + batch * context * self.kv_bytes
+        return self.weight_bytes + batch * CONTEXT * self.kv_bytes
 
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a prompt: its rows through all layers, causal attention, one row through the last layer."""
@@ -74,6 +86,8 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     from common import device
 
     device.pin((core,), 1)
+    import torch
+
     from bench import kernels, roofline
     from common.engine.runner import load_engine
 
@@ -96,31 +110,45 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         layer_weights=sum(weights.values()),
         head_weights=head,
         attention_width=config["num_hidden_layers"] * heads * dim,
+        decode={1: [], BATCH: []},
+        prefill={tokens: [] for tokens in prompts},
     )
     forwards = _watched(engine)
 
-    def step_s(count: int, start: int, length: int) -> float:
-        made = uniform(size, count, start, length)
+    def decode_s(batch: int) -> float:
+        made = uniform(size, batch, CONTEXT - 1, 1)
         engine.step(made)
+        forwards.clear()
         return statistics.median(engine.step(made).seconds for _ in range(STEPS))
 
     def prefill_s(tokens: int) -> float:
         chunks = [uniform(size, 1, start, min(CHUNK, tokens - start)) for start in range(0, tokens, CHUNK)]
-        return sum(engine.step(chunk).seconds for chunk in chunks)
+        return min(sum(engine.step(chunk).seconds for chunk in chunks) for _ in range(2))
 
-    shape = kernels.Heads(heads, config.get("num_key_value_heads") or heads, dim)
-    for _ in range(rounds):
-        rates = roofline.read_rates()
-        enough = (mib for mib in rates if mib * roofline.MIB >= found.weight_bytes)
-        found.read_rate.append(rates[min(enough, default=max(rates))])
-        found.flop_rate.append(roofline.product(layers, engine.store.dtype, 1024).flops_per_s)
-        found.decode.setdefault((1, CONTEXT), []).append(step_s(1, CONTEXT - 1, 1))
-        forwards.clear()
-        found.decode.setdefault((BATCH, CONTEXT), []).append(step_s(BATCH, CONTEXT - 1, 1))
-        found.forward.append(statistics.median(forwards))
-        for tokens in prompts:
-            found.prefill.setdefault(tokens, []).append(min(prefill_s(tokens) for _ in range(2)))
+    def read_rate() -> float:
+        return roofline.read_rates([mib])[mib]
+
+    def flop_rate() -> float:
+        return operations / min(roofline.best_s(run, 3) for run in products.values())
+
+    def measure(work: Callable[[int], float], rate: Callable[[], float], into: dict[int, list[Measured]]) -> None:
+        before = rate()
+        for what, rounds in into.items():
+            seconds = work(what)
+            after = rate()
+            rounds.append(Measured(seconds, (before + after) / 2))
+            before = after
+
+    mib = next((mib for mib in roofline.READ_MIB if mib * roofline.MIB >= found.weight_bytes), max(roofline.READ_MIB))
+    operations = 2 * PRODUCT_ROWS * (found.layer_weights + head)
+    with torch.inference_mode():
+        products = dict(roofline.passes(layers, engine.store.dtype, PRODUCT_ROWS))
+        for _ in range(rounds):
+            measure(decode_s, read_rate, found.decode)
+            found.forward.append(statistics.median(forwards))  # of the batch that comes last
+            measure(prefill_s, flop_rate, found.prefill)
     linear = roofline.product(layers, engine.store.dtype, BATCH)
+    shape = kernels.Heads(heads, config.get("num_key_value_heads") or heads, dim)
     attention = kernels.attend(shape, engine.layout.dtype, BATCH, CONTEXT, lambda _: 1.0)
     count = len(engine.layout.layers)
     found.kernels = min(linear.seconds.values()) + count * min(attention.seconds.values())
@@ -193,19 +221,18 @@ def c2(field: Field) -> list[Row]:
 
 def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
     core = calibration(field)
-    rates = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in core.decode[batch, CONTEXT]]
-    shares = [rate * 1e9 / most for rate, most in zip(rates, core.read_rate, strict=True)]
+    size, steps = core.step_bytes(batch), core.decode[batch]
     seen = gaps(field, batch)
-    served = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
-    peer = [core.step_bytes(batch, CONTEXT) / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
+    served = [size / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
+    peer = [size / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
     return Row(
         goal,
         f"decode, batch {batch}, context {CONTEXT}, one core",
         "GB/s",
-        statistics.median(rates),
+        size / statistics.median(step.seconds for step in steps) / 1e9,
         targets,
-        limit=statistics.median(core.read_rate) / 1e9,
-        share=statistics.median(shares),
+        limit=statistics.median(step.rate for step in steps) / 1e9,
+        share=statistics.median(step.share(size) for step in steps),
         note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about",
         **against(str(VLLM_ONE_CORE), served, peer),
     )
@@ -217,18 +244,17 @@ def c3(field: Field) -> list[Row]:
     systems = field.open(OURS_ONE_CORE, VLLM_ONE_CORE)
     rows = []
     for tokens in PROMPTS:
-        limits = [core.prefill_flops(tokens) / rate for rate in core.flop_rate]
-        shares = [limit / seconds for limit, seconds in zip(limits, core.prefill[tokens], strict=True)]
+        operations, runs = core.prefill_flops(tokens), core.prefill[tokens]
         seen = field.alternate(systems, lambda system, tokens=tokens: first_token_s(field, system, tokens))  # type: ignore[misc]
         rows.append(
             Row(
                 "C3",
                 f"prefill of {tokens:,} tokens, one core",
                 "ms",
-                1000 * statistics.median(core.prefill[tokens]),
+                1000 * statistics.median(run.seconds for run in runs),
                 (Target("share", 0.85, 0.75), Target("ratio", 1.15)),
-                limit=1000 * statistics.median(limits),
-                share=statistics.median(shares),
+                limit=1000 * statistics.median(operations / run.rate for run in runs),
+                share=statistics.median(run.share(operations) for run in runs),
                 note=f"TTFT {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms, which the ratio is about",
                 **_in_ms(against(
                     str(VLLM_ONE_CORE), seen[OURS_ONE_CORE], seen.get(VLLM_ONE_CORE, []), less_is_better=True

@@ -16,7 +16,7 @@ from bench.cost import CostModel
 from bench.goals import __main__ as command
 from bench.goals import engine, field, handoff, mocks, serving
 from bench.goals.coordinator import added_ms
-from bench.goals.engine import Calibration
+from bench.goals.engine import Calibration, Measured
 from bench.goals.field import (
     COLOCATED,
     FULL,
@@ -131,15 +131,16 @@ def core() -> Calibration:
     """Weights of 100 MB, KV of 10 kB a token, 10 GB/s, 1 TFLOP/s."""
     return Calibration(
         weight_bytes=100_000_000, kv_bytes=10_000, layer_weights=40_000_000, head_weights=10_000_000,
-        attention_width=10_000, read_rate=[10e9], flop_rate=[1e12],
-        decode={(1, 512): [0.0125], (16, 512): [0.0227]}, prefill={1024: [0.125], 4096: [1.0]},
+        attention_width=10_000,
+        decode={1: [Measured(0.0125, 10e9)], 16: [Measured(0.0227, 10e9)]},
+        prefill={1024: [Measured(0.125, 1e12)], 4096: [Measured(1.0, 1e12)]},
         forward=[0.0194], kernels=0.018,
     )  # fmt: skip
 
 
 def test_limits_are_those_of_the_formulas() -> None:
     found = core()
-    assert found.step_bytes(1, 512) == 105_120_000 and found.step_bytes(16, 512) == 181_920_000
+    assert found.step_bytes(1) == 105_120_000 and found.step_bytes(16) == 181_920_000
     assert found.prefill_flops(1000) == 2 * 40e6 * 1000 + 2 * 10_000 * 1000**2 + 2 * 10e6
 
 
