@@ -912,3 +912,29 @@ def test_nonsense_on_the_wire_harms_nobody(pair: Bench) -> None:
     pair.check(request)
     with pytest.raises(WireError):
         decode(b"\xc1", FromWorker)
+
+
+def test_an_announcement_that_nobody_repeats_is_forgotten_after_the_lease(bench: Bench) -> None:
+    """It was still unread when the coordinator took its request back, since its sender had died: nobody is waited for,
+    and streams need not leave time for it."""
+    bench.lease_ms = 300
+    decode, prefill = bench.add("decode", OracleEngine(64)), bench.add("prefill", OracleEngine(64))
+    assert isinstance(decode, DecodeWorker) and isinstance(prefill, PrefillWorker)
+    request = make_request(40, 4)
+    bench.tell("prefill-1", Prefill(request, 1, bench.peer("decode-0")))
+    while not prefill.sender:
+        prefill.turn()
+    while not decode.receiver._socket.poll(0):  # the announcement is there, and not read yet
+        pass
+    bench.workers.pop("prefill-1")  # killed: no Cancel follows
+    bench.tell("decode-0", Abort(request.id, 1))
+    try:
+        bench.until(lambda: decode.receiver.waited_for, 2.0)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and decode.receiver.waited_for:
+            bench.tell("decode-0", Lease(b"", 0))
+            decode.turn()
+        assert not decode.receiver.waited_for
+    finally:
+        prefill.close()
+        prefill.engine.close()  # type: ignore[attr-defined]

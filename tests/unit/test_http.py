@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import re
 import socket
 import threading
@@ -727,6 +728,32 @@ async def test_a_worker_that_refuses(model: Path) -> None:
         unwilling.refuse = Failed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
         response, body = await house.post(CHAT, HELLO)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["cached_tokens", "kv_bytes"])
+async def test_a_time_that_is_no_number_keeps_no_answer_from_its_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    async with open_house(model) as house:
+        worker = await house.add("colocated")
+        monkeypatch.setattr(worker, "_timings", lambda: {name: value})
+        asked = {**HELLO, "max_tokens": 3, "return_metrics": True}
+        async with asyncio.timeout(3.0):
+            response, _ = await house.post(CHAT, asked)
+            assert response.status == 200
+            await house.stream(CHAT, asked)
+
+
+async def test_an_answer_whose_end_cannot_be_written_ends_all_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.reply.StreamReply._complete", lambda reply: 1 // 0)
+    async with open_house(model) as house:
+        await house.add("colocated")
+        async with asyncio.timeout(3.0):
+            _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 3})
+        assert events[-1]["error"]["code"] == "internal_error"
 
 
 async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:

@@ -81,6 +81,8 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
         ({"vocab_size": 9}, "vocab_size"),
         ({"block_size": 24}, "block size"),
         ({"kv_blocks": 0}, "blocks"),
+        ({"max_num_seqs": 0}, "0 sequences"),
+        ({"max_num_batched_tokens": -1}, "-1 tokens"),
         ({"dtype": "bfloat16", "layout": "other"}, "layout other against l of d0"),
         ({"fingerprint": "f.2", "model": "n"}, r"fingerprint f.2 against f of d0 (n here, m there)"),
         ({"host": "elsewhere", "name": "d0"}, "--name"),

@@ -170,6 +170,22 @@ def test_peers_that_hang_share_one_bound_and_leave_something_for_the_next(meetin
     assert sum(queued) <= 2 * QUEUE_BYTES + len(queued) * slack
 
 
+def test_what_was_queued_for_a_peer_that_has_died_is_given_back_within_a_lease(meeting: Meeting) -> None:
+    """The coordinator noticed first: the hand-offs are aborted, not given up here."""
+    transfers = [meeting.ship() for _ in range(4)]
+    for transfer in transfers:
+        meeting.grant(transfer)
+    line = meeting.sender._lines[meeting.peer.incarnation]
+    assert line.queued >= QUEUE_BYTES - FRAME_BYTES
+    meeting.router.close(linger=0)
+    for transfer in transfers:
+        meeting.sender.cancel(transfer, "aborted")
+    died_at = meeting.now
+    while not line.socket.closed:
+        assert meeting.turn() == []
+        assert meeting.now - died_at < 10.0, "the longest that anything is held for a dead peer"
+
+
 def test_who_has_not_waited_as_long_goes_on_over_a_new_connection(meeting: Meeting) -> None:
     early = meeting.ship()
     meeting.grant(early)
