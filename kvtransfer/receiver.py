@@ -62,10 +62,11 @@ class Failed:
 
 @dataclass(slots=True)
 class _Early:
-    """An announcement for which nothing is reserved yet; ``told_ms`` as in :class:`_Incoming`."""
+    """An announcement for which nothing is reserved yet, made last ``at``; ``told_ms`` as in :class:`_Incoming`."""
 
     peer: bytes
     said: Open
+    at: float
     told_ms: int = 0
 
 
@@ -247,7 +248,7 @@ class Receiver:
         if incoming is None:
             if self._nixl is None:
                 message = msgspec.structs.replace(message, agent=b"")
-            early = _Early(peer, message)
+            early = _Early(peer, message, now)
             # what is said again by somebody else may have been read on its way: whoever said it first keeps the place
             if transfer not in self._early or self._early[transfer].peer == peer:
                 self._early[transfer] = early
@@ -406,6 +407,8 @@ class Receiver:
 
     def _tick(self, now: float) -> None:
         self._sources.tick(now)
+        while self._early and now - next(iter(self._early.values())).at > self._limits.lease_s:
+            self._early.popitem(last=False)  # who lives and means to send would have announced it again
         for transfer, incoming in list(self._incoming.items()):
             session = incoming.session
             if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated commit

@@ -219,6 +219,13 @@ class SimulatedWorker:
         """Hand-offs that are not over."""
         return len(self.worker.sender if isinstance(self.worker, PrefillWorker) else self.worker.receiver)  # type: ignore[attr-defined]
 
+    def stale(self) -> list[Any]:
+        """Announcements that nobody has repeated for as long as nothing may be held."""
+        if not isinstance(self.worker, DecodeWorker):
+            return []
+        early = self.worker.receiver._early.values()
+        return [each.said for each in early if self.worker.clock() - each.at > LONGEST_HOLD_S]
+
     def leave(self) -> None:
         """The end of a drain."""
         self.gone = True
@@ -540,6 +547,7 @@ class System:
             left |= {f"{name} holds": worker.worker.holdings(), f"{name} blocks": counts.held}
             left |= {f"{name} leaks": worker.worker.cache.leaks(), f"{name} sessions": worker.sessions()}
             left |= {f"{name} deadlines": worker.worker._deadlines}
+            left |= {f"{name} announcements": worker.stale()}
             if self.coordinator.registry.get(worker.worker.incarnation) is None:
                 left[f"{name} is not registered"] = True
         for name, account in self.coordinator.router.accounts.items():
