@@ -41,7 +41,9 @@ MAX_KEYS = 1 << 14
 Column = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SPANS)]
 Held = Annotated[bytes, msgspec.Meta(max_length=MAX_HELD * REQUEST_ID_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]
-Values = Annotated[dict[Short, float], msgspec.Meta(max_length=64)]
+Figure = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+"""Neither infinite nor NaN: sums are made of them, and whole numbers."""
+Values = Annotated[dict[Short, Figure], msgspec.Meta(max_length=64)]
 TokenBytes = bytes
 """For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
 
@@ -184,7 +186,7 @@ class Measured(Message, tag="measured"):
     decode: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     link: Short
     bytes: Count
-    seconds: float
+    seconds: Figure
 
 
 class Goodbye(Message, tag="goodbye"):

@@ -547,7 +547,11 @@ class Dispatcher:
         self.metrics.ended(ticket, "done")
         if ticket.placed_at is not None:
             self.admission.served(self._clock() - ticket.placed_at)
-        ticket.client.done(ticket)
+        try:
+            ticket.client.done(ticket)
+        except Exception:  # it would wait for ever, and what others have said would not be read
+            log.exception("the end of an answer could not be written")
+            ticket.client.failed(ticket, internal())
 
     def _ask_again(self, worker: Worker, ticket: Ticket, choice: int, start: int, now: float) -> None:
         if now - ticket.asked_at >= RESEND_EVERY_S:

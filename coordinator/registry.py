@@ -238,6 +238,8 @@ class Registry:
             return (
                 f"block size {hello.block_size}, {hello.kv_blocks} blocks, length {hello.max_model_len} make no sense"
             )
+        if hello.max_num_seqs <= 0 or hello.max_num_batched_tokens <= 0:
+            return f"steps of {hello.max_num_seqs} sequences, {hello.max_num_batched_tokens} tokens make no sense"
         if not _is_data_address(hello.data_address, hello.role):
             return (
                 f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT that others "

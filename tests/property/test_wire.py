@@ -8,6 +8,7 @@ talk: raise ``PROTOCOL`` (unless fields were only added at the end with defaults
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import struct
 import sys
@@ -91,6 +92,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
             return st.text(max_size=8)
         if typing.get_origin(inner) in (tuple, dict):
             return values(inner)
+        if inner is float:
+            return st.floats(meta.ge, meta.le)
         if inner is not int:
             return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
         return st.integers(meta.ge, meta.lt - 1 if meta.le is None else meta.le)
@@ -391,6 +394,8 @@ HOSTILE = {
     "negative count": msgpack.packb(["abort", _ID, -1]),
     "count out of range": msgpack.packb(["abort", _ID, 1 << 62]),
     "nil for a field": msgpack.packb(["abort", _ID, None]),
+    "infinity for a figure": msgpack.packb(["timing", _ID, 1, {"kv_bytes": math.inf}]),
+    "no number for a figure": msgpack.packb(["timing", _ID, 1, {"kv_bytes": math.nan}]),
     "unhashable key": b"\x93\xa6timing\xc4\x10" + _ID + b"\x01\x81\x90\x01",
 }
 
