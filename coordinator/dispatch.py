@@ -149,8 +149,8 @@ class Dispatcher:
         self.pump()
 
     def abort(self, ticket: Ticket) -> None:
-        """The client has left or wants no more. Idempotent."""
-        if not ticket.life.over:
+        """The client has left or wants no more. Idempotent; nothing for one that was not taken in."""
+        if ticket.id in self.tickets:
             self._end(ticket, State.ABORTED, tell_workers=True)
             self.metrics.ended(ticket, "aborted")
 
@@ -229,34 +229,36 @@ class Dispatcher:
         self._pumping = False
         workerless, now = False, self._clock()
         aside: list[tuple[int, int, Ticket]] = []
-        while self._queue:
-            ticket = self._queue[0][2]
-            if not ticket.queued:
+        try:
+            while self._queue:
+                ticket = self._queue[0][2]
+                if not ticket.queued:
+                    heapq.heappop(self._queue)
+                    continue
+                if ticket.awaits is not None:
+                    aside.append(heapq.heappop(self._queue))
+                    continue
+                if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
+                    aside.append(heapq.heappop(self._queue))
+                    continue
+                verdict = self.router.place(self._need(ticket))
+                if ticket.life.suspect and not isinstance(verdict, Placement):
+                    aside.append(heapq.heappop(self._queue))
+                    continue
+                if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
+                    ticket.stranded_at = ticket.stranded_at or self._clock()
+                    aside.append(heapq.heappop(self._queue))
+                    continue
+                if not isinstance(verdict, Placement):
+                    workerless = isinstance(verdict, NoWorkers)
+                    break
                 heapq.heappop(self._queue)
-                continue
-            if ticket.awaits is not None:
-                aside.append(heapq.heappop(self._queue))
-                continue
-            if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
-                aside.append(heapq.heappop(self._queue))
-                continue
-            verdict = self.router.place(self._need(ticket))
-            if ticket.life.suspect and not isinstance(verdict, Placement):
-                aside.append(heapq.heappop(self._queue))
-                continue
-            if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
-                ticket.stranded_at = ticket.stranded_at or self._clock()
-                aside.append(heapq.heappop(self._queue))
-                continue
-            if not isinstance(verdict, Placement):
-                workerless = isinstance(verdict, NoWorkers)
-                break
-            heapq.heappop(self._queue)
-            ticket.stranded_at = None
-            self._leave_queue(ticket, placed=True)
-            self._place(ticket, verdict)
-        for entry in aside:
-            heapq.heappush(self._queue, entry)
+                ticket.stranded_at = None
+                self._leave_queue(ticket, placed=True)
+                self._place(ticket, verdict)
+        finally:  # also when placing one fails
+            for entry in aside:
+                heapq.heappush(self._queue, entry)
         self._pump_at(min((entry[2].not_before for entry in aside if entry[2].not_before > now), default=None))
         if not workerless:
             self._workerless_since = None

@@ -227,9 +227,9 @@ async def _answer(
         chains = await model.prefix_chains(prompt, options.cache_salt)
         tickets.append(_ticket(services, arrived_at, prompt, sampling, chains, options, reply))
     reply.expect(tickets)
-    services.dispatcher.submit(tickets)
     with services.answers:
         try:
+            services.dispatcher.submit(tickets)
             if isinstance(reply, StreamReply):
                 return await _stream(request, reply)
             await reply.finished

@@ -46,6 +46,7 @@ from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES, make_runner
 from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
+from coordinator.router import Router
 from coordinator.sse import deliver
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -754,6 +755,19 @@ async def test_an_answer_whose_end_cannot_be_written_ends_all_the_same(
         async with asyncio.timeout(3.0):
             _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 3})
         assert events[-1]["error"]["code"] == "internal_error"
+
+
+async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = house.dispatcher
+    with monkeypatch.context() as broken:
+        broken.setattr(Router, "place", lambda router, need: 1 // 0)
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+        assert response.status == 500 and body["error"]["code"] == "internal_error"
+    assert not dispatcher.tickets and not dispatcher.admission.requests
+    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+    assert response.status == 200
 
 
 async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
