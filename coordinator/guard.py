@@ -6,6 +6,7 @@ Owns authentication (default-deny as soon as any key is set), the check against 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hmac
 import ipaddress
@@ -68,6 +69,10 @@ def guard(config: CoordinatorConfig) -> Middleware:
             response = error_response(_from_aiohttp(request, error))
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = error.headers["Allow"]
+        except asyncio.CancelledError:
+            if request.transport is None:
+                log.info("499 %s %s: the client has left (%s)", request.method, request.path, request[REQUEST_ID])
+            raise
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             response = error_response(

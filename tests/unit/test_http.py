@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import math
 import re
 import socket
@@ -351,7 +352,8 @@ def _told(worker: FakeWorker, times: int) -> bool:
 
 
 @pytest.mark.alone
-async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
+async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.http")
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", step_s=0.05)
         for stream in (True, False):
@@ -367,6 +369,7 @@ async def test_a_client_that_leaves_stops_the_work(model: Path) -> None:
             await until(functools.partial(_told, decode, told), "decode is told")
             assert time.monotonic() - started < 0.2
         await until(lambda: not decode.busy, "decode is free")
+    assert sum("499 POST /v1/chat/completions: the client has left" in line for line in caplog.messages) == 2
 
 
 # -- workers come and go ----------------------------------------------------------------------------------------------
