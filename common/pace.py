@@ -21,15 +21,15 @@ class Pace:
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], deque[float]] = {}
         self._last: deque[float] = deque(maxlen=REMEMBERED)
-        self.longest = 0.0
-        """The longest of the last steps, in seconds; 0 before the first."""
+        self.longest = self.last = 0.0
+        """The longest of the last steps, and the last one, in seconds; 0 before the first."""
 
     def took(self, tokens: int, attended: int, seconds: float) -> None:
         """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
         self._sizes.setdefault(size, deque(maxlen=REMEMBERED)).append(seconds)
         self._last.append(seconds)
-        self.longest = max(self._last)
+        self.longest, self.last = max(self._last), seconds
 
     def expect(self, tokens: int, attended: int) -> float:
         """Seconds that such a step may well take."""

@@ -187,7 +187,7 @@ class DecodeWorker(Worker):
         if not self.planner.running:
             return BUDGET_S
         share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # one: nobody may be known yet of all that has come
-        return min(share, MOST_BUDGET_SHARE) * self.pace.longest
+        return min(share, MOST_BUDGET_SHARE) * self.pace.last
 
     def _grant(self, now: float) -> None:
         """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is
