@@ -9,10 +9,10 @@ that lost another worker (somebody has read their beginning) before those that b
                └──────── park (blocks given back) ◄─────┘   when a higher rank needs its blocks
 
 Rules, derived from "nothing starves": single missing tokens (decode) go before chunks of prompts, so a prompt cannot
-stall a stream; when more run than fit into a step (KV that was handed over runs at once), those of one priority take
-turns, and whoever waits is kept waiting only by those that it does not outrank; chunks fill what is left of the budget
-in rank order; only the lowest rank is ever parked; a parked sequence keeps its rank, so it is the first to come back,
-and it recomputes what the prefix cache no longer has.
+stall a stream; who waits, waits for blocks or for those that outrank it; when more run than fit into a step (KV that
+was handed over runs at once, too), those of one priority take turns; chunks fill what is left of the budget in rank
+order; only the lowest rank is ever parked; a parked sequence keeps its rank, so it is the first to come back, and it
+recomputes what the prefix cache no longer has.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ Rank = tuple[int, bool, int]
 @dataclass(slots=True)
 class _Entry:
     """A sequence and its place; ``table`` is None while it waits. ``turn`` is the number of the last turn
-    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``admitted``: it
-    runs because there was a place for it, not because it came with its KV. ``chain`` keeps its prefix keys between
-    attempts."""
+    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``chain`` keeps
+    its prefix keys between attempts."""
 
     rank: Rank
     sequence: Sequence
     table: BlockTable | None = None
     turn: int = 0
     parked: bool = False
-    admitted: bool = False
     chain: list[ChainKey] = field(default_factory=list)
 
 
@@ -233,9 +231,8 @@ class Planner:
         """Admits in rank order and stops at the first that does not fit: a long prompt is not overtaken for ever."""
         while self._waiting:
             entry = self._waiting[0]
-            if not (budget > 0 if len(self._running) < self.max_sequences else self._takes_turns(entry)):
-                return
-            if not self._admit(entry):
+            room = budget > 0 if len(self._running) < self.max_sequences else self._takes_turns(entry)
+            if not room or not self._admit(entry):
                 return
             self._waiting.pop(0)
             bisect.insort(self._running, entry, key=lambda each: each.rank)
@@ -243,10 +240,9 @@ class Planner:
                 budget -= self._chunk(segments, entry, budget)
 
     def _takes_turns(self, entry: _Entry) -> bool:
-        """Whether it gets a place though as many run as a step has: what comes with its KV runs at once, and would keep
-        it waiting for ever. Only those that it does not outrank may."""
-        admitted = sum(each.admitted for each in self._running)
-        return admitted < self.max_sequences and entry.rank < self._running[self.max_sequences - 1].rank
+        """Whether it runs though as many run as a step has places: those that it outranks rest, or take turns with it.
+        Of each priority twice as many can be let in: those that lost another worker, beside those that begin."""
+        return entry.rank < self._running[self.max_sequences - 1].rank
 
     def _chunk(self, segments: list[Segment], entry: _Entry, budget: int) -> int:
         length = min(entry.sequence.missing, budget)
@@ -268,7 +264,7 @@ class Planner:
             self._short = True
             return False
         self.cache.admit(table, len(sequence.tokens))
-        entry.table, sequence.computed, entry.parked, entry.admitted = table, table.cached_tokens, False, True
+        entry.table, sequence.computed, entry.parked = table, table.cached_tokens, False
         return True
 
     def _room(self, entry: _Entry) -> bool:

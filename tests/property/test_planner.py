@@ -173,7 +173,9 @@ class Scenario:
         assert batch is not None, "there is work, and nobody else holds blocks, but nothing is planned"
         assert 0 < batch.length <= self.planner.max_tokens, "token budget"
         assert len(batch.segments) <= self.planner.max_sequences, "sequence limit"
-        assert self.planner.running <= self.planner.max_sequences + self.uninvited(), "admitted beyond the limit"
+        classes = len({plan.priority for plan, _ in self.requests})
+        most = self.planner.max_sequences * classes + self.uninvited()
+        assert self.planner.running <= most, "admitted beyond the limit"
         ids = [segment.sequence.id for segment in batch.segments]
         assert len(set(ids)) == len(ids), "a sequence is in the batch twice"
         assert all(segment.length > 0 for segment in batch.segments)
@@ -435,6 +437,22 @@ def test_a_stream_that_lost_its_worker_is_not_kept_waiting_by_as_many_as_a_step_
     for _ in range(12):
         advance(planner)
     assert moved.output_length >= 6, "it takes turns with them"
+
+
+@pytest.mark.parametrize("kind", ["of a better priority", "a stream that lost its worker"])
+def test_who_outranks_those_that_run_is_not_kept_waiting_by_them(kind: str) -> None:
+    """They were all let in from their prompts, as many as a step has places."""
+    planner = small(blocks=60)
+    for index in range(4):
+        planner.add(simple(8, 200, index=index, priority=1))
+    for _ in range(5):
+        advance(planner)
+    better = kind == "of a better priority"
+    planner.add(late := simple(8, 50, index=9, priority=0 if better else 1, emitted=[] if better else [7, 8]))
+    for _ in range(12):
+        advance(planner)
+    assert late.output_length >= (11 if better else 2 + 7), "at once, or in turn with them"
+    assert planner.running == 5
 
 
 def test_a_failed_segment_is_not_counted_as_computed() -> None:
