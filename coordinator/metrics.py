@@ -144,9 +144,11 @@ class Metrics:
         (self._migrations if migration else self._retries).inc()
 
     def transferred(self, message: Timing) -> None:
+        """A hand-off was accepted; its answer may have ended before."""
         values = message.values
         self._bytes.labels(message.link or "none").inc(max(0.0, values.get("kv_bytes", 0.0)))
         self._transfer.observe(values.get("transfer_ms", 0.0) / 1000)
+        self._observe(values, "transfer", "transfer_exposed")
 
     def transfer_failed(self, reason: str) -> None:
         self._transfer_failures.labels(reason).inc()
@@ -176,7 +178,10 @@ class Metrics:
         self._prefill.observe(timings.get("prefill_ms", 0.0) / 1000)
         self._stages.labels("tokenize").observe(ticket.tokenized_at - ticket.arrived_at)
         self._stages.labels("queue").observe(waited)
-        for stage in ("prefill", "transfer", "transfer_exposed", "decode_wait"):
+        self._observe(timings, "prefill", "decode_wait")
+
+    def _observe(self, timings: Mapping[str, float], *stages: str) -> None:
+        for stage in stages:
             if (value := timings.get(f"{stage}_ms")) is not None:
                 self._stages.labels(stage).observe(value / 1000)
 

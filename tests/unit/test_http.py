@@ -1333,6 +1333,17 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         assert name in page, name
 
 
+async def test_a_hand_off_counts_though_its_answer_has_ended_before(house: House) -> None:
+    """A short one may, whose last token decode has sent while prefill still learns that all of its KV was accepted."""
+    prefill = next(worker for worker in house.workers if worker.hello.role == "prefill")
+    values = {"transfer_ms": 4.0, "transfer_exposed_ms": 2.0, "kv_bytes": 4096.0}
+    prefill.say(Timing(RequestId(bytes(16)), 1, values, "shm"))
+    metrics = house.services.metrics
+    shown = functools.partial(metrics.registry.get_sample_value, "tandem_stage_seconds_sum")
+    await until(lambda: shown({"stage": "transfer_exposed"}), "it is counted")
+    assert shown({"stage": "transfer_exposed"}) == 0.002 and shown({"stage": "transfer"}) == 0.004
+
+
 def test_counters_of_gone_workers_count_and_are_few() -> None:
     total, longest = _Sum(), 0
     for number in range(1000):
