@@ -6,17 +6,22 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.errors import StartError
 
 PICTURES = (".png", ".svg")
+KEYS, FLAGS = ("--api-key", "--admin-api-key"), "--up-flags"
+"""Options with a secret, and the one that has options of another command in it."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -37,12 +42,25 @@ def provenance() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """As it was typed; of an absolute path only the last name, as the others are of this machine alone."""
+    """As it was typed, without keys; of an absolute path only the last name: the others are of this machine alone."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else ""
     program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    words = [Path(word).name if word.startswith("/") else word for word in _without_secrets(sys.argv[1:])]
     return f"{program} {shlex.join(words)}"
+
+
+def _without_secrets(words: Iterable[str]) -> Iterator[str]:
+    for before, word in pairwise(["", *words]):
+        option, equals, value = word.partition("=")
+        if before in KEYS or (equals and option in KEYS):
+            yield "..." if before in KEYS else f"{option}=..."
+        elif before == FLAGS:
+            yield shlex.join(_without_secrets(shlex.split(word)))
+        elif equals and option == FLAGS:
+            yield f"{FLAGS}={shlex.join(_without_secrets(shlex.split(value)))}"
+        else:
+            yield re.sub(r"(?<=://)[^/@]+@", "", word)
 
 
 def _commit() -> str | None:

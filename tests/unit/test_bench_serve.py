@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 from bench.client import Record, Target
 from bench.load import run_load
 from bench.mock import MockServer, Script
+from bench.results import provenance
 from bench.workloads import Ask
 from common.errors import StartError
 from deploy import cli
@@ -145,6 +146,16 @@ def test_the_command_reports_what_was_done(
     assert figures["commit"] is None or len(figures["commit"]) >= 7
     assert figures["machine"]["cores"] >= 1 and figures["command"] == f"tandem {words}"
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["bench", "compare", "/some/model", "--api-key", "one", "--url", "http://two:three@host:80/v1"]
+    flags = ["--up-flags", "--api-key 'f o u r' --admin-api-key=five", "--up-flags=--api-key six", "--api-key=seven"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", *words, *flags])
+    assert provenance()["command"] == (
+        "tandem bench compare model --api-key ... --url http://host:80/v1"
+        " --up-flags '--api-key ... --admin-api-key=...' '--up-flags=--api-key ...' --api-key=..."
+    )
 
 
 def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
