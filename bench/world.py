@@ -99,12 +99,16 @@ class World:
             action()
         for job in self._queue:
             job.record.error = "no worker can ever hold it"
+        for job in self._jobs.values():
+            if not (job.record.output_tokens or job.record.error):
+                job.record.error = "it was placed and never ended"
         return Run(records, max(self.now, 1e-9), 0.0)
 
     # -- the coordinator's part ---------------------------------------------------------------------------------------
 
     def _arrive(self, ask: Ask, record: Record, number: int) -> None:
-        prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN] * ask.prompt_tokens
+        # of text nobody knows the tokens here, but no two requests have the same: no cache may help one of them
+        prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN + 1 + number] * ask.prompt_tokens
         sampling = SamplingParams(ask.output_tokens, 0, ignore_eos=True)
         request = Request(RequestId(number.to_bytes(16, "little")), pack_tokens(prompt), sampling)
         job = _Job(ask, record, request, Need(len(prompt), ask.output_tokens, 1))

@@ -48,6 +48,13 @@ def test_one_request_alone_takes_what_its_steps_take() -> None:
     assert [apart.stages[name] for name in ("path", "prefill", "decode")] == ["disagg", "prefill-0", "decode-0"]
 
 
+@pytest.mark.parametrize("pools", [(1, 1, 0), (0, 0, 1)])
+def test_texts_are_not_taken_for_one_and_the_same(pools: tuple[int, int, int]) -> None:
+    """Of recorded text only the length is known; nobody's prefix is in a cache because somebody else's is as long."""
+    records = lived([Ask(f"question {number}", 96, 5) for number in range(3)], [0.0, 10.0, 20.0], pools).records
+    assert [record.ttft for record in records] == pytest.approx([0.106] * 3)
+
+
 def test_a_slow_link_is_exposed_and_holds_prefills_blocks() -> None:
     """100 kB at 100 kB/s take 1 s, of which 0.9 of the prefill's 110 ms hide some."""
     record = lived([ASK], [0.0], (1, 1, 0), link_bytes_per_s=1e5).records[0]
@@ -87,6 +94,13 @@ def test_any_pools_serve_everything(pools: tuple[int, int, int]) -> None:
 def test_what_no_worker_can_hold_is_a_failure() -> None:
     world = World(COST, replace(LIMITS, kv_blocks=4), 1, 1, 0)
     assert world.run([ASK], [0.0]).records[0].error
+
+
+def test_what_was_placed_and_never_ended_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However that comes about: it must not count as answered by its first token."""
+    monkeypatch.setattr(World, "_land", lambda *_: False)
+    (record,) = World(COST, LIMITS, 1, 1, 0).run([ASK], [0.0]).records
+    assert len(record.moments) == 1 and record.error == "it was placed and never ended"
 
 
 def test_costs_are_fitted() -> None:
