@@ -108,7 +108,7 @@ def sharegpt_asks(
 ) -> list[Ask]:
     """Up to ``count`` conversations in random order. ``tokens`` counts those of a text."""
     try:
-        entries = json.loads(_read(path))
+        entries = json.loads("".join(_lines(path)))
     except ValueError as error:
         raise _bad(path, f"is not JSON: {error}") from error
     if not isinstance(entries, list):
@@ -137,21 +137,21 @@ def _fitting(pairs: Iterable[tuple[str, str]], tokens: Callable[[str], int], out
 def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
     """The rows of the trace, in its order."""
     generator = np.random.default_rng(seed)
-    rows = csv.DictReader(_read(path).splitlines())
+    rows = csv.DictReader(_lines(path))
     wanted = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
-    if missing := wanted - set(rows.fieldnames or ()):
-        raise _bad(path, f"has no column {', '.join(sorted(missing))}")
     began: datetime | None = None
-    for row in rows:
-        try:
+    try:
+        if missing := wanted - set(rows.fieldnames or ()):
+            raise _bad(path, f"has no column {', '.join(sorted(missing))}")
+        for row in rows:
             at = _timestamp(row["TIMESTAMP"])
             began = began or at
             lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             seconds = (at - began).total_seconds()
-        except (TypeError, ValueError) as error:
-            raise _bad(path, f"line {rows.line_num}: {error}") from error
-        _check_lengths(path, rows.line_num, *lengths)
-        yield Ask(_some(generator, ids, lengths[0]), *lengths, at=seconds)
+            _check_lengths(path, rows.line_num, *lengths)
+            yield Ask(_some(generator, ids, lengths[0]), *lengths, at=seconds)
+    except (csv.Error, TypeError, ValueError) as error:
+        raise _bad(path, f"line {rows.line_num}: {error}") from error
 
 
 def _timestamp(text: str) -> datetime:
@@ -166,14 +166,16 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
     """The rows of the trace, in its order."""
     own = np.random.default_rng(seed)
     began: float | None = None
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             at, length, output = float(row["timestamp"]), int(row["input_length"]), int(row["output_length"])
             hashes = [int(each) for each in row.get("hash_ids", ())]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if not math.isfinite(at):
+                raise ValueError(f"it came at {at}")
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise _bad(path, f"line {number}: {type(error).__name__}: {error}") from error
         _check_lengths(path, number, length, output)
         began = at if began is None else began
@@ -190,9 +192,11 @@ def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
         raise _bad(path, f"line {line}: {prompt} prompt tokens and {output} output tokens")
 
 
-def _read(path: Path) -> str:
+def _lines(path: Path) -> Iterator[str]:
+    """Of a file that may be larger than memory, as they are wanted."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"cannot read the dataset {path}", str(error), "correct --dataset-path") from error
 

@@ -138,8 +138,13 @@ def test_mooncake(tmp_path: Path) -> None:
         (azure_asks, AZURE + "\n2023-11-16 18:17:03,x,1\n", "line 2"),
         (azure_asks, AZURE + "\n2023-11-16 18:17:03\n", "line 2"),
         (azure_asks, AZURE + "\n2023-11-16 18:17:03,0,1\n", "0 prompt tokens"),
+        (azure_asks, AZURE + '\n2023-11-16 18:17:03,"' + "9" * 140_000, "field larger than"),
+        (azure_asks, AZURE + "\n2023-11-16 18:17:03,9,1\n2023-11-16 18:17:03+00:00,9,1\n", "line 3"),
+        (azure_asks, "", "has no column ContextTokens, GeneratedTokens, TIMESTAMP"),
         (mooncake_asks, '{"timestamp": 0}', "line 1"),
         (mooncake_asks, "[1]", "line 1"),
+        (mooncake_asks, '{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1"),
+        (mooncake_asks, '{"timestamp": 0, "input_length": Infinity, "output_length": 1}', "line 1"),
         (mooncake_asks, '\n{"timestamp": 0, "input_length": -1, "output_length": 1}', "line 2"),
     ],
 )
@@ -150,6 +155,22 @@ def test_files_that_do_not_parse_are_refused_in_words(read: object, text: str, s
         list(read(path, IDS))  # type: ignore[operator]
     with pytest.raises(StartError, match="cannot read"):
         list(read(tmp_path / "nowhere", IDS))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("read", "head", "row"),
+    [
+        (azure_asks, AZURE + "\n", "2023-11-16 18:17:03,9,1\n"),
+        (mooncake_asks, "", '{"timestamp": 0, "input_length": 9, "output_length": 1}\n'),
+    ],
+)
+def test_of_a_trace_only_what_is_wanted_is_read(read: object, head: str, row: str, tmp_path: Path) -> None:
+    """It may be larger than memory: here what lies far behind cannot be read at all."""
+    path = tmp_path / "trace"
+    path.write_bytes((head + row * 5_000).encode() + b"\xff")
+    assert len(within(read(path, IDS), 50, None)[0]) == 50  # type: ignore[operator]
+    with pytest.raises(StartError, match="cannot read"):
+        list(read(path, IDS))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", ""])
