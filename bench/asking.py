@@ -84,10 +84,13 @@ def prepare_with(
 
 
 def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
-    """When each ask is sent, in seconds after the start."""
+    """When each ask is sent, in seconds after the start. StartError if the options contradict each other."""
     recorded = [ask.at for ask in asks if ask.at is not None]
     if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
         return [at * options.time_scale for at in recorded]
+    if options.time_scale != 1:
+        why = "requests do not come at the times of a trace"
+        raise StartError("--time-scale would change nothing", why, "leave it out, or name a trace and no rate")
     return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 

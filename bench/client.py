@@ -125,6 +125,7 @@ class Events:
     def close(self) -> None:
         """The stream is over: what it left unsaid is an error."""
         record = self._record
+        self.done |= self._rest.replace(b" ", b"").strip() == b"data:[DONE]"  # some end without a line break
         record.output_tokens = self._told or len(record.moments)
         if record.error:
             return

@@ -7,6 +7,7 @@ one that missed them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +19,8 @@ from bench.load import Run
 
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+QUEUED = ("client_queue_time", "e2el_including_client_queue")
+"""What is measured besides where requests wait in the client, for a place among ``--max-concurrency``."""
 PER_REQUEST: dict[str, Callable[[Record], float]] = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,
@@ -133,6 +136,7 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
         "itl": [gap for record in good for gap in record.itls],
         "e2el": [record.latency for record in good],
         "client_queue_time": [record.waited for record in good],
+        "e2el_including_client_queue": [record.latency + record.waited for record in good],
     }
     told = [_told(record.stages) for record in good if record.stages]
     tokens, concurrent = _peaks(good)
@@ -189,6 +193,7 @@ _TITLES: dict[str, tuple[str, str]] = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
 WIDTH = 50
 
@@ -211,9 +216,9 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
         lines.append(_row("Requests inside the SLO (%):", 100 * summary.attainment))
     lines.append(_row("Output token throughput (tok/s):", summary.output_rate))
     lines.append(_row("Peak output token throughput (tok/s):", summary.peak_output_tokens))
-    lines.append(_row("Peak concurrent requests:", summary.peak_concurrent))
+    lines.append(_row("Peak concurrent requests:", float(summary.peak_concurrent)))
     lines.append(_row("Total token throughput (tok/s):", summary.token_rate))
-    for name in _shown(metrics, max_concurrency):
+    for name in _shown(metrics, max_concurrency, rate):
         label, title = _TITLES[name]
         spread = summary.spreads[name]
         lines.append(_title(title, "-"))
@@ -234,9 +239,10 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
     return [*lines, "=" * WIDTH]
 
 
-def _shown(metrics: Sequence[str], max_concurrency: int | None) -> list[str]:
-    waits = ["client_queue_time"] if max_concurrency is not None else []
-    return [*(name for name in METRICS if name in metrics), *waits]
+def _shown(metrics: Sequence[str], max_concurrency: int | None, rate: float) -> list[str]:
+    """Of requests that all come at once the time in the client says nothing that the duration does not."""
+    queued = 0 if max_concurrency is None else 1 if math.isinf(rate) else 2
+    return [*(name for name in METRICS if name in metrics), *QUEUED[:queued]]
 
 
 def _title(text: str, line: str) -> str:
@@ -247,7 +253,9 @@ def _row(label: str, value: int | float) -> str:
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
 
 
-def as_json(summary: Summary, *, metrics: Sequence[str], max_concurrency: int | None = None) -> dict[str, Any]:
+def as_json(
+    summary: Summary, *, metrics: Sequence[str], max_concurrency: int | None = None, rate: float = math.inf
+) -> dict[str, Any]:
     """The keys of ``vllm bench serve``'s result file, and ``slo_attainment``, ``stages`` and ``paths``."""
     found: dict[str, Any] = {
         "duration": summary.seconds,
@@ -263,7 +271,7 @@ def as_json(summary: Summary, *, metrics: Sequence[str], max_concurrency: int | 
         "max_concurrent_requests": summary.peak_concurrent,
         "slo_attainment": summary.attainment,
     }
-    for name in _shown(metrics, max_concurrency):
+    for name in _shown(metrics, max_concurrency, rate):
         found |= _spread_keys(name, summary.spreads[name])
     if summary.stages:
         found["stages"] = {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -10,8 +14,8 @@ from bench import results
 from bench.arrivals import Ramp
 from bench.asking import prepare, times
 from bench.client import Record
-from bench.load import run_now
-from bench.metrics import METRICS, Objective, as_json, detailed, parse_objectives, rows, summarise
+from bench.load import Run, run_now
+from bench.metrics import METRICS, QUEUED, Objective, as_json, detailed, parse_objectives, rows, summarise
 from common.config import BenchServeConfig
 from common.errors import StartError
 
@@ -21,7 +25,7 @@ SHOWN_ERRORS = 5
 def run(config: BenchServeConfig) -> int:
     """Prints the figures; exit code 1 if no request succeeded."""
     objectives = absolute_objectives(config.goodput)
-    metrics = _metrics(config.percentile_metrics)
+    metrics, ramp = _metrics(config.percentile_metrics), _ramp(config)
     console = Console(stderr=True, highlight=False)
     prepared = prepare(config, config.url, config.api_key, config.served_model_name)
     for note in prepared.notes:
@@ -30,7 +34,7 @@ def run(config: BenchServeConfig) -> int:
     run = run_now(
         prepared.target,
         asks,
-        times(config, asks, ramp=_ramp(config)),
+        times(config, asks, ramp),
         max_concurrency=config.max_concurrency,
         warm=prepared.warm(config.num_warmups),
         console=console,
@@ -42,15 +46,19 @@ def run(config: BenchServeConfig) -> int:
     )))  # fmt: skip
     if config.save:
         figures = {
+            "endpoint_type": config.backend,  # as it was called once
             "backend": config.backend,
+            "label": None,
             "model_id": prepared.target.model,
+            "tokenizer_id": config.tokenizer,
             "dataset_name": config.dataset_name,
             "num_prompts": len(asks),
             "request_rate": config.request_rate,
             "burstiness": config.burstiness,
             "max_concurrency": config.max_concurrency,
             "goodput": config.goodput,
-            **as_json(summary, metrics=metrics, max_concurrency=config.max_concurrency),
+            **(ramp_as_json(ramp, run) if ramp else {}),
+            **as_json(summary, metrics=metrics, max_concurrency=config.max_concurrency, rate=config.request_rate),
             **(detailed(run) if config.save_detailed else {}),
         }
         results.save(Path(config.save), figures)
@@ -85,12 +93,35 @@ def show_errors(console: Console, records: list[Record]) -> None:
 
 def _metrics(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if strange := [name for name in names if name not in METRICS]:
-        why = f"metrics are {', '.join(METRICS)}"
+    if strange := [name for name in names if name not in (*METRICS, *QUEUED)]:
+        why = f"metrics are {', '.join((*METRICS, *QUEUED))}"
         raise StartError(f"--percentile-metrics does not know {strange[0]}", why, "correct it")
     return names
 
 
 def _ramp(config: BenchServeConfig) -> Ramp | None:
     strategy, start, end = config.ramp_up_strategy, config.ramp_up_start_rps, config.ramp_up_end_rps
-    return Ramp(strategy, start, end) if strategy and start and end else None
+    if not (strategy and start and end):
+        return None
+    if math.isfinite(config.request_rate):
+        raise StartError("--request-rate would not count", "the ramp says the rate", "leave one of them out")
+    return Ramp(strategy, start, end)
+
+
+def ramp_as_json(ramp: Ramp, run: Run) -> dict[str, Any]:
+    """How the rate grew, and when it came to each whole number of requests per second."""
+    to_date = time.time() - time.perf_counter()
+    reached = int(ramp.start)
+    events = [(ramp.start, run.began_at)]
+    for index, record in enumerate(run.records):
+        rate = int(ramp.rate(index, len(run.records)))
+        events += [(float(each), record.due_at) for each in range(reached + 1, rate + 1)]
+        reached = max(reached, rate)
+    return {
+        "ramp_up_strategy": ramp.strategy,
+        "ramp_up_start_rps": ramp.start,
+        "ramp_up_end_rps": ramp.end,
+        "rps_change_events": [
+            {"rps": rate, "timestamp": datetime.fromtimestamp(at + to_date).isoformat()} for rate, at in events
+        ],
+    }

@@ -247,6 +247,11 @@ def test_events_are_cut_anywhere_by_the_network() -> None:
     assert record.ok and len(record.moments) == 2 and record.output_tokens == 2
 
 
+def test_the_last_line_needs_no_break() -> None:
+    assert read((0.5, delta(content="a") + b"data: [DONE]")).ok
+    assert "cut" in read((0.5, delta(content="a") + b"data: [DON")).error
+
+
 def test_reasoning_is_text() -> None:
     assert read((0.5, delta(reasoning_content="hm")), (0.7, delta(content="a") + DONE)).moments == [0.5, 0.7]
 
@@ -310,6 +315,7 @@ def test_rows_and_keys_are_those_of_vllm() -> None:
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert "Successful requests:                     3         " in lines
     assert "Request rate configured (RPS):           2.00      " in lines
+    assert "Peak concurrent requests:                2.00      " in lines
     assert "---------------Time to First Token----------------" in lines
     assert "P99 TTFT (ms):                           596.00    " in lines
     assert {line.partition(":")[0] for line in lines} >= {
@@ -317,12 +323,24 @@ def test_rows_and_keys_are_those_of_vllm() -> None:
         "Request throughput (req/s)", "Request goodput (req/s)", "Output token throughput (tok/s)",
         "Peak output token throughput (tok/s)", "Peak concurrent requests", "Total token throughput (tok/s)",
         "Mean TPOT (ms)", "Median ITL (ms)", "P99 E2EL (ms)", "Median Client Queue Time (ms)",
+        "Mean E2EL incl. Client Queue (ms)",
     }  # fmt: skip
     assert as_json(summary, metrics=["ttft", "e2el"]).keys() >= {
         "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
         "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
         "max_concurrent_requests", "mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms", "p99_e2el_ms",
     }  # fmt: skip
+
+
+def test_time_in_the_client_is_told_where_requests_wait_there() -> None:
+    waited = answered(1.0, 0.2, 0.01, 11)
+    waited.due_at = 0.6
+    summary = summarise(Run([waited], 2.0, 0.0))
+    found = as_json(summary, metrics=[], max_concurrency=1, rate=3.0)
+    assert found["mean_client_queue_time_ms"] == pytest.approx(400)
+    assert found["p99_e2el_including_client_queue_ms"] == pytest.approx(700)
+    assert "p99_e2el_including_client_queue_ms" not in as_json(summary, metrics=[], max_concurrency=1)
+    assert not any("queue" in key for key in as_json(summary, metrics=[]))
 
 
 def test_a_run_where_all_failed_has_figures() -> None:

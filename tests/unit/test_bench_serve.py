@@ -6,6 +6,7 @@ import asyncio
 import json
 import statistics
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,22 @@ def test_the_command_reports_what_was_done(
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
+RAMP = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "100", "--ramp-up-end-rps", "104")
+
+
+def test_a_ramp_is_told_as_vllm_does(mock_url: str, tmp_path: Path) -> None:
+    saved = tmp_path / "run.json"
+    words = ("--url", mock_url, "--num-prompts", "3", "--num-warmups", "0", "--random-output-len", "1", *RAMP)
+    assert cli.main(["bench", "serve", *words, "--save", str(saved)]) == 0
+    figures = json.loads(saved.read_text())
+    assert figures["request_rate"] == "inf" and figures["ramp_up_strategy"] == "linear"
+    assert (figures["ramp_up_start_rps"], figures["ramp_up_end_rps"]) == (100, 104)
+    events = figures["rps_change_events"]
+    assert [event["rps"] for event in events] == [100, 101, 102, 103, 104]
+    when = [datetime.fromisoformat(event["timestamp"]) for event in events]
+    assert when == sorted(when) and abs((datetime.now() - when[-1]).total_seconds()) < 60
+
+
 def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "compare", "/some/model", "--api-key", "one", "--url", "http://two:three@host:80/v1"]
     flags = ["--up-flags", "--api-key 'f o u r' --admin-api-key=five", "--up-flags=--api-key six", "--api-key=seven"]
@@ -175,6 +192,8 @@ def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsy
         (("--goodput", "ttfb:3"), "ttft:1000"),
         (("--goodput", "ttft:3x"), "in ms"),
         (("--ramp-up-strategy", "linear"), "ramp"),
+        ((*RAMP, "--request-rate", "2"), "the ramp says the rate"),
+        ((*at_mock, "--time-scale", "2", "--num-prompts", "1"), "would change nothing"),
         (("--request-rate", "0"), "more than 0"),
         (("--request-rate", "nan"), "more than 0"),
         (("--metric-percentiles", "50,101"), "0 to 100"),
