@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from bench import workloads
 from bench.arrivals import Ramp, arrivals
@@ -92,6 +93,19 @@ def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None
         why = "requests do not come at the times of a trace"
         raise StartError("--time-scale would change nothing", why, "leave it out, or name a trace and no rate")
     return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
+
+
+def as_load(options: ArrivalOptions, model: str) -> dict[str, Any]:
+    """What is asked of which model and when, so that two measurements can be told to have had the same load. A number
+    that JSON does not have is its text; of paths only the last name."""
+    values = {each.name: getattr(options, each.name) for each in fields(ArrivalOptions)} | {"model": model}
+    for name in ("dataset_path", "model"):
+        values[name] = values[name] and Path(values[name]).name
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+        if name not in ("save", "plot", "tokenizer")
+    }
 
 
 def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import results
-from bench.asking import prepare, times
+from bench.asking import as_load, prepare, times
 from bench.goodput import measured_objectives, unloaded
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
@@ -80,6 +80,14 @@ class Outcome:
             ]
         )
 
+    @property
+    def answered(self) -> int:
+        return sum(summary.completed for summary in self.summaries)
+
+    @property
+    def failed(self) -> int:
+        return sum(summary.failed for summary in self.summaries)
+
     def busy(self) -> dict[str, float]:
         """By pool, of all rounds: in which share of the time its workers had work, as far as the server tells."""
         found: dict[str, list[float]] = {}
@@ -133,6 +141,8 @@ def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[st
     together = best((each for each in outcomes if each.colocated), figure)
     if apart is None or together is None:
         return ["No advice: it takes a disaggregated and a colocated system to compare."]
+    if silent := [each.system for each in (apart, together) if not each.answered]:
+        return [f"No advice: {' and '.join(silent)} answered no request."]
     gain = apart.against(together, figure)
     tail = together.against(apart, "itl_p99")
     output = apart.against(together, "output")
@@ -159,10 +169,15 @@ def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[st
             f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests inside {objectives} "
             f"as {together.system}, which is no gain that shows in every round and is worth a second pool."
         )
-    lines.append(
-        f"P99 time between tokens is {tail:.2f} times as long with {together.system}; "
-        f"output with {apart.system} is {output:.2f} times as much."
-    )
+    shown = f"output with {apart.system} is {output:.2f} times as much."
+    if min(each.figure("itl_p99").low for each in (apart, together)):  # where answers had a second token
+        shown = f"P99 time between tokens is {tail:.2f} times as long with {together.system}; {shown}"
+    lines.append(shown[0].upper() + shown[1:])
+    if apart.failed or together.failed:
+        failures = (f"{each.failed} of {each.failed + each.answered} with {each.system}" for each in (apart, together))
+        lines.append(
+            f"Requests failed, {', '.join(failures)}: they count as outside, and times are those of the others."
+        )
     return [*lines, *_sizes(apart, bounds)]
 
 
@@ -178,7 +193,8 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
     shown = f"With {apart.system} {late:.0%} miss the objective for TTFT, {slow:.0%} that for TPOT"
     shown += f"; {busy}" if busy else ""
     if max(late, slow) <= FEW:
-        return [f"{shown}: its pools are large enough."]
+        failed = apart.failed / (apart.failed + apart.answered) > FEW
+        return [f"{shown}: {'of those that were answered' if failed else 'its pools are large enough'}."]
     if late > 2 * slow:
         return [f"{shown}: it lacks prefill, a larger prefill pool would serve more."]
     if slow > 2 * late:
@@ -290,8 +306,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     lines = [f"| system (times in ms) | {titles} |", "|---|---|---|---|---|---|---|---|---|"]
     for each in outcomes:
         goodput, inside, *others = (each.figure(name).median for name in _COLUMNS)
-        failed = sum(summary.failed for summary in each.summaries)
-        cells = [f"{goodput:.2f}", f"{inside:.0%}", *(f"{value:.1f}" for value in others), str(failed)]
+        cells = [f"{goodput:.2f}", f"{inside:.0%}", *(f"{value:.1f}" for value in others), str(each.failed)]
         lines.append(f"| {each.system} | {' | '.join(cells)} |")
     for each in outcomes:
         if each is not base:
@@ -304,9 +319,7 @@ def _as_json(
     config: BenchCompareConfig, outcomes: Sequence[Outcome], objectives: Sequence[Objective], words: Sequence[str]
 ) -> dict[str, Any]:
     return {
-        "dataset_name": config.dataset_name,
-        "request_rate": config.request_rate,
-        "num_prompts": config.num_prompts,
+        "load": as_load(config, config.model) | {"max_concurrency": config.max_concurrency},
         "objectives_ms": {each.metric: each.bound for each in objectives},
         "systems": {
             each.system: {

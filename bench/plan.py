@@ -9,6 +9,7 @@ of as many workers stand on as many cores: the advice is given for each number o
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import results
-from bench.asking import times, workload
+from bench.asking import as_load, times, workload
 from bench.compare import Outcome, table, verdict
 from bench.cost import CostModel, measure
 from bench.metrics import METRICS, Objective, as_json, parse_objectives, summarise
@@ -64,7 +65,7 @@ def run(config: BenchPlanConfig) -> int:
         print(line)
     advice = _advice(outcomes, objectives)
     print("\n".join(advice))
-    checked = _check(outcomes, Path(config.check)) if config.check else {}
+    checked = _check(config, outcomes, Path(config.check)) if config.check else {}
     for system, ratios in checked.items():
         shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         print(f"planned / measured, {system}: {shown}")
@@ -136,21 +137,27 @@ def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> lis
     return lines or ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
 
 
-def _check(outcomes: Sequence[Outcome], path: Path) -> dict[str, dict[str, float]]:
-    """Planned over measured figures (medians over the rounds), by system."""
+def _check(config: BenchPlanConfig, outcomes: Sequence[Outcome], path: Path) -> dict[str, dict[str, float]]:
+    """Planned over measured figures (medians over the rounds), by system. StartError if another load was measured."""
     try:
-        measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["systems"]
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        measured: dict[str, Any] = saved["systems"]
+        load: dict[str, Any] = saved.get("load", {})
         found = {}
         for outcome in outcomes:
             if outcome.system in measured:
                 rounds = measured[outcome.system]["rounds"]
-                medians = {key: sorted(each[key] for each in rounds)[len(rounds) // 2] for key in CHECKED.values()}
+                medians = {key: statistics.median(each[key] for each in rounds) for key in CHECKED.values()}
                 found[outcome.system] = {
                     name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
                 }
     except (OSError, ValueError, LookupError, TypeError) as error:
         todo = "give a file that tandem bench compare has saved"
         raise StartError(f"cannot check against {path}", repr(error), todo) from error
+    mine = as_load(config, config.model) | {"max_concurrency": None}
+    if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
+        why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
+        raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
     if not found:
         raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
     return found

@@ -32,6 +32,7 @@ def test_short_prompts_and_light_load_are_not_disaggregated(tmp_path: Path, caps
     assert apart["total_input_tokens"] == together["total_input_tokens"] == 12 * 40, "prompts are as long as asked for"
     assert apart["paths"] == {"disagg": 12} and together["paths"] == {"colocated": 12}
     assert apart["stages"]["prefill_ms"]["median_prefill_ms"] > 0
+    assert figures["load"]["request_rate"] == 4 and figures["load"]["random_input_len"] == 40
     assert set(figures["systems"]["1p1d"]["busy"]) == {"prefill", "decode"}
     assert drawn.stat().st_size > 10_000
 

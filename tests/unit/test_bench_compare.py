@@ -84,6 +84,38 @@ def test_systems_that_are_both_overloaded_tell_nothing() -> None:
     assert "neither system has any request inside" in lines[0]
 
 
+def failing(outcome: Outcome, count: int) -> Outcome:
+    """The same, but the last ``count`` requests of each round failed."""
+    for index, run in enumerate(outcome.runs):
+        for record in run.records[len(run.records) - count :]:
+            record.moments, record.error = [], "HTTP 503: full"
+        outcome.summaries[index] = summarise(run, objectives=OBJECTIVES)
+    return outcome
+
+
+def test_a_system_that_answers_nothing_gives_no_advice() -> None:
+    """It is broken, which says nothing about how it should be built."""
+    for count, said in (((100, 0), "1p1d"), ((0, 100), "1c"), ((100, 100), "1p1d and 1c")):
+        rounds = [failing(outcome(name, (90, 10)), each) for name, each in zip(("1p1d", "1c"), count, strict=True)]
+        assert verdict(rounds, OBJECTIVES) == [f"No advice: {said} answered no request."]
+
+
+def test_requests_that_failed_are_told_and_do_not_speak_for_the_pools() -> None:
+    words = verdict([failing(outcome("1p1d", (100, 10)), 20), outcome("1c", (100, 10))], OBJECTIVES)
+    assert "has only 0.80" in words[0]
+    assert words[2].startswith("Requests failed, 20 of 100 with 1p1d, 0 of 100 with 1c: they count as outside")
+    assert words[3].endswith("0% that for TPOT: of those that were answered.")
+
+
+def test_answers_of_one_token_have_no_time_between_tokens() -> None:
+    rounds = [outcome("1p1d", (90, 10)), outcome("1c", (90, 10))]
+    for each in rounds:
+        for record in each.runs[0].records:
+            record.moments, record.output_tokens = record.moments[:1], 1
+        each.summaries[0] = summarise(each.runs[0], objectives=OBJECTIVES)
+    assert verdict(rounds, OBJECTIVES)[1] == "Output with 1p1d is 1.00 (1.00 to 1.00) times as much."
+
+
 def test_the_best_of_each_kind_are_compared() -> None:
     rounds = [outcome("1p1d", (50, 10)), outcome("2p1d", (90, 10)), outcome("1c", (40, 9)), outcome("2c", (40, 5))]
     assert best(rounds[:2], "goodput") is rounds[1] and best(rounds[2:], "inside") is rounds[3]

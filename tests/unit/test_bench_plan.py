@@ -140,6 +140,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     check = [*words.split(), *systems, "--runs", "1", "--check", str(measured)]
     assert cli.main(check) == 0
     assert "planned / measured, 1p1d: ttft_p50 1.00" in capsys.readouterr().out
+    load = {"request_rate": 5, "random_output_len": 10, "model": "", "max_concurrency": None, "seed": 0}
+    measured.write_text(json.dumps({"load": load, "systems": {"1p1d": {"rounds": rounds}}}))
+    assert cli.main(check) == 0
+    capsys.readouterr()
+    for name, other in (("request_rate", "inf"), ("random_output_len", 11), ("max_concurrency", 4), ("model", "m")):
+        measured.write_text(json.dumps({"load": load | {name: other}, "systems": {"1p1d": {"rounds": rounds}}}))
+        assert cli.main(check) == 1
+        said = capsys.readouterr().err
+        assert "is of another load" in said and f"{name} {other} measured" in said
     rounds[0]["median_ttft_ms"] *= 3
     measured.write_text(json.dumps({"systems": {"1p1d": {"rounds": rounds}}}))
     assert cli.main(check) == 1
