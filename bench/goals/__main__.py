@@ -77,6 +77,7 @@ def main() -> int:
     console = Console(stderr=True, highlight=False)
     try:
         names = chosen(options.only)
+        results.check_outputs(options.save and str(options.save), None)
         peers = Path(options.peers).resolve() if options.peers else None
         if peers:
             vllm.check_installed(peers)

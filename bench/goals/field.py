@@ -192,6 +192,16 @@ def opened(field: Field) -> Iterator[Field]:
         field.close()
 
 
+def whole(run: Run) -> Run:
+    """``run`` itself, if all of its requests were answered; StartError if not: what is missing disturbs nobody."""
+    failed = [record for record in run.records if not record.ok]
+    if failed:
+        raise StartError(
+            f"{len(failed)} of {len(run.records)} requests failed", failed[0].error, "try the system alone"
+        )
+    return run
+
+
 def good(run: Run) -> list[Record]:
     """The records of requests that were answered; StartError if there are none."""
     found = [record for record in run.records if record.ok]

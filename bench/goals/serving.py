@@ -21,7 +21,7 @@ from bench.arrivals import arrivals
 from bench.client import Record
 from bench.cost import CostModel, measure
 from bench.goals.engine import in_child
-from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good
+from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
 from bench.goals.figures import Row, Target, against
 from bench.goodput import FIRST_SHARE, Goodput, Point, highest, next_rate
 from bench.load import Run
@@ -81,6 +81,8 @@ def interference(field: Field, system: System) -> tuple[float, Run]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
         times = [0.0] * STREAMS + [INTRUDER_EVERY_S * (1 + index) for index in range(intruders)]
         run = field.run(system, asks, times, what=what)
+        if not system.is_peer:  # a peer that refuses prompts is less disturbed: that is to its advantage
+            whole(run)
         return run, gaps_together(good(Run(run.records[:STREAMS], run.seconds, run.began_at)))
 
     _, first = streams(field.effort.streamed_tokens, "finding their pace")

@@ -249,6 +249,22 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
 
 
+@pytest.mark.parametrize("refused", [serving.INTRUDER, serving.STREAM_INPUT])
+def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_disturbed(refused: int) -> None:
+    def by(who: System) -> Any:
+        def answer(system: System, ask: Ask, at: float) -> Record:
+            error = "HTTP 503: full" if system == who and ask.prompt_tokens == refused else ""
+            return record(0.1, *[0.02] * (ask.output_tokens - 1), sent=at, error=error)
+
+        return answer
+
+    for ours in (OURS, COLOCATED[0]):
+        with pytest.raises(StartError, match="requests failed: HTTP 503: full"):
+            serving.c8(Scripted(by(ours)))
+    if refused == serving.INTRUDER:
+        assert serving.c8(Scripted(by(VLLM)))[0].peer == pytest.approx(1.0), "a peer may have that advantage"
+
+
 def drawn(scripted: Scripted, folder: Path) -> list[str]:
     """The pictures that there are, each a PNG of some size."""
     for name, draw in scripted.pictures.items():
@@ -369,6 +385,16 @@ def test_peers_that_are_not_installed_are_said_so(
     monkeypatch.setattr(sys, "argv", ["goals", "--only", "C1", "--model", str(tmp_path)])
     assert command.main() == 1
     assert f"there is no vLLM in {tmp_path}" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_saved_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PEERS", raising=False)
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(sys, "argv", ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "no" / "goals.json")])
+    assert command.main() == 1
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
