@@ -22,13 +22,15 @@ from common.errors import StartError
 PICTURES = (".png", ".svg")
 KEYS, FLAGS = ("--api-key", "--admin-api-key"), "--up-flags"
 """Options with a secret, and the one that has options of another command in it."""
+DATE = "%Y%m%d-%H%M%S"
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance() -> dict[str, Any]:
-    """Of figures made now. The commit ends in ``+`` if files differ from it, and is None outside a repository."""
+    """Of figures made now. The commit ends in ``+`` if files differ from it, but for earlier figures, and is None
+    outside a repository."""
     return {
-        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "date": datetime.now(UTC).strftime(DATE),
         "command": _command(),
         "commit": _commit(),
         "machine": {
@@ -39,6 +41,14 @@ def provenance() -> dict[str, Any]:
             "system": platform.system(),
         },
     }
+
+
+def told() -> str:
+    """The same in one line, for a table."""
+    found = provenance()
+    machine = found["machine"]
+    date = datetime.strptime(found["date"], DATE).date()
+    return f"`{found['command']}`, {date}, {machine['cores']} x {machine['cpu']}, commit {found['commit']}"
 
 
 def _command() -> str:
@@ -65,11 +75,16 @@ def _without_secrets(words: Iterable[str]) -> Iterator[str]:
 
 def _commit() -> str | None:
     try:
-        words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-        found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10)
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return f"{commit}{'+' if changed else ''}"
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def _cpu() -> str:

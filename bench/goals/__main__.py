@@ -7,8 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -38,25 +40,46 @@ def chosen(text: str | None) -> list[str]:
     return [name for name in GOALS if name in names]
 
 
-def measure(field: Field, names: Sequence[str], console: Console) -> tuple[list[Row], dict[str, str]]:
-    """The rows of each goal, by number, and why goals could not be measured: one that fails does not end the others."""
-    rows: list[Row] = []
-    failed: dict[str, str] = {}
+@dataclass
+class Found:
+    """The rows of each goal, by number, and why goals have none: they could not be measured, or not so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The table, what is missing in it, and where it comes from."""
+        lines = table(self.rows) + [f"- {name} could not be measured: {why}" for name, why in self.failed.items()]
+        if self.left:
+            lines.append(f"- not measured so far: {', '.join(self.left)}")
+        return [*lines, "", results.told()]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"failed": self.failed, "left": self.left, "rows": [as_json(row) for row in self.rows]}
+
+
+def measure(setting: Field, names: Sequence[str], console: Console, keep: Callable[[Found], None]) -> Found:
+    """Measures the goals, and has what was found so far kept after each: one that fails, or an end in the middle, does
+    not cost what the others have found in hours."""
+    found = Found(left=list(names))
     for name in names:
         began = time.monotonic()
+        found.left.remove(name)
         try:
-            found = GOALS[name](field)
-        except Exception as error:  # whatever it is, hours of other measurements are not lost to it
-            failed[name] = str(error) or type(error).__name__
+            rows = GOALS[name](setting)
+        except Exception as error:  # whatever it is
+            found.failed[name] = str(error) or type(error).__name__
             if not isinstance(error, StartError):
                 console.print_exception()
-            console.print(f"{name} could not be measured: {failed[name]}", markup=False)
-            continue
-        rows += found
-        for line in table(found)[2:]:
-            console.print(line, markup=False, soft_wrap=True)
-        console.print(f"{name}: {time.monotonic() - began:.0f} s", markup=False)
-    return sorted(rows, key=lambda row: int(row.goal[1:])), failed
+            console.print(f"{name} could not be measured: {found.failed[name]}", markup=False)
+        else:
+            found.rows = sorted([*found.rows, *rows], key=lambda row: int(row.goal[1:]))
+            for line in table(rows)[2:]:
+                console.print(line, markup=False, soft_wrap=True)
+            console.print(f"{name}: {time.monotonic() - began:.0f} s", markup=False)
+        keep(found)
+    return found
 
 
 def main() -> int:
@@ -82,26 +105,28 @@ def main() -> int:
         if peers:
             vllm.check_installed(peers)
         model = (options.model or checkpoint.make(results.ROOT / ".cache" / "llama-82m")).resolve()
-        cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
-        with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as field:
-            rows, failed = measure(field, names, console)
-            pictures = field.pictures
-        lines = table(rows) + [f"- {name} could not be measured: {why}" for name, why in failed.items()]
-        print("\n".join(lines))
         whole = len(names) == len(GOALS) and not options.quick
-        if save := options.save or (FOLDER / "goals.json" if whole else None):
-            figures = {"quick": options.quick, "peers": peers and vllm.version(peers), "failed": failed}
-            results.save(save, figures | {"rows": [as_json(row) for row in rows]})
-            save.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            if find_spec("matplotlib") is None:
-                console.print("no pictures: matplotlib is not installed (make bench does that)")
-            else:
-                for name, draw in pictures.items():
-                    draw(save.with_name(f"{save.stem}-{name}.png"))
+        save: Path | None = options.save or (FOLDER / "goals.json" if whole else None)
+        if save and find_spec("matplotlib") is None:
+            console.print("there will be no pictures: matplotlib is not installed (make bench does that)")
+
+        def keep(found: Found) -> None:
+            if save:
+                figures = {"quick": options.quick, "peers": peers and vllm.version(peers)}
+                results.save(save, figures | found.as_json())
+                save.with_suffix(".md").write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
+
+        cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
+        with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as setting:
+            found = measure(setting, names, console, keep)
+        print("\n".join(found.lines()))
+        if save and find_spec("matplotlib"):
+            for name, draw in setting.pictures.items():
+                draw(save.with_name(f"{save.stem}-{name}.png"))
     except StartError as error:
         print(error, file=sys.stderr)
         return 1
-    return 1 if failed or any(row.held is False for row in rows) else 0
+    return 1 if found.failed or any(row.held is False for row in found.rows) else 0
 
 
 if __name__ == "__main__":

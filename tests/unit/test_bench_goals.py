@@ -372,10 +372,33 @@ def test_a_goal_that_cannot_be_measured_does_not_end_the_others(monkeypatch: pyt
         raise KeyError("prefill_ms")
 
     monkeypatch.setattr(command, "GOALS", {"C2": broken, "C3": refused, "C4": wrong, "C1": made})
-    rows, failed = command.measure(Scripted(None), ["C2", "C3", "C4", "C1"], Console(quiet=True))
-    assert [each.goal for each in rows] == ["C1"]
+    kept: list[Any] = []
+    names = ["C2", "C1", "C3", "C4"]
+    found = command.measure(Scripted(None), names, Console(quiet=True), lambda found: kept.append(found.as_json()))
+    assert [each.goal for each in found.rows] == ["C1"] and found.left == []
+    failed = found.failed
     assert failed["C2"] == "vLLM did not start: no memory" and failed["C4"] == "'prefill_ms'"
     assert failed["C3"] == "no request was answered: HTTP 503: full"
+    assert len(kept) == 4
+    lines = found.lines()
+    assert "- C2 could not be measured: vLLM did not start: no memory" in lines and " x " in lines[-1]
+
+
+def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(_: Field) -> list[Row]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [row()], "C2": stopped, "C3": stopped})
+    monkeypatch.delenv("PEERS", raising=False)
+    saved = tmp_path / "goals.json"
+    monkeypatch.setattr(sys, "argv", ["goals", "--quick", "--model", str(tmp_path), "--save", str(saved)])
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    figures = json.loads(saved.read_text())
+    assert [each["goal"] for each in figures["rows"]] == ["C1"] and figures["left"] == ["C2", "C3"]
+    assert "- not measured so far: C2, C3" in saved.with_suffix(".md").read_text()
 
 
 def test_peers_that_are_not_installed_are_said_so(

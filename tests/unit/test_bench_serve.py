@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import subprocess
 import urllib.request
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestServer
 
+from bench import results
 from bench.client import Record, Target
 from bench.load import run_load
 from bench.mock import MockServer, Script
@@ -173,6 +175,26 @@ def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> No
         "tandem bench compare model --api-key ... --url http://host:80/v1"
         " --up-flags '--api-key ... --admin-api-key=...' '--up-flags=--api-key ...' --api-key=..."
     )
+
+
+def test_the_commit_is_marked_where_files_differ_other_than_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert provenance()["commit"] is None
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    code, figures = tmp_path / "code.py", tmp_path / "bench" / "results" / "goals.json"
+    for path in (code, figures):
+        path.write_text("1")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    figures.write_text("2")
+    (tmp_path / "new").touch()
+    clean = provenance()["commit"]
+    assert len(clean) == 12 and f"commit {clean}" in results.told()
+    code.write_text("2")
+    assert provenance()["commit"] == f"{clean}+"
 
 
 def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
