@@ -29,6 +29,8 @@ class Prepared:
     workload: list[Ask]
     tokenizer: Tokenizer
     notes: list[str]
+    longest: int | None = None
+    """Tokens of a prompt and its answer that the server takes together, if it tells."""
 
     def asks(self, run: int = 0) -> list[Ask]:
         """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
@@ -81,7 +83,7 @@ def prepare_with(
     if served.get("owned_by") == "tandem":
         extra.setdefault("return_metrics", True)
     target = Target(server.url, name, requests.backend, api_key, requests.answer_timeout, extra)
-    return Prepared(target, asks, tokenizer, notes)
+    return Prepared(target, asks, tokenizer, notes, longest)
 
 
 def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:

@@ -28,7 +28,7 @@ from common.config import BenchBatchingConfig
 from common.errors import StartError
 
 LONGEST = 12
-"""An answer is at most so many times as long as the mean one."""
+"""An answer is at most so many times as long as the mean one; less where the server takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,16 @@ class Result:
         return self.tokens / self.seconds
 
 
-def mixed(asks: Sequence[Ask], mean: int, seed: int) -> list[Ask]:
-    """The same prompts with exponentially distributed lengths of answers, ``mean`` in the mean."""
+def mixed(asks: Sequence[Ask], mean: int, most: int, seed: int) -> list[Ask]:
+    """The same prompts with exponentially distributed lengths of answers, ``mean`` in the mean, at most ``most``."""
     drawn = np.random.default_rng(seed).exponential(mean, len(asks))
-    lengths = np.clip(np.rint(drawn), 1, LONGEST * mean).astype(int).tolist()
+    lengths = np.clip(np.rint(drawn), 1, most).astype(int).tolist()
     return [replace(ask, output_tokens=length) for ask, length in zip(asks, lengths, strict=True)]
+
+
+def longest_answer(mean: int, prompt: int, longest: int | None) -> int:
+    """Tokens of the longest answer, where prompt and answer together may have ``longest``."""
+    return LONGEST * mean if longest is None else min(LONGEST * mean, longest - prompt)
 
 
 def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
@@ -58,25 +63,29 @@ def static_batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
     ]
 
 
-def _longest(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[Ask]:
-    """The prompts with the longest answers that there can be: all of them must fit."""
-    output = LONGEST * config.random_output_len
-    return random_asks(ordinary_ids(tokenizer), config.num_prompts, config.random_input_len, output, seed=config.seed)
+def _prompts(config: BenchBatchingConfig, tokenizer: Tokenizer) -> list[Ask]:
+    """With answers of the mean length."""
+    lengths = config.random_input_len, config.random_output_len
+    return random_asks(ordinary_ids(tokenizer), config.num_prompts, *lengths, seed=config.seed)
 
 
 def run(config: BenchBatchingConfig) -> int:
     """Prints tokens per second of both ways and their ratio over the rounds."""
     console = Console(stderr=True, highlight=False)
     prepared = prepare_with(
-        config, lambda tokenizer: _longest(config, tokenizer), config, config.url, config.api_key,
+        config, lambda tokenizer: _prompts(config, tokenizer), config, config.url, config.api_key,
         config.served_model_name,
     )  # fmt: skip
+    mean = config.random_output_len
+    most = longest_answer(mean, config.random_input_len, prepared.longest)
+    if most < LONGEST * mean:
+        console.print(f"note: answers have at most {most} tokens, which is what the server has room for", markup=False)
     ways = {"continuous": _continuous, "static": _static}
     found: dict[str, list[Result]] = {way: [] for way in ways}
     for number in range(config.runs):
         for index, (way, measure) in enumerate(ways.items()):
             words = prepared.asks(1 + number * len(ways) + index)
-            asks = mixed(words, config.random_output_len, config.seed + number)
+            asks = mixed(words, mean, most, config.seed + number)
             found[way].append(measure(config, prepared, asks, console))
     for way, outcomes in found.items():
         rates = [each.rate for each in outcomes]
@@ -85,7 +94,7 @@ def run(config: BenchBatchingConfig) -> int:
     shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(f"continuous batching gives {shown} times as many, against batches of {config.batch_size}")
     if config.save:
-        results.save(Path(config.save), _as_json(config, found, ratios))
+        results.save(Path(config.save), _as_json(config, most, found, ratios))
     return 0
 
 
@@ -112,11 +121,14 @@ def _check(run: Run, console: Console) -> None:
         raise StartError("requests failed", "both ways must answer all of them", "ask for less at once, or for shorter")
 
 
-def _as_json(config: BenchBatchingConfig, found: dict[str, list[Result]], ratios: Sequence[float]) -> dict[str, Any]:
+def _as_json(
+    config: BenchBatchingConfig, most: int, found: dict[str, list[Result]], ratios: Sequence[float]
+) -> dict[str, Any]:
     return {
         "num_prompts": config.num_prompts,
         "input_tokens": config.random_input_len,
         "mean_output_tokens": config.random_output_len,
+        "most_output_tokens": most,
         "batch_size": config.batch_size,
         "useful_tokens_per_s": {way: [each.rate for each in outcomes] for way, outcomes in found.items()},
         "ratios": list(ratios),

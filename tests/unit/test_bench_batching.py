@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.batching import LONGEST, mixed, static_batches
+from bench.batching import LONGEST, longest_answer, mixed, static_batches
 from bench.workloads import Ask
 from deploy import cli
 
 
 def test_the_mix_has_the_mean_asked_for() -> None:
-    lengths = [ask.output_tokens for ask in mixed([Ask([1], 1, 1)] * 5000, 20, seed=2)]
+    lengths = [ask.output_tokens for ask in mixed([Ask([1], 1, 1)] * 5000, 20, LONGEST * 20, seed=2)]
     assert sum(lengths) / 5000 == pytest.approx(20, rel=0.05)
     assert min(lengths) == 1 and 100 < max(lengths) <= LONGEST * 20
 
@@ -33,3 +33,10 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     figures = json.loads(saved.read_text())
     assert figures["ratios"][0] > 1.5
     assert "times as many, against batches of 2" in capsys.readouterr().out
+    assert figures["most_output_tokens"] == 2 * LONGEST
+
+
+def test_answers_are_as_long_as_the_server_has_room_for() -> None:
+    """As with the defaults and the built-in model, which has 2,048 positions: they are not all refused then."""
+    assert longest_answer(128, 1024, 2048) == 1024
+    assert longest_answer(128, 1024, 1 << 20) == longest_answer(128, 1024, None) == 128 * LONGEST
