@@ -3,7 +3,8 @@
 Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
 second from memory of that size, with torch's path beside it on the same pool; then the linear layers, as shares of the
 rate at which many rows are multiplied or weights are read. Blocks lie in random order, values are random. What is
-compared is timed in alternation.
+compared is timed in alternation. Figures are those of what a worker would use, and at the end stands where torch would
+have been faster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from bench import results
-from bench.roofline import LLAMA_82M, MIB, best_s, on_threads, product, read_rates, shapes
+from bench.roofline import LLAMA_82M, MIB, Product, best_s, on_threads, product, read_rates, shapes
 from common import device
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.select import select_backend
@@ -46,7 +47,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Attended:
-    """One decode step's attention, one layer: seconds by backend, and the share of the limit that the best has."""
+    """One decode step's attention, one layer: seconds by backend, a worker's first, and its share of the limit."""
 
     batch: int
     context: int
@@ -56,11 +57,16 @@ class Attended:
 
     @property
     def bytes_per_s(self) -> float:
-        return self.kv_bytes / min(self.seconds.values())
+        return self.kv_bytes / next(iter(self.seconds.values()))
 
     @property
     def share(self) -> float:
         return self.bytes_per_s / self.limit_bytes_per_s
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as torch's path."""
+        return self.seconds["cpu"] / next(iter(self.seconds.values()))
 
 
 @contextmanager
@@ -104,6 +110,11 @@ def _step_s(backend: AttentionBackend, spans: list[Span], query: torch.Tensor, p
     return best_s(lambda: [backend.attend(plan, layer, query, params) for layer in range(layers)], 2) / layers
 
 
+def served(found: Product) -> float:
+    """Seconds of the way in which a worker computes linear layers, by its rule: the last of those there are."""
+    return next(reversed(found.seconds.values()))
+
+
 def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All kernels on ``threads`` threads; ``say`` takes each line of the table as it comes."""
     with on_threads(threads):
@@ -121,27 +132,38 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
                 attention.append(found)
                 say(
                     f"attention  batch {batch:3d}  context {context:5d}  {found.bytes_per_s / 1e9:6.1f} GB/s"
-                    f"  {found.share:4.0%} of {found.limit_bytes_per_s / 1e9:5.1f}"
+                    f"  {found.share:4.0%} of {found.limit_bytes_per_s / 1e9:5.1f}  {found.gain:5.2f} x torch"
                     + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
                 )
         torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         linear = [product(shapes(LLAMA_82M), torch_dtype, rows) for rows in (1, 4, 16, 64, 512)]
         top = max(each.flops_per_s for each in linear)
         for each in linear:
-            share = max(each.flops_per_s / top, each.bytes_per_s / read(256 * MIB))
+            used = each.seconds[each.way] / served(each)
+            share = used * max(each.flops_per_s / top, each.bytes_per_s / read(256 * MIB))
             say(
-                f"linear     {each.rows:4d} rows  {each.bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {each.flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
+                f"linear     {each.rows:4d} rows  {used * each.bytes_per_s / 1e9:6.1f} GB/s"
+                f"  {used * each.flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
+                f"  {each.seconds['torch'] / served(each):5.2f} x torch"
                 + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in each.seconds.items())
             )
+    behind = [each for each in attention if each.gain < 1]
+    slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
+    gains = {each.rows: each.seconds["torch"] / served(each) for each in linear}
+    slower += [f"linear layers of {rows} rows ({gain:.2f})" for rows, gain in gains.items() if gain < 1]
+    say(f"slower than torch: {', '.join(slower)}" if slower else "nothing is slower than torch")
     return {
         "cpu": device.cpu_name(),
         "threads": threads,
         "dtype": dtype,
         "heads": asdict(heads),
         "read_bytes_per_s": rates,
-        "attention": [asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share} for each in attention],
-        "linear": [asdict(each) for each in linear],
+        "attention": [
+            asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
+            for each in attention
+        ],
+        "linear": [asdict(each) | {"times_torch": gains[each.rows]} for each in linear],
+        "slower_than_torch": slower,
     }
 
 

@@ -60,6 +60,33 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert attended.share == attended.kv_bytes / (0.5 / 12) / 1e6
 
 
+def test_figures_are_of_what_serves_not_of_what_is_fastest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where torch is faster the shares are not torch's, and the end of the table says so."""
+
+    def attended(heads: Heads, dtype: str, batch: int, context: int, read: object) -> kernels.Attended:
+        return kernels.Attended(batch, context, 1000, {"native": 0.002, "cpu": 0.001 if batch == 4 else 0.004}, 1e6)
+
+    def linear(layers: object, dtype: torch.dtype, rows: int) -> roofline.Product:
+        ways = {"torch": 0.5 if rows == 16 else 3.0, "onednn": 0.25, "native": 1.0}
+        return roofline.Product("bfloat16", rows, 4e9 * rows, 4e9, "onednn", ways)
+
+    monkeypatch.setattr(kernels, "attend", attended)
+    monkeypatch.setattr(kernels, "product", linear)
+    monkeypatch.setattr(kernels, "read_rates", lambda: {1024: 2e9})
+    monkeypatch.setattr(kernels, "CONTEXTS", (128,))
+    saved = tmp_path / "kernels.json"
+    assert kernels.run(BenchKernelsConfig(save=str(saved))) == 0
+    slower = ["attention of batch 4 at 128 (0.50)", "linear layers of 16 rows (0.50)"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == f"slower than torch: {', '.join(slower)}"
+    assert "50% of" in shown[1] and " 2.00 x torch" in shown[1]
+    assert "1.0 GB/s" in shown[5] and "50%" in shown[5], "a quarter of what the fastest way has"
+    figures = json.loads(saved.read_text())
+    assert figures["slower_than_torch"] == slower and figures["attention"][1]["share"] == 0.5
+
+
 def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "best_s", timed)
