@@ -47,16 +47,20 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
+    """Peers that did not start."""
 
     def lines(self) -> list[str]:
         """The table, what is missing in it, and where it comes from."""
         lines = table(self.rows) + [f"- {name} could not be measured: {why}" for name, why in self.failed.items()]
+        lines += [f"- {name} is missing: {why}" for name, why in self.broken.items()]
         if self.left:
             lines.append(f"- not measured so far: {', '.join(self.left)}")
         return [*lines, "", results.told()]
 
     def as_json(self) -> dict[str, Any]:
-        return {"failed": self.failed, "left": self.left, "rows": [as_json(row) for row in self.rows]}
+        rest = {"failed": self.failed, "broken": self.broken, "left": self.left}
+        return rest | {"rows": [as_json(row) for row in self.rows]}
 
 
 def measure(setting: Field, names: Sequence[str], console: Console, keep: Callable[[Found], None]) -> Found:
@@ -78,12 +82,13 @@ def measure(setting: Field, names: Sequence[str], console: Console, keep: Callab
             for line in table(rows)[2:]:
                 console.print(line, markup=False, soft_wrap=True)
             console.print(f"{name}: {time.monotonic() - began:.0f} s", markup=False)
+        found.broken = {str(system): why for system, why in setting.broken.items()}
         keep(found)
     return found
 
 
 def main() -> int:
-    """Exit code 1 if a goal could not be measured, or one of its floors does not hold."""
+    """Exit code 1 if a goal could not be measured, a peer did not start, or a floor does not hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.goals", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="goals to measure, such as C1,C4 (default: all)")
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: an 82 M-parameter one, made once)")
@@ -126,7 +131,7 @@ def main() -> int:
     except StartError as error:
         print(error, file=sys.stderr)
         return 1
-    return 1 if found.failed or any(row.held is False for row in found.rows) else 0
+    return 1 if found.failed or found.broken or any(row.held is False for row in found.rows) else 0
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class Field:
     _seed: int = _IDS_SEED
     remembered: dict[str, Any] = field(default_factory=dict)
     """What several goals need and one of them has measured."""
+    broken: dict[System, str] = field(default_factory=dict)
+    """Peers that do not start here, and why: they are not tried again, and ours are measured without them."""
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     """What there is to be drawn of all that was measured, by name: each into a file."""
 
@@ -97,18 +99,32 @@ class Field:
 
     def open(self, *wanted: System) -> list[System]:
         """Stops all others and starts those of ``wanted`` that do not run; without ``peers`` no peer. Those that run
-        then, in the order in which they are to be measured."""
+        then, in the order in which they are to be measured. StartError if one of ours does not start."""
         able = [system for system in wanted if self.peers or not system.is_peer]
         for system in [each for each in self._running if each not in able]:
             self._running.pop(system)[0].close()
         for system in able:
-            if system not in self._running:
+            if system not in self._running and system not in self.broken:
                 self.console.print(f"starting {system}", markup=False)
-                with ExitStack() as stack:
-                    target = self._target(stack.enter_context(self.start(system)), system)
-                    self._running[system] = (stack.pop_all(), target)
+                try:
+                    self._start(system)
+                except StartError as error:
+                    if not system.is_peer:
+                        raise
+                    self.broken[system] = str(error)
+                    self.console.print(f"{system} is left out: {error}", markup=False)
+        return [system for system in able if system in self._running]
+
+    def _start(self, system: System) -> None:
+        with ExitStack() as stack:
+            target = self._target(stack.enter_context(self.start(system)), system)
+            self._running[system] = (stack, target)
+            try:
                 self._warm_up(system)
-        return able
+            except BaseException:
+                del self._running[system]
+                raise
+            self._running[system] = (stack.pop_all(), target)
 
     def start(self, system: System) -> AbstractContextManager[str]:
         """The URL of a ready server of this kind, for a block."""

@@ -31,7 +31,7 @@ def c4(field: Field) -> list[Row]:
 
     firsts = field.alternate(systems, once)
     added = [100 * (ratio - 1) for ratio in _pairs(firsts[OURS], firsts[OURS_ONE_CORE])]
-    theirs = _pairs(firsts.get(VLLM_1P1D, []), firsts.get(VLLM_ONE_CORE, []))
+    theirs = _pairs(firsts[VLLM_1P1D], firsts[VLLM_ONE_CORE]) if {VLLM_1P1D, VLLM_ONE_CORE} <= firsts.keys() else []
     shape = f"{INPUT:,}/{OUTPUT} tokens, one by one"
     return [
         Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -189,6 +190,16 @@ def test_the_hand_off_is_what_it_adds_to_the_first_token_and_before_the_second()
     assert added.value == pytest.approx(2.0) and added.met is False and added.held is True
     assert added.peer == pytest.approx(200.0)
     assert gap.value == pytest.approx(1.5) and gap.met is True
+
+
+@pytest.mark.parametrize("missing", [VLLM_1P1D, VLLM_ONE_CORE])
+def test_the_hand_off_is_measured_where_a_peer_is_missing(missing: System) -> None:
+    class Without(Scripted):
+        def open(self, *wanted: System) -> list[System]:
+            return [system for system in wanted if system != missing]
+
+    added, gap = handoff.c4(Without(lambda system, ask, at: record(0.2, *[0.02] * 5)))
+    assert added.peer is None and added.met is True and gap.met is True
 
 
 def test_what_prefill_hides_is_told_by_the_server() -> None:
@@ -425,8 +436,6 @@ def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch
 
     class Watched(Field):
         def start(self, system: System) -> Any:
-            import contextlib
-
             @contextlib.contextmanager
             def server() -> Any:
                 events.append(f"+{system}")
@@ -444,6 +453,46 @@ def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch
         assert watched.open(OURS, COLOCATED[0]) == [OURS, COLOCATED[0]]
         watched.open(COLOCATED[0])
     assert events == ["+1p1d", "+1c", "-1p1d", "-1c"]
+
+
+@pytest.mark.parametrize("when", ["it starts", "it is warmed up"])
+def test_a_peer_that_does_not_start_is_left_out_and_not_tried_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Broken(Field):
+        def start(self, system: System) -> Any:
+            @contextlib.contextmanager
+            def server() -> Any:
+                events.append(f"+{system}")
+                if when == "it starts" and system in bad:
+                    raise StartError("it did not start", "no memory", "free some")
+                try:
+                    yield "http://127.0.0.1:1"
+                finally:
+                    events.append(f"-{system}")
+
+            return server()
+
+        def _warm_up(self, system: System) -> None:
+            if system in bad:
+                raise StartError("no request was answered", "HTTP 503", "try the system alone")
+
+    monkeypatch.setattr(field.Field, "_target", lambda self, url, system: None)
+    bad = {VLLM_1P1D}
+    with field.opened(Broken(SOME, (0, 1), SOME, FULL, Console(quiet=True))) as measured:
+        for _ in range(2):
+            assert measured.open(OURS, VLLM, VLLM_1P1D) == [OURS, VLLM]
+        assert list(measured.broken) == [VLLM_1P1D]
+        monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [row()]})
+        found = command.measure(measured, ["C1"], Console(quiet=True), lambda _: None)
+        assert any(line.startswith("- vLLM 1P1D is missing: ") for line in found.lines())
+        bad.add(COLOCATED[1])
+        with pytest.raises(StartError):
+            measured.open(OURS, COLOCATED[1])
+    assert events.count("+vLLM 1P1D") == 1
+    if when == "it is warmed up":
+        began, ended = (sorted(event[1:] for event in events if event[0] == sign) for sign in "+-")
+        assert began == ended, "what was started is stopped"
 
 
 def test_all_systems_get_the_same_limits_and_the_cores_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
