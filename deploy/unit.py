@@ -59,13 +59,13 @@ class Unit:
                 return
             if not self.facts.done():
                 raise self._error or self._crash(code)
-            why = str(self._error) if self._error else how_it_ended(code)
+            if code == 0 and self._ready and not self._error:  # drained by name: no sign of trouble
+                self._screen.fact(f"{self.label} has left as it was told; starting it again")
+                continue
             if time.monotonic() - started > HEALTHY_S:
                 backoff_s = BACKOFF_S
-            left = "has left as it was told" if code == 0 and not self._error else f"ended ({why})"
-            if self._hung:
-                left = f"hangs ({self._hung}): killed"
-            self._screen.fact(f"{self.label} {left}; starting it again in {backoff_s:g} s")
+            ended = f"hangs ({self._hung}): killed" if self._hung else f"ended ({self._error or how_it_ended(code)})"
+            self._screen.fact(f"{self.label} {ended}; starting it again in {backoff_s:g} s")
             if await self._left_within(backoff_s):
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

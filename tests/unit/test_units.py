@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -63,14 +64,16 @@ class Screen(Lines):
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
-    """The ids of the processes that a unit starts: they are ready at once and do nothing."""
+    """The ids of the processes that a unit starts: they are ready at once and do nothing but leave when told."""
     pids: asyncio.Queue[int] = asyncio.Queue()
 
     async def start(
         label: str, config: object, environment: Mapping[str, str], line: object, workers: object
     ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        idle = (sys.executable, "-S", "-c", "import signal; signal.pause()")
-        child = await asyncio.create_subprocess_exec(*idle, stdout=asyncio.subprocess.PIPE)
+        idle = "import os, signal; signal.signal(15, lambda *_: os._exit(0)); print(flush=True); signal.pause()"
+        child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", idle, stdout=asyncio.subprocess.PIPE)
+        assert child.stdout is not None
+        await child.stdout.readline()  # from now on it listens
         reports = asyncio.StreamReader()
         reports.feed_data(b'{"ready": {}}\n')
         reports.feed_eof()
@@ -101,5 +104,23 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     unit.replace(second, "silent for 10 s")
     assert unit.running() and unit.pid == second and unit.serving() is None
     unit.send(signal.SIGKILL)
+    await keeper
+    assert starts.empty()
+
+
+async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
+    starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.unit.BACKOFF_S", 60.0)
+    screen = Screen()
+    unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    keeper = asyncio.create_task(unit.keep())
+    await unit.facts
+    for _ in range(3):
+        os.kill(await starts.get(), signal.SIGTERM)
+        assert await screen.facts.get() == "decode-0 has left as it was told; starting it again"
+        assert await screen.facts.get() == "decode-0 is back"
+    await starts.get()
+    unit.send(signal.SIGTERM)
     await keeper
     assert starts.empty()
