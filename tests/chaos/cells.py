@@ -2,7 +2,9 @@
 
 One line per cell. The bound is about what ``measure`` says:
 
-    gap      the longest pause after the fault before the client's next token (or its end), in seconds
+    gap      the longest pause after the fault before the client's next token (or its end), in seconds; of an answer in
+             one piece (D) that is until it is there, REST_S without a fault. In Q it is that of the neighbours, and
+             ``turn_s`` bounds that of the request itself, which waits TURN_S for its turn without a fault
     freed    from the fault to the last block that a living worker gives back
     answer   from the fault to the end of the answer
     back     from when a new process listens (coordinator) or is ready (worker) to its being of use again
@@ -17,7 +19,7 @@ from typing import Literal
 
 from tests.chaos import faults
 from tests.chaos.faults import Fault, frame, lost
-from tests.chaos.scenes import OUTPUT, Arranged, Phase
+from tests.chaos.scenes import OUTPUT, REST_S, TURN_S, Arranged, Phase
 from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY, RAISES
 
 KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
@@ -28,14 +30,17 @@ HUNG_S = 3.25
 loop by the heartbeat (0.5 s) that tells of it; and a new start."""
 ALIVE_S = 1.0
 """A request that may be why two workers died waits so long until it is known whether they did."""
+SOON_S = 0.5
+"""What nobody is to notice may cost so much."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
 """After a client has left: 0.1 s and the running step."""
 UNQUEUED_S = 0.25
 """One that only waited is forgotten at once; the coordinator is asked every 0.03 s, beside what else runs."""
-REFUSED_S, WORKERLESS_S = 1.0, 10.0
-"""An answer that there is no worker: to a new request, and after which wait to one that was admitted."""
+REFUSED_S, WORKERLESS_S, BEGUN_S = 1.0, 10.0, 18.0
+"""An answer that there is no worker: to a new request, and after which wait to one that was admitted, and to one that
+has tokens which its client has not seen. (A stream waits until its deadline: for new ones, as the rows say.)"""
 EXPIRED_S = 0.5
 """A deadline that has passed is noticed within 0.1 s."""
 REJOINED_S, USED_S = 3.0, 1.0
@@ -64,16 +69,21 @@ REJECTS = Kind(door=("--no-prefill-policy", "reject"))
 ALONE_WAITS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "wait"), each=1)
 ALONE_REJECTS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "reject"), each=1)
 HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.1"))
+PROMISED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
+"""Room for two promises of 320 + 512 tokens, and two slots more."""
+FILLED = Kind(flags=("--max-num-seqs", "4", "--blocks", str(faults.POOL_BLOCKS)))
+"""Room for the same and for one of 320 + 60, not for two streams of 320 + 700 beside it."""
 STRICT = Kind(door=("--max-queued-requests", "1"))
-CRAMPED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
-"""Room for two promises of 320 + 512 tokens, not for two streams of 320 + 700."""
+CRAMPED = PROMISED
+"""Nor is there room for two streams of 320 + 700 tokens."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``arranged``: the phase at
     which the fault is set up, if it is an earlier one.
-    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``house``: what it needs."""
+    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``stream``: whether they
+    come one by one. ``house``: what it needs. ``turn_s``: the longest that a queued request may then have no token."""
 
     name: str
     phase: Phase
@@ -84,23 +94,39 @@ class Cell:
     arranged: Arranged | None = None
     neighbours: str = "exact"
     output: int = OUTPUT
+    stream: bool = True
     house: Kind = USUAL
+    turn_s: float = TURN_S + SOON_S
 
     @property
     def id(self) -> str:
         return f"{self.name} / {self.phase}"
+
+    @property
+    def turns(self) -> bool:
+        """Whether the request waits for its turn when the fault strikes, and then has it or a word that it has not."""
+        return self.phase == "Q" and self.arranged is None and self.measure in ("gap", "freed", "back")
 
 
 def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **more: object) -> list[Cell]:
     return [Cell(name, phase, fault, expect, bound, **more) for phase, bound in bounds.items()]  # type: ignore[arg-type]
 
 
-_KILL = {"Q": KILLED_S, "P": KILLED_S + RECOMPUTED_S, "X": KILLED_S, "D": KILLED_S, "S": KILLED_S}
-_STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, "D": STOPPED_S, "S": STOPPED_S}
+def _late(delay_s: float) -> dict[Phase, float]:
+    """Of a fault that costs so much whoever decodes."""
+    return {"D": REST_S + delay_s, "S": delay_s}
+
+
+_KILL = {"Q": KILLED_S, "P": KILLED_S + RECOMPUTED_S, "X": KILLED_S, **_late(KILLED_S)}
+_STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, **_late(STOPPED_S)}
+_UNMOVED = _late(SOON_S)
+"""Prefill has nothing to do with whoever decodes."""
 _FEWER = {"Q": 6.0}
-"""Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s)."""
-_NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}
-_SENT = {phase: bound for phase, bound in _STOP.items() if phase != "Q"}
+_FEWER_TURN_S = 2 * TURN_S + SOON_S
+"""Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s), it for them."""
+_CUT_S = 0.5
+"""A client hears at once that the coordinator is dead."""
+_NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0)} | {"D": REST_S + SOON_S}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
 CELLS: list[Cell] = [
@@ -108,12 +134,12 @@ CELLS: list[Cell] = [
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
     *_row("client disconnects", faults.queued_client_leaves, "gone", {"Q": UNQUEUED_S}, measure="unqueued"),
     *_row("client stops reading", faults.client_stops_reading, "exact", {"S": 4.0}, measure="freed", house=IMPATIENT),
-    *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL),
-    *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP),
-    *_row("prefill stopped for 3 s", partial(faults.pause, "prefill"), "exact", _STOP),
-    *_row("decode killed", partial(faults.kill, "decode"), "exact", _KILL | _FEWER),
-    *_row("decode stopped", partial(faults.stop, "decode"), "exact", _STOP | _FEWER),
-    *_row("decode stopped for 3 s", partial(faults.pause, "decode"), "exact", _STOP | _FEWER),
+    *_row("prefill killed", partial(faults.kill, "prefill"), "exact", _KILL | _UNMOVED),
+    *_row("prefill stopped", partial(faults.stop, "prefill"), "exact", _STOP | _UNMOVED),
+    *_row("prefill stopped for 3 s", partial(faults.pause, "prefill"), "exact", _STOP | _UNMOVED),
+    *_row("decode killed", partial(faults.kill, "decode"), "exact", _KILL | _FEWER, turn_s=_FEWER_TURN_S),
+    *_row("decode stopped", partial(faults.stop, "decode"), "exact", _STOP | _FEWER, turn_s=_FEWER_TURN_S),
+    *_row("decode stopped for 3 s", partial(faults.pause, "decode"), "exact", _STOP | _FEWER, turn_s=_FEWER_TURN_S),
     *_row("exception in one request, once", partial(faults.engine_fails, FAILS_ONCE, 1), "exact", {"P": 2.0},
           arranged="idle"),
     *_row("exception in one request, always", partial(faults.engine_fails, FAILS, 3), "error worker_lost", {"P": 5.0},
@@ -131,24 +157,23 @@ CELLS: list[Cell] = [
     *_row("prefill and decode killed together", faults.kill_pair, "exact", {p: _KILL[p] for p in "PXS"}),
     *_row("prefill hangs in a step", partial(faults.stick, "prefill", "stuck_s"), "exact",
           {"P": HUNG_S + RECOMPUTED_S}),
-    *_row("decode hangs in a step", partial(faults.stick, "decode", "stuck_s"), "exact", dict.fromkeys("DS", HUNG_S)),
+    *_row("decode hangs in a step", partial(faults.stick, "decode", "stuck_s"), "exact", _late(HUNG_S)),
     *_row("prefill hangs between steps", partial(faults.stick, "prefill", "jammed_s"), "exact",
           {"P": HUNG_S + RECOMPUTED_S, "X": HUNG_S}),
-    *_row("decode hangs between steps", partial(faults.stick, "decode", "jammed_s"), "exact",
-          dict.fromkeys("DS", HUNG_S)),
-    *_row("tokens of a decode worker are lost", faults.mute, "exact", dict.fromkeys("DS", HUNG_S)),
+    *_row("decode hangs between steps", partial(faults.stick, "decode", "jammed_s"), "exact", _late(HUNG_S)),
+    *_row("tokens of a decode worker are lost", faults.mute, "exact", _late(HUNG_S)),
     *_row("prefill leaves before it is done", partial(faults.outstay, "prefill"), "exact", {"P": _KILL["P"]},
           house=HASTY),
-    *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact",
-          {"D": _NONE["D"], "S": _NONE["S"]}, house=HASTY),
+    *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact", _late(1.0), house=HASTY),
     *_row("one hand-off fails, policy wait", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
           house=ALONE_WAITS),
     *_row("one hand-off fails, policy reject", faults.fail_hand_off, "exact", {"P": HUNG_S + RECOMPUTED_S},
           house=ALONE_REJECTS),
-    *_row("link P-D reset", partial(faults.reset, "data"), "exact", {"P": 1.0, "X": 1.0, "D": 1.0, "S": 1.0}),
+    *_row("link P-D reset", partial(faults.reset, "data"), "exact", _CALM),
     *_row("link P-D half-closed", partial(faults.half_close, "data"), "exact", _CALM),
     *_row("link P-D black hole", partial(faults.black_hole, "data"), "exact",
           {"P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S}),
+    *_row("link P-D black hole", faults.black_hole_next, "exact", {"Q": SOON_S}, turn_s=TURN_S + STOPPED_S),
     *_row("link P-D slow", partial(faults.slow, "data", "bytes_per_s", 100_000.0, "bandwidth"), "exact",
           {"P": 1.0, "X": 1.0}),
     *_row("link P-D late by 50 ms", partial(faults.slow, "data", "latency_s", 0.05, "latency"), "exact",
@@ -166,26 +191,29 @@ CELLS: list[Cell] = [
     *_row("accept lost", lost("accept", "down"), "exact", {"X": 1.0}, arranged="P"),
     *_row("acks lost", lost("ack", "down", 3), "exact", {"X": 1.0}, arranged="P"),
     *_row("coordinator killed", faults.kill_coordinator, "cut", dict.fromkeys("QPXDS", HELD_S), measure="freed",
-          neighbours="cut", output=OUTLIVES_LEASE),
+          neighbours="cut", output=OUTLIVES_LEASE, turn_s=_CUT_S),
     *_row("coordinator killed, a new one comes", faults.replace_coordinator, "cut", dict.fromkeys("QPXDS", REJOINED_S),
-          measure="back", neighbours="cut", output=OUTLIVES_LEASE),
+          measure="back", neighbours="cut", output=OUTLIVES_LEASE, turn_s=_CUT_S),
     *_row("coordinator stalls for 0.5 s", partial(faults.stall_coordinator, 0.5), "exact", _NONE),
-    *_row("coordinator stalls for 2.6 s", partial(faults.stall_coordinator, 2.6), "exact", dict.fromkeys("PXDS", 3.1)),
+    *_row("coordinator stalls for 2.6 s", partial(faults.stall_coordinator, 2.6), "exact",
+          dict.fromkeys("PXDS", 2.6 + SOON_S)),
     *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
-    *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact", _STOP),
-    *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER),
+    *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact",
+          _STOP | _UNMOVED),
+    *_row("coordinator-decode partition", partial(faults.black_hole, "decode"), "exact", _STOP | _FEWER,
+          turn_s=_FEWER_TURN_S),
     *_row("coordinator-prefill partition, longer than a lease", partial(faults.outlast_lease, "prefill"), "exact",
           {"P": REJOINED_S}, measure="back"),
     *_row("coordinator-decode partition, longer than a lease", partial(faults.outlast_lease, "decode"), "exact",
           {"S": REJOINED_S}, measure="back", output=OUTLIVES_LEASE),
-    *_row("coordinator-prefill reset", partial(faults.reset, "prefill"), "exact", _KILL),
+    *_row("coordinator-prefill reset", partial(faults.reset, "prefill"), "exact", _KILL | _UNMOVED),
     *_row("coordinator-decode reset", partial(faults.reset, "decode"), "exact", _KILL),
     *_row("coordinator-decode reset, of one after the other", faults.reset_one_after_the_other, "exact",
-          dict.fromkeys("DS", KILLED_S + ALIVE_S)),
+          _late(KILLED_S + ALIVE_S)),
     *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": _KILL["P"]}),
     *_row("coordinator-decode half-closed", partial(faults.half_close, "decode"), "exact", {"S": KILLED_S}),
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
-          {"D": 1.0, "S": 1.0}),
+          {phase: _NONE[phase] for phase in "DS"}),
     *_row("prefill drains", partial(faults.terminate, "prefill"), "exact", _NONE),
     *_row("prefill restarts at its address", partial(faults.restart, "prefill"), "exact", {"S": USED_S},
           measure="back"),
@@ -199,16 +227,24 @@ CELLS: list[Cell] = [
           arranged="idle"),
     *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
           {"P": WORKERLESS_S + 1.0}, measure="answer"),
-    *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact",
-          _KILL),
+    *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
+          dict.fromkeys("XD", BEGUN_S + 1.0), measure="answer", stream=False),
+    *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact", _KILL | _UNMOVED),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
-          dict.fromkeys("PXDS", 2.0)),
+          {"P": 2.0, "X": 2.0, **_late(2.0)}),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", EXPIRED_S),
           measure="answer", neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
     *_row("overload", faults.overload, "exact", {"Q": 1.0}, house=STRICT),
+    *_row("decode pool full", partial(faults.find_pool_full, 8), "exact", {"Q": 1.0}, house=PROMISED, output=256),
+    *_row("decode pool full", partial(faults.fill_pool_beside, "P"), "exact", {"P": 3.0}, house=FILLED,
+          arranged="idle"),
+    *_row("decode pool full", partial(faults.fill_pool_beside, "X"), "exact", {"X": 3.0}, house=FILLED,
+          arranged="idle"),
+    *_row("decode pool full", partial(faults.fill_pool_beside, "D"), "exact", {"D": 6.0}, house=FILLED,
+          arranged="idle"),
     *_row("decode pool full", faults.fill_pool, "exact", {"S": 6.0}, house=CRAMPED, output=700),
-    *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER),
+    *_row("decode drains", partial(faults.terminate, "decode"), "exact", _NONE | _FEWER, turn_s=_FEWER_TURN_S),
 ]  # fmt: skip
 
 _CORE = """

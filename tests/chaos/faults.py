@@ -17,7 +17,7 @@ from common.wire import DIGEST_BYTES
 from coordinator.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
-from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene
+from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring
 from tests.chaos.worker import KILLS_LATE
 
 Proof = Callable[[], bool]
@@ -33,6 +33,11 @@ UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
 DEADLINE_S = 1.5
 """After which a request has waited long enough."""
+POOL_BLOCKS, FILLS, ALMOST = 130, 700, 102
+"""Of a pool that two streams fill: its blocks, the tokens of each stream, and the blocks that both have when
+the request comes, of which they take the next ones with it."""
+FILLING_S = 0.002
+"""A token of those streams."""
 REFUSED_S = 0.05
 """What a refusal takes at most."""
 
@@ -423,18 +428,59 @@ async def overload(scene: Scene) -> Proof:
     return lambda: ask.status == 429 and ask.error == "server_is_overloaded" and told and ask.largest_gap(0) < REFUSED_S
 
 
+def _decode_every(scene: Scene, step_s: float) -> None:
+    for worker in scene.house.by_role("decode"):
+        worker.command(step_s=step_s)
+
+
+def _parked_at(workers: Sequence[Worker]) -> list[float]:
+    """When one of ``workers`` had no block for a sequence that ran."""
+    return [event["at"] for worker in workers for event in worker.events if event["event"] == "parked"]
+
+
 async def fill_pool(scene: Scene) -> Proof:
     """Streams that fit when they were placed and no longer when they have grown: some must be parked and resumed."""
     _struck(scene)
-    for worker in scene.house.by_role("decode"):
-        worker.command(step_s=0.002)
+    _decode_every(scene, FILLING_S)
     scene.neighbours = [scene.house.ask(PROMPT, scene.ask.max_tokens) for _ in range(3)]
     for ask in scene.neighbours:
         scene.send(ask)
+    return lambda: bool(_parked_at(scene.house.by_role("decode")))
+
+
+async def find_pool_full(slots: int, scene: Scene) -> Proof:
+    """All room is promised, of the ``slots`` not all: the request waits for room, and nobody is ever parked for it."""
+    running = (await scene.house.requests())["running"]
+    _struck(scene)
+    _decode_every(scene, FILLING_S)
+    return lambda: running < slots and not _parked_at(scene.house.by_role("decode"))
+
+
+async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof:
+    """Two streams on each decode worker take its last block while the request is in ``phase``. One that has its
+    reservation is decoded there, and one that decodes is parked, as it came last, and computed again."""
+    setbacks, decodes = await scene.house.setbacks(), scene.house.by_role("decode")
+    _decode_every(scene, FILLING_S)
+    scene.neighbours = [scene.house.ask(PROMPT, FILLS) for _ in range(2 * len(decodes))]
+    for ask in scene.neighbours:
+        scene.send(ask)
+    await scene.house.until(
+        lambda: all(worker.holds[0] >= ALMOST for worker in decodes), ARRIVES_S, "both pools are almost full"
+    )
+    _decode_every(scene, STEP_S)
+    await bring(scene, phase)
+    assert not _parked_at([scene.decode]), "it is full too early"
+    _struck(scene)
+    _decode_every(scene, FILLING_S)
+    full_at = min(await scene.house.until(lambda: _parked_at([scene.decode]), ARRIVES_S, "a pool is full"))
+    _let_go(scene)
     await scene.over()
-    shown = await scene.house.admin()
-    parked = sum(worker["counters"].get("num_preemptions", 0) for worker in shown.values())
-    return lambda: parked > 0
+    steps, kept = scene.steps(scene.decode), await scene.house.setbacks() == setbacks
+    if phase == "D":
+        met = any(at > full_at and start < PROMPT for at, start, _ in steps)
+    else:
+        met = all(at > full_at for at, *_ in steps)
+    return lambda: kept and met
 
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -485,6 +531,26 @@ async def black_hole(which: str, scene: Scene) -> Proof:
     proxy.black_hole = True
     _let_go(scene)
     return proof
+
+
+async def black_hole_next(scene: Scene) -> Proof:
+    """The first pair over which a hand-off is announced from now on: that which the request gets when its turn
+    comes."""
+    chosen: list[Proxy] = []
+
+    def swallows(proxy: Proxy, parts: Parts) -> bool:
+        if chosen or not is_a("open")(parts):
+            return False
+        chosen.append(proxy)
+        proxy.only = f"{msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[3]}|"
+        proxy.black_hole = True
+        return True
+
+    for worker in scene.house.by_role("decode"):
+        worker.data.rules.append(Rule("drop", partial(swallows, worker.data)))
+    _struck(scene)
+    await scene.over()
+    return lambda: bool(chosen and chosen[0].done["black_hole"]) and scene.ask.headers["x-tandem-path"] == "disagg"
 
 
 async def outlast_lease(role: str, scene: Scene) -> Proof:

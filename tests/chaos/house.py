@@ -178,6 +178,12 @@ class Worker:
         told = [event for event in self.events if event["event"] == "held"]
         return (told[-1]["blocks"], told[-1]["requests"]) if told else (0, 0)
 
+    @property
+    def holders(self) -> set[str]:
+        """The requests, in hex, that it holds something for, as last told."""
+        told = [event for event in self.events if event["event"] == "held"]
+        return {request for request, _ in told[-1]["by"]} if told else set()
+
     def steps(self) -> Iterable[tuple[float, str, int, int, int, bool]]:
         """(when, request, attempt, start, end, wants a token) of every segment computed."""
         for event in self.events:
@@ -370,6 +376,11 @@ class House:
 
     def by_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.role == role]
+
+    def id_of(self, ask: Ask) -> str | None:
+        """The request's id in hex; None before a worker has taken it."""
+        events = (event for worker in self.workers.values() for event in worker.events)
+        return next((each["request"] for each in events if each["event"] == "taken" and each["seed"] == ask.seed), None)
 
     async def until(self, true: Callable[[], Any], within_s: float, what: str) -> Any:
         """Waits for worker events until ``true()`` is; its value. Stuck after ``within_s``."""

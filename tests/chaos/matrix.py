@@ -16,7 +16,7 @@ import aiohttp
 from tests.chaos import held
 from tests.chaos.cells import HELD_S, Cell, Kind
 from tests.chaos.house import House, Stuck, clock
-from tests.chaos.scenes import CHUNK, Phase, Scene, arrange, progress
+from tests.chaos.scenes import CHUNK, Phase, Scene, arrange
 
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
 
@@ -27,11 +27,13 @@ HAPPENED_S = 8.0
 
 @dataclass
 class Result:
-    """How a cell went: ``value`` is what it measures, ``freed_s`` from the fault to the last block given back,
-    ``held_s`` the longest that something was kept for nobody (see :func:`tests.chaos.held.for_nobody`)."""
+    """How a cell went: ``value`` is what it measures, ``turn_s`` how long a queued request then had no token,
+    ``freed_s`` from the fault to the last block given back, ``held_s`` the longest that something was kept for nobody
+    (see :func:`tests.chaos.held.for_nobody`)."""
 
     cell: Cell
     value: float = float("nan")
+    turn_s: float = float("nan")
     freed_s: float = float("nan")
     held_s: float = float("nan")
     wrong: str = ""
@@ -55,12 +57,13 @@ async def run_cell(house: House, cell: Cell) -> Result:
 
 
 async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result: Result) -> None:
-    scene = await arrange(house, cell.arranged or cell.phase, session, cell.output)
+    scene = await arrange(house, cell.arranged or cell.phase, session, cell.output, stream=cell.stream)
     proof = await cell.fault(scene)
     await scene.over()
     freed_at = await house.until_free(HELD_S + 2)
     result.freed_s = max(0.0, freed_at - scene.struck_at)
     result.value = _measured(scene, cell, result)
+    result.turn_s = scene.ask.largest_gap(scene.struck_at)
     await house.until(proof, HAPPENED_S, "the fault has happened")
     if house.wake():
         await house.until_ready()
@@ -70,6 +73,8 @@ async def _play(house: House, cell: Cell, session: aiohttp.ClientSession, result
         result.wrong = verdict
     elif result.value > cell.bound_s:
         result.wrong = f"{cell.measure} of {result.value:.2f} s, {cell.bound_s:g} s allowed"
+    elif cell.turns and result.turn_s > cell.turn_s:
+        result.wrong = f"{result.turn_s:.2f} s to a token of the request itself, {cell.turn_s:g} s allowed"
     elif result.held_s > HELD_S:
         result.wrong = f"something was held for nobody for {result.held_s:.2f} s, {HELD_S:g} s allowed"
 
@@ -83,9 +88,9 @@ def _measured(scene: Scene, cell: Cell, result: Result) -> float:
         return scene.back_s
     if cell.measure == "unqueued":
         return scene.unqueued_s
-    if (cell.arranged or cell.phase) == "Q":  # it waits for the slots of its neighbours: what they notice counts
+    if cell.turns:
         return max(ask.largest_gap(scene.struck_at) for ask in scene.neighbours)
-    return scene.ask.largest_gap(scene.struck_at) if scene.ask.stream else progress(scene)
+    return scene.ask.largest_gap(scene.struck_at)
 
 
 def _held_for_nobody(scene: Scene) -> float:
@@ -195,6 +200,8 @@ def _entry(result: Result | None) -> str:
     if result is None:
         return ""
     entry = f"{result.value:.2f} of {result.cell.bound_s:g}"
+    if result.cell.turns:
+        entry += f", turn {result.turn_s:.2f} of {result.cell.turn_s:g}"
     return entry if result.passed else f"**{entry}**"
 
 
@@ -206,6 +213,6 @@ async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Resul
         done[result.cell.id] = result
         mark = "ok" if result.passed else "FAILED"
         head = f"[{len(done):3}/{len(cells)} {clock() - started:4.0f} s] {mark:7}"
-        print(f"{head} {result.cell.id}: {result.cell.measure} {result.value:.2f} s of "
-              f"{result.cell.bound_s:g}, held {result.held_s:.2f} s {result.wrong}", flush=True)  # fmt: skip
+        print(f"{head} {result.cell.id}: {result.cell.measure} {_entry(result)} s, held {result.held_s:.2f} s "
+              f"{result.wrong}", flush=True)  # fmt: skip
     return [done[cell.id] for cell in cells]

@@ -3,7 +3,8 @@
     Q  queued: every decode slot is taken, and the coordinator says that one request waits
     P  prefilling: the second of five slow chunks is being computed
     X  transferring: the first frame of KV has reached the proxy, which holds it back
-    D  decoding, nothing told yet (not streaming): decode computes the fourth token or a later one
+    D  decoding, nothing told yet (not streaming): decode computes the fourth token or a later one; the client waits for
+       the rest of them, REST_S, and then has everything
     S  streaming: the client has five tokens or more
 
 In an ``idle`` scene nothing runs: the fault itself sends the request when it has made what the request is to meet.
@@ -13,21 +14,21 @@ Nothing sleeps and hopes: a scene is ready when a worker, a proxy, the coordinat
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
 import aiohttp
 
-from tests.chaos.house import Ask, House, Worker, clock
+from tests.chaos.house import Ask, House, Worker
 from tests.chaos.proxy import is_frame
 
 Phase = Literal["Q", "P", "X", "D", "S"]
-PHASES: tuple[Phase, ...] = ("Q", "P", "X", "D", "S")
 Arranged = Phase | Literal["idle"]
 PROMPT, OUTPUT, CHUNK = 320, 60, 64
 TOKEN_S, STEP_S = 0.002, 0.03
 """A chunk of a prompt then takes 0.13 s, a prompt 0.64 s, a decoded token 0.03 s."""
+REST_S, TURN_S = OUTPUT * STEP_S, 2 * OUTPUT * STEP_S
+"""What is left of an answer in phase D takes so long at most, and a neighbour of a request in phase Q to end."""
 BLOCKERS = 4
 ARRIVES_S = 20.0
 
@@ -65,17 +66,28 @@ class Scene:
     def other(self, worker: Worker) -> Worker:
         return next(each for each in self.house.by_role(worker.role) if each is not worker)
 
+    def steps(self, worker: Worker) -> list[tuple[float, int, int]]:
+        """(when, start, end) of every segment of the request that ``worker`` has computed."""
+        request = self.house.id_of(self.ask)
+        return [(at, start, end) for at, mine, _, start, end, _ in worker.steps() if mine == request]
 
-async def arrange(house: House, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT) -> Scene:
+
+async def arrange(
+    house: House, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT, *, stream: bool = True
+) -> Scene:
     """Brings a request for ``output`` tokens into ``phase``; Stuck if it does not get there."""
-    ask = house.ask(PROMPT, output, stream=phase != "D")
+    ask = house.ask(PROMPT, output, stream=stream and phase != "D")
     scene = Scene(house, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
     for worker in house.by_role("decode"):
         worker.command(step_s=STEP_S)
-    if phase == "idle":
-        return scene
-    await {"Q": _queued, "P": _prefilling, "X": _transferring, "D": _decoding, "S": _streaming}[phase](scene)
+    if phase != "idle":
+        await bring(scene, phase)
     return scene
+
+
+async def bring(scene: Scene, phase: Phase) -> None:
+    """Sends the request of a scene in which others may run already, until it is in ``phase``."""
+    await {"Q": _queued, "P": _prefilling, "X": _transferring, "D": _decoding, "S": _streaming}[phase](scene)
 
 
 async def _queued(scene: Scene) -> None:
@@ -92,32 +104,25 @@ async def _queued(scene: Scene) -> None:
     await house.poll(waits, ARRIVES_S, "the request is queued")
 
 
-async def _find_prefill(scene: Scene, position: int) -> None:
-    """Until a chunk that begins at ``position`` or later is computed; it is on ``scene.prefill``."""
+async def _find(scene: Scene, role: str, position: int) -> Worker:
+    """The worker that computes a chunk of the request which begins at ``position`` or later."""
+    workers = scene.house.by_role(role)
 
     def on() -> Worker | None:
-        prefills = scene.house.by_role("prefill")
-        return next((each for each in prefills if any(step[3] >= position for step in each.steps())), None)
+        return next((each for each in workers if any(start >= position for _, start, _ in scene.steps(each))), None)
 
-    scene.prefill = await scene.house.until(on, ARRIVES_S, "a prefill worker computes the prompt")
-
-
-async def _find_decode(scene: Scene, position: int) -> None:
-    def on() -> Worker | None:
-        decodes = scene.house.by_role("decode")
-        return next((each for each in decodes if any(step[3] >= position for step in each.steps())), None)
-
-    scene.decode = await scene.house.until(on, ARRIVES_S, "a decode worker computes the request")
+    found: Worker = await scene.house.until(on, ARRIVES_S, f"a {role} worker computes the request")
+    return found
 
 
 async def _prefilling(scene: Scene) -> None:
     for worker in scene.house.by_role("prefill"):
         worker.command(token_s=TOKEN_S)
     scene.send(scene.ask)
-    await _find_prefill(scene, CHUNK)
-    decodes = scene.house.by_role("decode")
+    scene.prefill = await _find(scene, "prefill", CHUNK)
+    decodes, request = scene.house.by_role("decode"), scene.house.id_of(scene.ask)
     scene.decode = await scene.house.until(
-        lambda: next((worker for worker in decodes if worker.holds[1]), None), ARRIVES_S, "a reservation"
+        lambda: next((each for each in decodes if request in each.holders), None), ARRIVES_S, "a reservation"
     )
 
 
@@ -128,27 +133,17 @@ async def _transferring(scene: Scene) -> None:
     await scene.house.until(lambda: any(event.is_set() for event in held.values()), ARRIVES_S, "a frame of KV")
     scene.decode = next(worker for worker in decodes if held[worker.name].is_set())
     scene.other(scene.decode).data.release()
-    await _find_prefill(scene, PROMPT - CHUNK)
+    scene.prefill = await _find(scene, "prefill", PROMPT - CHUNK)
 
 
 async def _decoding(scene: Scene) -> None:
     scene.send(scene.ask)
-    await _find_decode(scene, PROMPT + 3)
-    await _find_prefill(scene, 0)
+    scene.decode = await _find(scene, "decode", PROMPT + 3)
+    scene.prefill = await _find(scene, "prefill", 0)
 
 
 async def _streaming(scene: Scene) -> None:
     scene.send(scene.ask)
     await scene.house.until(lambda: len(scene.ask.ids) >= 5, ARRIVES_S, "five tokens at the client")
-    await _find_decode(scene, PROMPT)
-    await _find_prefill(scene, 0)
-
-
-def progress(scene: Scene) -> float:
-    """The longest time since the fault without a computed token, for an answer that comes in one piece."""
-    steps = sorted(step[0] for worker in scene.house.workers.values() for step in worker.steps() if step[5])
-    marks = [scene.struck_at, *(at for at in steps if scene.struck_at < at < scene.ask.ended_at), scene.ask.ended_at]
-    return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
-
-
-__all__ = ["PHASES", "Arranged", "Phase", "Scene", "arrange", "clock", "progress"]
+    scene.decode = await _find(scene, "decode", PROMPT)
+    scene.prefill = await _find(scene, "prefill", 0)

@@ -12,6 +12,7 @@ standard output, each with the monotonic time ``at``, which all processes of a m
     {"event": "unstuck"}                                       when it has
     {"event": "taken", "request": r, "seed": s}                for each attempt that is taken; the seed names the client
     {"event": "lie", "request": r, "position": p}              after a token was exchanged for a wrong one
+    {"event": "parked"}                                        after steps for which running sequences found no blocks
     {"event": "held", "blocks": n, "requests": m, "by": [[request, attempt], ...]}      whenever one of them has changed
 """
 
@@ -126,6 +127,7 @@ class _Told:
 
     advertised = ""
     _last: tuple[int, int, list[tuple[str, int]]] = (0, 0, [])
+    _parked = 0
 
     def introduce(self, hello: Hello) -> Hello:
         hello = super().introduce(hello)  # type: ignore[misc]
@@ -152,6 +154,10 @@ class _Told:
 
     def _publish(self) -> None:
         super()._publish()  # type: ignore[misc]
+        parked: int = self.planner.preemptions  # type: ignore[attr-defined]
+        if parked > self._parked:
+            tell("parked")
+        self._parked = parked
         cache: KvCache = self.cache  # type: ignore[attr-defined]
         listed: set[TransferId] = self.holdings()  # type: ignore[attr-defined]
         by = {(transfer.request.hex(), transfer.attempt) for transfer in listed}
