@@ -122,7 +122,7 @@ _STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, **_late(
 _UNMOVED = _late(SOON_S)
 """Prefill has nothing to do with whoever decodes."""
 _FEWER = {"Q": 6.0}
-_FEWER_TURN_S = 2 * TURN_S + SOON_S
+_FEWER_TURN_S = 2 * TURN_S + 3 * SOON_S
 """Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s), it for them."""
 _CUT_S = 0.5
 """A client hears at once that the coordinator is dead."""

@@ -36,8 +36,8 @@ DEADLINE_S = 1.5
 POOL_BLOCKS, FILLS, ALMOST = 130, 700, 102
 """Of a pool that two streams fill: its blocks, the tokens of each stream, and the blocks that both have when
 the request comes, of which they take the next ones with it."""
-FILLING_S = 0.002
-"""A token of those streams."""
+FILLING_S, WAITING_S = 0.002, 0.2
+"""A token of those streams, when they fill a pool and when they are to wait for those of the other one."""
 REFUSED_S = 0.05
 """What a refusal takes at most."""
 
@@ -464,9 +464,12 @@ async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof
     scene.neighbours = [scene.house.ask(PROMPT, FILLS) for _ in range(2 * len(decodes))]
     for ask in scene.neighbours:
         scene.send(ask)
-    await scene.house.until(
-        lambda: all(worker.holds[0] >= ALMOST for worker in decodes), ARRIVES_S, "both pools are almost full"
-    )
+
+    async def almost_full(worker: Worker) -> None:
+        await scene.house.until(lambda: worker.holds[0] >= ALMOST, ARRIVES_S, f"{worker.name} is almost full")
+        worker.command(step_s=WAITING_S)  # for the other one
+
+    await asyncio.gather(*map(almost_full, decodes))
     _decode_every(scene, STEP_S)
     await bring(scene, phase)
     assert not _parked_at([scene.decode]), "it is full too early"

@@ -3,7 +3,7 @@
     client ──► coordinator ◄──(proxy per worker)── workers        prefill ──(proxy per decode worker)──► decode
 
 A :class:`House` starts it, tells how it is (worker events, /admin/workers, /metrics), breaks it, repairs it between two
-cells, and at its end makes sure that no process or socket of it is left.
+cells, and at its end makes sure that no process, socket or shared memory of it is left.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ START_S = 20.0
 FREE_WITHIN_S = 10.0
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{.*\} (\S+)$", re.M)
+_POOL = re.compile(r"^\S+ r(.)\S+ \S+ \S+ (\d+) +/memfd:tandem-kv ", re.M)
 _SETBACKS = re.compile(r"^tandem_(?:retries|migrations)_total (\S+)", re.M)
 JSON = {"Content-Type": "application/json"}
 clock = time.monotonic
@@ -44,6 +45,21 @@ clock = time.monotonic
 
 class Stuck(AssertionError):
     """Something did not come in time; says what."""
+
+
+def maps_of(pid: int) -> str:
+    """What a process maps, as /proc has it; nothing if it is gone or somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def pools_of(pid: int) -> tuple[set[int], set[int]]:
+    """The inodes of the pools in shared memory that a process maps: its own, and those of others, which it may only
+    read."""
+    found = [(may_write == "w", int(inode)) for may_write, inode in _POOL.findall(maps_of(pid))]
+    return {inode for own, inode in found if own}, {inode for own, inode in found if not own}
 
 
 def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
@@ -59,7 +75,8 @@ def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
 
 @dataclass
 class Ask:
-    """One request to POST /v1/completions and all that came back. Times are monotonic seconds."""
+    """One request to POST /v1/completions and all that came back. Times are monotonic seconds. ``sent``: its body has
+    left; ``came``: set with each token. ``left``: in which phase its client hung up."""
 
     prompt: list[int]
     max_tokens: int
@@ -71,7 +88,9 @@ class Ask:
     arrivals: list[float] = field(default_factory=list)
     error: str = ""
     done: bool = False
-    left: bool = False
+    left: str = ""
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
     started_at: float = 0.0
     ended_at: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
@@ -81,13 +100,13 @@ class Ask:
         return oracle_stream(self.prompt, self.seed, 0, self.max_tokens)
 
     def verdict(self) -> str:
-        """``exact``, ``wrong`` (a token differs, whatever else), ``left`` (the client hung up), ``error CODE`` or
+        """``exact``, ``wrong`` (a token differs, whatever else), ``left WHEN`` (the client hung up), ``error CODE`` or
         ``cut`` (ended without a word)."""
         wanted = self.wanted
         if self.ids != wanted[: len(self.ids)]:
             return "wrong"
         if self.left:
-            return "left"
+            return f"left {self.left}"
         if self.error:
             return f"error {self.error}"
         if not self.done:
@@ -110,7 +129,8 @@ class Ask:
     async def send(self, session: aiohttp.ClientSession) -> Ask:
         self.started_at = clock()
         try:
-            async with session.post("/v1/completions", data=self.body(), headers=JSON) as response:
+            asked = session.post("/v1/completions", data=self.body(), headers=JSON, trace_request_ctx=self)
+            async with asked as response:
                 self.status, self.headers = response.status, dict(response.headers)
                 if self.stream and response.status == 200:
                     await self._read(response)
@@ -138,6 +158,12 @@ class Ask:
             ids = choice.get("token_ids") or []
             self.ids += ids
             self.arrivals += [clock()] * len(ids)
+            self.came.set()
+
+
+async def _note_sent(_: object, trace: Any, __: object) -> None:
+    """The body of a request has left for the coordinator."""
+    trace.trace_request_ctx.sent.set()
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -204,8 +230,9 @@ class Worker:
 
 
 class House:
-    """``prefills`` x ``decodes`` workers behind one coordinator. ``flags`` go to every worker, ``door`` to it.
-    ``planted`` is a bug of the coordinator (:mod:`tests.chaos.planted`) that the harness must notice."""
+    """``prefills`` x ``decodes`` workers, or ``colocated`` ones, behind one coordinator. ``flags`` go to every worker,
+    ``door`` to it. ``planted`` is a bug of the coordinator (:mod:`tests.chaos.planted`) that the harness must
+    notice."""
 
     def __init__(
         self,
@@ -213,6 +240,7 @@ class House:
         *,
         prefills: int = 2,
         decodes: int = 2,
+        colocated: int = 0,
         flags: tuple[str, ...] = (),
         door: tuple[str, ...] = (),
         planted: str = "",
@@ -225,9 +253,12 @@ class House:
         self.coordinator: Process | None = None
         self.url = self.control = ""
         self.beyond_repair = False
-        self._shape = {"prefill": prefills, "decode": decodes}
+        self.listeners: list[Callable[[Worker, dict[str, Any]], None]] = []
+        """Called with each event of a worker."""
+        self._shape = {"prefill": prefills, "decode": decodes, "colocated": colocated}
         self._news = asyncio.Event()
         self._pids: set[int] = set()
+        self._pools: set[int] = set()
         self._incarnations: set[str] = set()
 
     @classmethod
@@ -312,11 +343,14 @@ class House:
             if event["event"] == "listening":
                 worker.incarnation = event["incarnation"]
                 self._incarnations.add(worker.incarnation)
+                self._pools |= pools_of(process.pid)[0]
                 if event["address"]:
                     worker.data.aim(event["address"])
             if event["event"] == "unstuck":
                 worker.awake_since = event["at"]
             worker.events.append(event)
+            for listener in self.listeners:
+                listener(worker, event)
             self._tell()
         worker.ended_at = clock()
         await process.wait()
@@ -371,6 +405,8 @@ class House:
         sockets = Path("/proc/net/unix").read_text()
         doors = [each for each in self._incarnations if f"@tandem-kv-{each}" in sockets]
         assert not doors, f"doors of shared pools left: {doors}"
+        mapped = [pid.name for pid in Path("/proc").glob("[0-9]*") if self._pools & set.union(*pools_of(int(pid.name)))]
+        assert not mapped, f"processes that still map a pool of this house: {mapped}"
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -475,6 +511,34 @@ class House:
             await self.poll(idle, within_s, "the coordinator knows of nothing held and of no request")
         return at
 
+    async def links(self) -> set[str]:
+        """Over what every prefill worker reaches every decode worker, when all that has been tried."""
+        decodes = {worker.name for worker in self.by_role("decode")}
+
+        async def tried() -> set[str]:
+            shown = await self.admin()
+            links = [shown[worker.name]["links"] for worker in self.by_role("prefill")]
+            if not all(decodes == {link["to"] for link in each if isinstance(link, dict)} for each in links):
+                return set()
+            return {link["transport"] for each in links for link in each}
+
+        found: set[str] = await self.poll(tried, START_S, "every link is measured")
+        return found
+
+    async def until_unmapped(self, within_s: float) -> float:
+        """Until nobody maps the shared memory of a process that is gone, which would keep it; how long that took.
+        AssertionError if there is shared memory that has a name, and so outlives who made it."""
+        started = clock()
+
+        async def unmapped() -> bool:
+            pools = [pools_of(worker.process.pid) for worker in self.workers.values() if worker.process is not None]
+            return not set().union(*(read for _, read in pools)) - set().union(*(own for own, _ in pools))
+
+        named = [pid for pid in self._pids if "/dev/shm/" in maps_of(pid)]
+        assert not named, f"processes that map files of shared memory: {named}"
+        await self.poll(unmapped, within_s, "nobody maps the pool of a worker that is gone")
+        return clock() - started
+
     # -- breaking and repairing ---------------------------------------------------------------------------------------
 
     def wake(self) -> bool:
@@ -529,7 +593,11 @@ class House:
     async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_chunk_sent.append(_note_sent)
+        async with aiohttp.ClientSession(
+            self.url, connector=connector, timeout=timeout, trace_configs=[trace]
+        ) as session:
             yield session
 
     def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
+
+from tests.chaos.cells import HELD_S
 from tests.chaos.house import FREE_WITHIN_S, Ask, House, Worker, clock, state_of
 from tests.chaos.proxy import Action, Rule, is_frame
 
@@ -66,27 +69,37 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|"""
 
 
-async def crowd(house: House, asks: Sequence[Ask], at_once: int, *, leave: Callable[[Ask], int] | None = None) -> None:
-    """Sends all, ``at_once`` at a time. ``leave`` says after how many tokens a client hangs up (0: never)."""
+async def crowd(
+    house: House,
+    asks: Sequence[Ask],
+    at_once: int,
+    *,
+    leave: Mapping[int, Callable[[Ask], Awaitable[str]]] | None = None,
+) -> None:
+    """Sends all, ``at_once`` at a time. ``leave``: what a request's client, by its seed, waits for before it hangs up;
+    it says in which phase that was."""
     waiting = iter(asks)
 
     async def client() -> None:
         async with house.session() as session:
             for ask in waiting:
-                if leave is not None and (tokens := leave(ask)):
-                    await _hang_up(house, ask, session, tokens)
+                if leave is not None and ask.seed in leave:
+                    await _hang_up(ask, session, leave[ask.seed])
                 else:
                     await ask.send(session)
 
     await asyncio.gather(*(client() for _ in range(at_once)))
 
 
-async def _hang_up(house: House, ask: Ask, session: object, tokens: int) -> None:
-    task = asyncio.ensure_future(ask.send(session))  # type: ignore[arg-type]
-    while not task.done() and len(ask.ids) < tokens:
-        await asyncio.wait([task], timeout=0.01)
-    ask.left = task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def _hang_up(ask: Ask, session: aiohttp.ClientSession, come: Callable[[Ask], Awaitable[str]]) -> None:
+    task, moment = asyncio.ensure_future(ask.send(session)), asyncio.ensure_future(come(ask))
+    try:
+        await asyncio.wait([task, moment], return_when=asyncio.FIRST_COMPLETED)
+        if moment.done() and task.cancel():
+            ask.left = moment.result()
+    finally:
+        moment.cancel()
+        await asyncio.gather(task, moment, return_exceptions=True)
 
 
 async def scenario(
@@ -155,7 +168,7 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
     for ask in asks:
         verdict = ask.verdict()
         figures.verdicts[verdict] += 1
-    bad = {name: count for name, count in figures.verdicts.items() if name not in ("exact", "right", "left")}
+    bad = {name: count for name, count in figures.verdicts.items() if not name.startswith(("exact", "right", "left "))}
     if bad:
         figures.wrong.append(f"answers {bad}")
 
@@ -237,22 +250,45 @@ SCENARIOS: dict[str, tuple[Break | None, float]] = {
     "black hole between one pair": (swallow_link, STOPPED_S),
     "rolling restart of every worker": (rolling_restart, DRAINED_S),
 }
+COLOCATED: dict[str, tuple[Break | None, float]] = {
+    "SIGKILL of one of two colocated workers": (signalled("colocated-0", signal.SIGKILL), KILLED_S),
+    "SIGSTOP of one of two colocated workers": (signalled("colocated-0", signal.SIGSTOP), STOPPED_S),
+}
 LOAD_FLAGS = ("--max-num-seqs", "64", "--step-s", "0.01", "--blocks", "2048", "--max-num-batched-tokens", "256")
+LINKS = {"zmq": "ZeroMQ", "shm": "shared memory"}
 
 
 async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[Figures]:
-    """Every scenario, one after another, in one house that is repaired between them."""
+    """Every scenario, one after another, in one house for each link and one of colocated workers, each of which is
+    repaired between them."""
+    figures: list[Figures] = []
+    knobs = {"requests": requests, "at_once": at_once}
+    for link, name in LINKS.items():
+        scenarios = {f"{each}, {name}": fault for each, fault in SCENARIOS.items() if only in f"{each}, {name}"}
+        if scenarios:
+            async with House.running(directory / link, flags=(*LOAD_FLAGS, "--kv-transport", link)) as house:
+                assert await house.links() == {link}
+                figures += await _in_turn(house, scenarios, **knobs)
+    if scenarios := {name: fault for name, fault in COLOCATED.items() if only in name}:
+        pools = {"prefills": 0, "decodes": 0, "colocated": 2}
+        async with House.running(directory / "colocated", flags=LOAD_FLAGS, **pools) as house:
+            figures += await _in_turn(house, scenarios, **knobs)
+    return figures
+
+
+async def _in_turn(
+    house: House, scenarios: Mapping[str, tuple[Break | None, float]], *, requests: int, at_once: int
+) -> list[Figures]:
     figures = []
-    async with House.running(directory / "load", flags=LOAD_FLAGS) as house:
-        for name, (breaking, gap) in SCENARIOS.items():
-            if only in name:
-                for worker in house.workers.values():
-                    worker.command(step_s=0.01)
-                count = requests * (3 if breaking is rolling_restart else 1)  # it lasts as long as four restarts
-                done = await scenario(house, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
-                print(done.row(), flush=True)
-                figures.append(done)
-                await house.repair()
+    for name, (breaking, gap) in scenarios.items():
+        for worker in house.workers.values():
+            worker.command(step_s=0.01)
+        count = requests * (3 if breaking is rolling_restart else 1)  # it lasts as long as four restarts
+        done = await scenario(house, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
+        done.free_s += await house.until_unmapped(HELD_S)
+        print(done.row(), flush=True)
+        figures.append(done)
+        await house.repair()
     return figures
 
 

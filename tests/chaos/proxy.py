@@ -151,7 +151,8 @@ class Proxy:
     """Listens on a free port of loopback; forwards to ``target`` (host:port) once it is known.
 
     ``hold``: bytes wait here (nothing is lost, connections stay). ``black_hole``: bytes are taken and vanish, those
-    of new connections. ``only``: switches and rules concern only peers whose identity begins so.
+    of new connections. ``only``: switches and rules concern only peers whose identity begins so. ``watch`` is called
+    with each message that comes.
     """
 
     rng: random.Random = field(default_factory=random.Random)
@@ -161,6 +162,7 @@ class Proxy:
     bytes_per_s: float = 0.0
     slice_bytes: int = 0
     only: str = ""
+    watch: Callable[[Parts], None] | None = None
     done: Counter[str] = field(default_factory=Counter)
     port: int = 0
 
@@ -299,6 +301,8 @@ class Proxy:
                 if isinstance(what, bytes):
                     out += what
                     continue
+                if self.watch is not None:
+                    self.watch(what)
                 if self._hold_at is not None and self._hold_at(what):
                     self._hold_at = None
                     self._go.clear()

@@ -1,4 +1,5 @@
-"""Long runs: many requests, clients that hang up, and a fault every so often. And how soon an abort frees blocks.
+"""Long runs: many requests, clients that hang up in every phase, and a fault every so often. And how soon an abort
+frees blocks.
 
 A soak goes in legs. After each one everything must be free, no answer wrong, none failed, no stream have paused for
 long, and every fault have happened; its totals go to a file, from which a later run goes on.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.house import Ask, House, Stuck, clock, state_of
+from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
 from tests.chaos.load import LOAD_FLAGS, Figures, crowd, judge
 from tests.chaos.proxy import Rule, is_frame
 from tests.chaos.scenes import CHUNK, TOKEN_S, Phase, arrange
@@ -24,6 +26,7 @@ from tests.chaos.scenes import STEP_S as SCENE_STEP_S
 
 LEG = 2500
 ABORTED = 0.1
+FLAGS = (*LOAD_FLAGS, "--watched")
 FREED_S = 0.1
 HAPPENED_S = 20.0
 """A worker that drains may take so long to be gone."""
@@ -157,9 +160,10 @@ async def soak(
         total.verdicts, total.faults = Counter(kept["verdicts"]), Counter(kept["faults"])
         total.seconds, total.gap_s, total.free_s = kept["seconds"], kept["gap_s"], kept["free_s"]
     done = total.verdicts.total()
-    async with House.running(directory / "soak", flags=LOAD_FLAGS, seed=seed + done) as house:
+    async with House.running(directory / "soak", flags=FLAGS, seed=seed + done) as house:
+        leaving = Leaving(house)
         while done < requests and total.passed:
-            await _leg(house, total, min(LEG, requests - done), at_once, every_s)
+            await _leg(house, leaving, total, min(LEG, requests - done), at_once, every_s)
             _look(total, every_s)
             done = total.verdicts.total()
             print(total.row(), flush=True)
@@ -179,21 +183,25 @@ def _look(total: Figures, every_s: float) -> None:
         total.wrong.append(f"{total.faults.total()} faults, {due} wanted")
     if due > len(HITS) / (1 - MOST_FAULTS_MISSED) and (missing := HITS.keys() - total.faults.keys()):
         total.wrong.append(f"never {', '.join(sorted(missing))}")
+    phases = {f"left {phase}" for phase in (QUEUED, COMPUTED, SHIPPED, STREAMED)}
+    if total.verdicts.total() >= LEG and (missing := phases - total.verdicts.keys()):
+        total.wrong.append(f"nobody {', '.join(sorted(missing))}")
     if total.gap_s > total.allowed_gap_s:
         total.wrong.append(f"a gap of {total.gap_s:.2f} s")
 
 
-async def _leg(house: House, total: Figures, count: int, at_once: int, every_s: float) -> None:
+async def _leg(house: House, leaving: Leaving, total: Figures, count: int, at_once: int, every_s: float) -> None:
     asks = [house.ask(house.rng.randrange(20, 160), house.rng.randrange(8, 48)) for _ in range(count)]
-    leaving = {id(ask): house.rng.randrange(1, 8) for ask in asks if house.rng.random() < ABORTED}
+    moments = leaving.moments()
+    leave = {ask.seed: house.rng.choice(moments) for ask in asks if house.rng.random() < ABORTED}
     for worker in house.workers.values():
-        worker.flags = (*LOAD_FLAGS, "--step-s", str(STEP_S))  # also those that are started again
+        worker.flags = (*FLAGS, "--step-s", str(STEP_S))  # also those that are started again
         worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
     over = asyncio.Event()
     breaking = asyncio.ensure_future(_break_things(house, faults, total.faults.total(), every_s, over))
-    await crowd(house, asks, at_once, leave=lambda ask: leaving.get(id(ask), 0))
+    await crowd(house, asks, at_once, leave=leave)
     over.set()
     (broke,) = await asyncio.gather(breaking, return_exceptions=True)
     if isinstance(broke, Exception):

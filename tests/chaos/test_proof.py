@@ -4,6 +4,7 @@ coordinator or a worker that does not do its part whatever is about that part.""
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import faults, load, matrix, planted
-from tests.chaos.cells import CELLS, Cell
-from tests.chaos.house import START_S, House
+from tests.chaos.cells import CELLS, HELD_S, Cell
+from tests.chaos.house import House, Stuck
+from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
 from tests.chaos.scenes import PROMPT, Scene
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 LATE_S = 6.0
 KEPT_S, OUTLASTS = 2.0, 150
 """How long a worker keeps what it should drop, and tokens of a stream that takes longer (4.5 s)."""
-STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES = (
+STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES, CUT_OFF = (
     next(cell for cell in CELLS if cell.id == name)
     for name in (
         "coordinator stalls for 0.5 s / S",
@@ -27,6 +29,7 @@ STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES = (
         "client disconnects / Q",
         "client disconnects / S",
         "prefill killed / X",
+        "coordinator-decode partition / D",
     )
 )
 
@@ -66,6 +69,51 @@ async def test_a_load_fails_if_a_silent_prefill_worker_is_noticed_late(tmp_path:
     assert f"{figures.first_s:.2f} s to a first token" in figures.wrong
 
 
+async def test_a_cell_fails_if_an_answer_in_one_piece_is_late_though_somebody_computes_it(tmp_path: Path) -> None:
+    late = ("--failure-timeout", str(LATE_S))
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + CUT_OFF.house.flags, door=late) as house:
+        result = await matrix.run_cell(house, CUT_OFF)
+        assert result.value > LATE_S - 1.5 > CUT_OFF.bound_s
+        assert result.wrong.startswith("gap of")
+
+
+async def test_a_cell_fails_if_a_queued_request_has_its_turn_late(tmp_path: Path) -> None:
+    early = replace(next(cell for cell in CELLS if cell.id == "prefill drains / Q"), turn_s=1.0)
+    async with House.running(tmp_path / "house", flags=matrix.FLAGS + early.house.flags) as house:
+        result = await matrix.run_cell(house, early)
+        assert result.value < early.bound_s < result.turn_s
+        assert "to a token of the request itself" in result.wrong
+
+
+async def test_what_is_left_of_a_dead_workers_pool_is_seen(tmp_path: Path) -> None:
+    """For a lease, which is how long a decode worker maps the pool of a prefill worker that may only be silent."""
+    async with House.running(tmp_path / "house", flags=("--kv-transport", "shm"), decodes=1) as house:
+        assert await house.links() == {"shm"}
+        assert await house.until_unmapped(0.0) < 1.0
+        house.workers["prefill-0"].wanted = False
+        house.workers["prefill-0"].signal(signal.SIGKILL)
+        with pytest.raises(Stuck, match="nobody maps"):
+            await house.until_unmapped(1.0)
+        await house.until_unmapped(HELD_S)
+
+
+async def test_clients_hang_up_in_every_phase(tmp_path: Path) -> None:
+    async with House.running(
+        tmp_path / "house", flags=("--watched", "--max-num-seqs", "4", "--step-s", "0.1")
+    ) as house:
+        asks = [house.ask(80, 12) for _ in range(80)]
+        moments = Leaving(house).moments()
+        leave = {ask.seed: moments[index % 5] for index, ask in enumerate(asks) if index % 5 < len(moments)}
+        await load.crowd(house, asks, 32, leave=leave)
+        figures = load.Figures("hang-ups")
+        load.judge(figures, asks)
+        assert figures.passed, figures.wrong
+        phases = {f"left {phase}" for phase in (QUEUED, COMPUTED, SHIPPED, STREAMED)}
+        assert set(figures.verdicts) == phases | {"exact"}
+        assert all(count >= 4 for count in figures.verdicts.values()), figures.verdicts
+        await house.until_free()
+
+
 async def test_a_cell_fails_if_a_queued_request_outlives_its_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,27 +137,15 @@ async def test_a_cell_fails_if_something_is_kept_for_who_has_gone_while_others_s
     async with House.running(tmp_path / "house", flags=matrix.FLAGS + cell.house.flags) as house:
         for worker in house.workers.values():
             worker.command(keeps=True)
-        await _until_links_are_measured(house)
+        await house.links()  # a trial of a link would be held for who has gone, too: for 5 s
         result = await matrix.run_cell(house, beside)
         assert "held for nobody" in result.wrong
         assert KEPT_S <= result.held_s < result.freed_s - 0.5, "and the streams went on for longer"
 
         await house.repair()
-        await _until_links_are_measured(house)
+        await house.links()
         result = await matrix.run_cell(house, beside)
         assert result.passed, result.wrong
-
-
-async def _until_links_are_measured(house: House) -> None:
-    """A trial of a link would be held for who has gone, too: for 5 s."""
-    decodes = {worker.name for worker in house.by_role("decode")}
-
-    async def measured() -> bool:
-        shown = await house.admin()
-        links = [shown[worker.name]["links"] for worker in house.by_role("prefill")]
-        return all(decodes == {link["to"] for link in each if isinstance(link, dict)} for each in links)
-
-    await house.poll(measured, START_S, "every link is measured")
 
 
 async def _beside_a_stream(fault: faults.Fault, scene: Scene) -> faults.Proof:

@@ -1,0 +1,81 @@
+"""Clients that hang up, each in a phase of its request's life that workers, proxies or the coordinator have told of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from common.errors import WireError
+from kvtransfer.frames import FrameHeader
+from tests.chaos.house import Ask, House, Worker
+from tests.chaos.proxy import Parts, is_frame
+
+QUEUED, COMPUTED, SHIPPED, STREAMED = "while queued", "while computed", "while shipped", "while streamed"
+LONGEST_S = 60.0
+"""A request that waits for longer has another reason."""
+
+
+class Leaving:
+    """How far the requests of ``house`` have come, and when their clients leave."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._seeds: dict[str, int] = {}
+        self._taken: set[int] = set()
+        self._reached: dict[tuple[str, int], asyncio.Event] = {}
+        house.listeners.append(self._told)
+        for worker in house.by_role("decode"):
+            worker.data.watch = self._passes
+
+    def moments(self) -> list[Callable[[Ask], Awaitable[str]]]:
+        """What a client may wait for; each returns the phase in which the request then is."""
+        return [self._queued, partial(self._in, COMPUTED), partial(self._in, SHIPPED), self._streamed]
+
+    def _told(self, worker: Worker, event: dict[str, Any]) -> None:
+        if event["event"] == "taken":
+            self._seeds[event["request"]] = event["seed"]
+            self._taken.add(event["seed"])
+        elif event["event"] == "step" and worker.role == "prefill":
+            for request, *_ in event["segments"]:
+                self._note(COMPUTED, request)
+
+    def _passes(self, parts: Parts) -> None:
+        if is_frame(parts):
+            try:
+                self._note(SHIPPED, FrameHeader.unpack(parts[0]).transfer.request.hex())
+            except WireError:  # broken before it came here
+                return
+
+    def _note(self, phase: str, request: str) -> None:
+        if (seed := self._seeds.get(request)) is not None and (event := self._reached.get((phase, seed))) is not None:
+            event.set()
+
+    async def _queued(self, ask: Ask) -> str:
+        """Somebody waits, the request has been sent before that was asked, and no worker has taken it."""
+        await ask.sent.wait()
+
+        async def waits() -> bool:
+            return (await self._house.requests())["waiting"] > 0 or ask.seed in self._taken
+
+        await self._house.poll(waits, LONGEST_S, "the request is queued")
+        if ask.seed in self._taken:
+            return await self._streamed(ask)
+        return QUEUED
+
+    async def _in(self, phase: str, ask: Ask) -> str:
+        """A prefill worker begins to compute the prompt, or a frame of its KV is on its way; no token has come."""
+        event = self._reached[phase, ask.seed] = asyncio.Event()
+        try:
+            await event.wait()
+        finally:
+            del self._reached[phase, ask.seed]
+        return STREAMED if ask.ids else phase
+
+    async def _streamed(self, ask: Ask) -> str:
+        count = self._house.rng.randrange(1, 8)
+        while len(ask.ids) < count:
+            ask.came.clear()
+            await ask.came.wait()
+        return STREAMED
