@@ -2,7 +2,7 @@
 
     python -m tests.chaos all                                                 what ``make chaos`` runs
     python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
-    python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load
+    python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load, over each link
     python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
     python -m tests.chaos soak [--requests 10000] [--every 20] [--state FILE] a fault every 20 s, a tenth hangs up
     python -m tests.chaos model [DIRECTORY] [--dtype bfloat16] [--only TEXT]  one fault under load of a checkpoint

@@ -40,9 +40,11 @@ UNQUEUED_S = 0.25
 """One that only waited is forgotten at once; the coordinator is asked every 0.03 s, beside what else runs."""
 REFUSED_S, WORKERLESS_S, BEGUN_S = 1.0, 10.0, 18.0
 """An answer that there is no worker: to a new request, and after which wait to one that was admitted, and to one that
-has tokens which its client has not seen. (A stream waits until its deadline: for new ones, as the rows say.)"""
+has tokens which its client has not seen."""
 EXPIRED_S = 0.5
 """A deadline that has passed is noticed within 0.1 s."""
+STARTED_S = 3.0
+"""New workers are there: mostly 0.4 s to start their processes, and 2 s beside houses that start theirs."""
 REJOINED_S, USED_S = 3.0, 1.0
 """Workers of a coordinator that restarted are back; a worker that restarted is used."""
 OUTLIVES_LEASE = 500
@@ -129,6 +131,12 @@ _CUT_S = 0.5
 _NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0)} | {"D": REST_S + SOON_S}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
+# What has no cell. Faults of a frame or a message of a hand-off: all but X. A link that is slow or late: whoever has no
+# hand-off (Q, D, S); that this costs nothing is shown by one that is reset. "every decode killed, none comes" in S: a
+# stream waits for new ones, and until its deadline, which both have cells; so does one in X whose client has its first
+# token, and therefore that cell is of an answer in one piece. "no decode", "no prefill" and "overload" meet a request
+# when it comes (Q); what they mean later is "every ... killed". A fault of the engine meets a prompt (P), a poisonous
+# token of an answer D and S.
 CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone",
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
@@ -231,7 +239,7 @@ CELLS: list[Cell] = [
           dict.fromkeys("XD", BEGUN_S + 1.0), measure="answer", stream=False),
     *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact", _KILL | _UNMOVED),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
-          {"P": 2.0, "X": 2.0, **_late(2.0)}),
+          {"P": STARTED_S, "X": STARTED_S, **_late(STARTED_S)}),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", EXPIRED_S),
           measure="answer", neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),
