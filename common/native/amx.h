@@ -1,8 +1,8 @@
 /* Products of bfloat16 in the tile registers of AMX: what the loop of tiles.h is for the other variants.
  *
  * A tile of the panel is 16 steps of a vector of columns where they lie, one of rows 16 words of up to 16 rows where
- * these lie. Up to 16 rows meet four vectors at a time; more meet them two by two, so that each loaded tile is used
- * twice. Sums of a row are added up in the same order whoever is beside it.
+ * these lie. Up to 32 rows meet two vectors at a time, so that each loaded tile is used twice. Sums of a row are added
+ * up in the same order whoever is beside it.
  */
 
 #define AMX_ROWS 16  /* of a tile */
@@ -52,63 +52,26 @@ INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
 
 INLINE void NAME(tear_down)(void) { _tile_release(); }
 
-#define AMX_SUMS(op)                                                                                                   \
-    op(0, sums, sums_row * 4);                                                                                         \
-    if (width > 1)                                                                                                     \
-        op(1, sums + LANES, sums_row * 4);                                                                             \
-    if (width > 2)                                                                                                     \
-        op(2, sums + 2 * LANES, sums_row * 4);                                                                         \
-    if (width > 3)                                                                                                     \
-        op(3, sums + 3 * LANES, sums_row * 4);
+/* Something that the vector units do meanwhile; a constant wherever it is called, so that it is inlined. */
+typedef void NAME(part)(const void *of, long i);
 
-/* Up to 16 rows and ``width`` vectors: a tile of rows, then tiles of the panel in the order in which they lie. */
-INLINE void NAME(amx_low)(int width, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
-                          float *sums, long sums_row, int add)
-{
-    if (add) {
-        AMX_SUMS(_tile_loadd)
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    const uint32_t *words = panel.words;
-    const char *next = panel.next;
-    for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
-        for (long line = 0; line < panel.lines; line++, next += 64)
-            __builtin_prefetch(next, 0, 3);
-        _tile_loadd(4, row, row_stride * 4);
-        _tile_loadd(5, words, panel.row * 4);
-        _tile_dpbf16ps(0, 4, 5);
-        if (width > 1) {
-            _tile_loadd(6, words + LANES, panel.row * 4);
-            _tile_dpbf16ps(1, 4, 6);
-        }
-        if (width > 2) {
-            _tile_loadd(7, words + 2 * LANES, panel.row * 4);
-            _tile_dpbf16ps(2, 4, 7);
-        }
-        if (width > 3) {
-            _tile_loadd(5, words + 3 * LANES, panel.row * 4);
-            _tile_dpbf16ps(3, 4, 5);
-        }
-    }
-    AMX_SUMS(_tile_stored)
-}
+INLINE void NAME(nothing)(const void *, long) {}
 
-/* 17 to 32 rows and one vector or two. */
-INLINE void NAME(amx_square)(int width, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
-                             float *sums, long sums_row, int add)
+/* Up to 16 rows, or up to 32 if ``high``, and one vector or two. ``count`` parts of something else stand
+ * between the products of one tile of steps and the next: neither waits for the other, and the processor does both at
+ * once. */
+INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
+                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, const void *of, long count)
 {
     float *below = sums + AMX_ROWS * sums_row;
     if (add) {
         _tile_loadd(0, sums, sums_row * 4);
-        _tile_loadd(2, below, sums_row * 4);
-        if (width > 1) {
+        if (width > 1)
             _tile_loadd(1, sums + LANES, sums_row * 4);
+        if (high)
+            _tile_loadd(2, below, sums_row * 4);
+        if (high && width > 1)
             _tile_loadd(3, below + LANES, sums_row * 4);
-        }
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -117,68 +80,85 @@ INLINE void NAME(amx_square)(int width, const uint32_t *row, long row_stride, st
     }
     const uint32_t *words = panel.words;
     const char *next = panel.next;
+    long parts = count < tiles ? count : tiles;
     for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
         for (long line = 0; line < panel.lines; line++, next += 64)
-            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next, 0, high ? 2 : 3);
         _tile_loadd(4, row, row_stride * 4); /* all loads, then all products: a tenth faster than in turn */
-        _tile_loadd(5, row + AMX_ROWS * row_stride, row_stride * 4);
+        if (high)
+            _tile_loadd(5, row + AMX_ROWS * row_stride, row_stride * 4);
         _tile_loadd(6, words, panel.row * 4);
         if (width > 1)
             _tile_loadd(7, words + LANES, panel.row * 4);
+        if (t < parts)
+            do_part(of, t);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
-        if (width > 1) {
+        if (width > 1)
             _tile_dpbf16ps(1, 4, 7);
+        if (high)
+            _tile_dpbf16ps(2, 5, 6);
+        if (high && width > 1)
             _tile_dpbf16ps(3, 5, 7);
-        }
     }
     _tile_stored(0, sums, sums_row * 4);
-    _tile_stored(2, below, sums_row * 4);
-    if (width > 1) {
+    if (width > 1)
         _tile_stored(1, sums + LANES, sums_row * 4);
+    if (high)
+        _tile_stored(2, below, sums_row * 4);
+    if (high && width > 1)
         _tile_stored(3, below + LANES, sums_row * 4);
-    }
+    for (long i = parts; i < count; i++)
+        do_part(of, i);
 }
 
-static void NAME(amx_some)(int rows, const uint32_t *row, long row_stride, struct NAME(panel) panel, long tiles,
-                           float *sums, long sums_row, int add)
+INLINE void NAME(amx_some)(int rows, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
+                           long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, const void *of, long count)
 {
-    if (rows <= AMX_ROWS) {
-        switch (panel.width) {
-            case 1: NAME(amx_low)(1, row, row_stride, panel, tiles, sums, sums_row, add); break;
-            case 2: NAME(amx_low)(2, row, row_stride, panel, tiles, sums, sums_row, add); break;
-            case 3: NAME(amx_low)(3, row, row_stride, panel, tiles, sums, sums_row, add); break;
-            case 4: NAME(amx_low)(4, row, row_stride, panel, tiles, sums, sums_row, add); break;
-        }
-        return;
-    }
-    for (int v = 0; v < panel.width; v += 2) {
-        if (v + 1 < panel.width)
-            NAME(amx_square)(2, row, row_stride, panel, tiles, sums, sums_row, add);
-        else
-            NAME(amx_square)(1, row, row_stride, panel, tiles, sums, sums_row, add);
-        panel.words += 2 * LANES;
-        panel.next += panel.lines * tiles * 64;
-        sums += 2 * LANES;
-    }
+    if (rows > AMX_ROWS && width > 1)
+        NAME(amx_square)(1, 2, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+    else if (rows > AMX_ROWS)
+        NAME(amx_square)(1, 1, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+    else if (width > 1)
+        NAME(amx_square)(0, 2, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+    else
+        NAME(amx_square)(0, 1, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
 }
 
-/* sums[r][v] = rows[r] . panel[.][v] for up to BLOCK_ROWS rows, or with ``add`` that more; rows of sums are
- * ``sums_row`` apart. */
-static void NAME(amx_block)(struct NAME(tiles) *now, int rows, const uint32_t *row, long row_stride,
-                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add)
+/* The steps behind the last whole tile: fewer than AMX_STEPS. */
+static void NAME(amx_rest)(struct NAME(tiles) *now, int rows, int width, const uint32_t *row, long row_stride,
+                           struct NAME(panel) panel, int steps, float *sums, long sums_row, int add)
+{
+    NAME(set_up)(now, rows, steps);
+    panel.lines = 0;
+    NAME(amx_some)(rows, width, row, row_stride, panel, 1, sums, sums_row, add, NAME(nothing), NULL, 0);
+}
+
+/* sums[r][v] = rows[r] . panel[.][v] for up to BLOCK_ROWS rows and two vectors, or with ``add`` that more; rows of
+ * sums are ``sums_row`` apart. */
+INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int rows, int width, const uint32_t *row, long row_stride,
+                           struct NAME(panel) panel, long steps, float *sums, long sums_row, int add,
+                           NAME(part) *do_part, const void *of, long count)
 {
     long tiles = steps / AMX_STEPS, whole = tiles * AMX_STEPS;
     AMX_FENCE();
     if (tiles) {
         NAME(set_up)(now, rows, AMX_STEPS);
-        NAME(amx_some)(rows, row, row_stride, panel, tiles, sums, sums_row, add);
-    }
-    if (whole < steps) {
-        NAME(set_up)(now, rows, (int)(steps - whole));
-        panel.words += whole * panel.row;
-        panel.lines = 0;
-        NAME(amx_some)(rows, row + whole, row_stride, panel, 1, sums, sums_row, add || tiles);
-    }
+        NAME(amx_some)(rows, width, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+    } else
+        for (long i = 0; i < count; i++)
+            do_part(of, i);
+    panel.words += whole * panel.row;
+    if (whole < steps)
+        NAME(amx_rest)(now, rows, width, row + whole, row_stride, panel, (int)(steps - whole), sums, sums_row,
+                       add || tiles);
     AMX_FENCE();
+}
+
+/* The same for all vectors of the panel, with nothing meanwhile. */
+static void NAME(amx_block)(struct NAME(tiles) *now, int rows, const uint32_t *row, long row_stride,
+                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add)
+{
+    for (int v = 0; v < panel.width; v += 2, panel.words += 2 * LANES, sums += 2 * LANES)
+        NAME(amx_pair)(now, rows, panel.width - v, row, row_stride, panel, steps, sums, sums_row, add,
+                       NAME(nothing), NULL, 0);
 }

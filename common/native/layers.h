@@ -25,13 +25,15 @@ INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
 
+#define AMX_PANEL (2 * LANES) /* columns that tiles of rows meet at a time */
+
 /* The weight [columns, in] as panels of words, [in words][width] each; columns behind the last are zero. */
 static void NAME(pack_weight)(const void *weight, long columns, long in, int pairs, uint32_t *to)
 {
-    long steps = pairs ? in / 2 : in, padded = ROUND_UP(columns, LANES);
+    long steps = pairs ? in / 2 : in, padded = ROUND_UP(columns, LANES), most = HAS_AMX && pairs ? AMX_PANEL : PANEL;
     const uint32_t *from = weight;
-    for (long first = 0; first < padded; first += PANEL) {
-        long width = padded - first < PANEL ? padded - first : PANEL;
+    for (long first = 0; first < padded; first += most) {
+        long width = padded - first < most ? padded - first : most;
         uint32_t *panel = to + first * steps;
         for (long c = 0; c < width; c++)
             for (long s = 0; s < steps; s++)
@@ -169,84 +171,125 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
 }
 
 #if HAS_AMX
-/* finish_tile for whole vectors of bfloat16 without bias and scale, where it takes a tenth of the time. */
-INLINE void NAME(finish_plain)(const struct product *product, long row, int rows, long column, int width,
-                               floats sums[][TILE_VECTORS], enum activation activation, int add)
+/* A block of sums that is still to be finished, while the next one is computed. */
+struct NAME(finish) {
+    const struct linear *linear;
+    const struct product *product;
+    floats (*sums)[AMX_PANEL / LANES];
+    long row, column, out_row;
+    int rows, width;
+    const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
+    uint16_t *to;
+};
+
+/* Rows 2 * i and 2 * i + 1 of it: whole vectors of bfloat16 without bias and scale. */
+INLINE void NAME(finish_plain)(const struct NAME(finish) *block, long i, enum activation activation, int add)
 {
-    int step = activation ? 2 : 1;
-    for (int r = 0; r < rows; r++) {
-        long to = (row + r) * product->out_row + column / step;
-        for (int v = 0; v < width; v += step, to += LANES) {
-            floats x = sums[r][v];
-            if (activation)
-                x = NAME(activate)(x, activation) * sums[r][v + 1];
-            if (add)
-                x += NAME(load_floats)(product->add, to, BFLOAT16);
-            NAME(store_floats)(product->to, to, BFLOAT16, x);
+    UNROLL for (long r = 2 * i; r < 2 * i + 2; r++) {
+        long at = r * block->out_row;
+        __builtin_prefetch(block->next + at, 1, 3);
+        if (r == block->rows)
+            return;
+        floats x = block->sums[r][0], y = block->sums[r][1];
+        if (activation)
+            x = NAME(activate)(x, activation) * y;
+        if (add) {
+            x += NAME(load_floats)(block->add, at, BFLOAT16);
+            y += NAME(load_floats)(block->add, at + LANES, BFLOAT16);
         }
+        if (activation)
+            NAME(store_bf16)(block->to + at, x);
+        else
+            _mm512_storeu_si512(block->to + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
     }
 }
 
-static void NAME(finish_block)(const struct linear *linear, const struct product *product, long row, int rows,
-                               long column, int width, floats sums[][TILE_VECTORS])
+INLINE void NAME(finish_sums)(const void *block, long i) { NAME(finish_plain)(block, i, NONE, 0); }
+INLINE void NAME(finish_added)(const void *block, long i) { NAME(finish_plain)(block, i, NONE, 1); }
+INLINE void NAME(finish_silu)(const void *block, long i) { NAME(finish_plain)(block, i, SILU, 0); }
+INLINE void NAME(finish_gelu)(const void *block, long i) { NAME(finish_plain)(block, i, GELU_TANH, 0); }
+
+static void NAME(finish_any)(const void *of, long i)
 {
-    int add = product->add != NULL;
-    if (linear->scale || linear->bias || (column + width * LANES) / (linear->activation ? 2 : 1) > linear->out)
-        NAME(finish_tile)(linear, product, row, rows, column, width, sums);
-    else if (linear->activation == NONE && add)
-        NAME(finish_plain)(product, row, rows, column, width, sums, NONE, 1);
-    else if (linear->activation == NONE)
-        NAME(finish_plain)(product, row, rows, column, width, sums, NONE, 0);
-    else if (linear->activation == SILU)
-        NAME(finish_plain)(product, row, rows, column, width, sums, SILU, add);
-    else
-        NAME(finish_plain)(product, row, rows, column, width, sums, GELU_TANH, add);
+    const struct NAME(finish) *block = of;
+    for (long r = 2 * i; r < 2 * i + 2 && r < block->rows; r++)
+        NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
+                          (floats (*)[TILE_VECTORS])block->sums[r]);
 }
 
-/* Where a block's result goes is fetched while it is computed. */
-INLINE void NAME(expect_block)(const struct linear *linear, const struct product *product, long row, int rows,
-                               long column, int width)
-{
-    int step = linear->activation ? 2 : 1;
-    const uint16_t *to = (const uint16_t *)product->to + row * product->out_row + column / step;
-    for (int r = 0; r < rows; r++, to += product->out_row)
-        for (int d = 0; d < width * LANES / step; d += 32)
-            __builtin_prefetch(to + d, 1, 3);
-}
-
-/* linear_panels for bfloat16 in tile registers. A panel meets all rows of a run, which stay in second-level cache
- * beside it; meanwhile the next one is fetched into it. */
-static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
+/* Columns [first, last) for all rows. A panel meets all rows of a run, which stay in second-level cache beside it;
+ * meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. */
+INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
+                              NAME(part) *do_part)
 {
     struct NAME(tiles) now = {};
-    long steps = linear->in / 2, stride = product->in_row / 2, padded = linear->columns;
-    long run = RUN_BYTES / (steps * 4) / BLOCK_ROWS * BLOCK_ROWS;
-    run = run < BLOCK_ROWS ? BLOCK_ROWS : run;
-    floats sums[BLOCK_ROWS][TILE_VECTORS] __attribute__((aligned(64)));
+    long steps = linear->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
+    long runs = product->rows * steps * 4 / AMX_RUN_BYTES + 1;
+    long run = ROUND_UP((product->rows + runs - 1) / runs, BLOCK_ROWS);
+    floats sums[2][BLOCK_ROWS][AMX_PANEL / LANES] __attribute__((aligned(64)));
+    struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
     for (long start = 0; start < product->rows; start += run) {
         long end = start + run < product->rows ? start + run : product->rows;
-        long blocks = (end - start + BLOCK_ROWS - 1) / BLOCK_ROWS, passes = end - start <= AMX_ROWS ? 1 : 2 * blocks;
-        for (long at = first; at < last; at++) {
-            long column = at * PANEL, width = padded - column < PANEL ? padded - column : PANEL;
+        long blocks = (end - start + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        for (long column = first; column < last; column += AMX_PANEL) {
+            long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
             const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
             const char *next = (const char *)weight + (blocks == 1 ? AHEAD : steps * width * 4);
-            const char *stop = next + steps * width * 4;
-            struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES)};
-            panel.lines = (AMX_STEPS * width / LANES + passes - 1) / passes;
-            for (long row = start; row < end; row += BLOCK_ROWS) {
+            struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next};
+            panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
+            for (long row = start; row < end; row += BLOCK_ROWS, which ^= 1) {
                 int rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
-                NAME(expect_block)(linear, product, row, rows, column, panel.width);
-                panel.next = next;
-                next += steps / AMX_STEPS * panel.lines * 64 * (rows > AMX_ROWS ? 2 : 1);
-                NAME(amx_block)(&now, rows, (const uint32_t *)product->from + row * stride, stride, panel, steps,
-                                (float *)sums, PANEL, 0);
-                NAME(finish_block)(linear, product, row, rows, column, panel.width, sums);
-                if (next >= stop)
+                long at = row * product->out_row + (linear->activation ? column / 2 : column);
+                finish.next = (const uint16_t *)product->to + at;
+                NAME(amx_pair)(&now, rows, panel.width, (const uint32_t *)product->from + row * stride, stride, panel,
+                               steps, (float *)sums[which], AMX_PANEL, 0, do_part, &finish, parts);
+                finish.sums = sums[which];
+                finish.row = row;
+                finish.column = column;
+                finish.rows = rows;
+                finish.width = panel.width;
+                finish.to = (uint16_t *)product->to + at;
+                finish.add = (const uint16_t *)product->add + at;
+                parts = (rows + 1) / 2;
+                panel.next += steps / AMX_STEPS * panel.lines * 64;
+                if (panel.next >= next + steps * width * 4)
                     panel.lines = 0;
             }
         }
     }
     NAME(tear_down)();
+    for (long i = 0; i < parts; i++)
+        do_part(&finish, i);
+}
+
+#define AMX_COLUMNS(way)                                                                                              \
+    static __attribute__((noinline)) void NAME(columns_##way)(const struct linear *linear,                             \
+                                                              const struct product *product, long first, long last)    \
+    {                                                                                                                  \
+        NAME(amx_columns)(linear, product, first, last, NAME(finish_##way));                                           \
+    }
+AMX_COLUMNS(sums)
+AMX_COLUMNS(added)
+AMX_COLUMNS(silu)
+AMX_COLUMNS(gelu)
+AMX_COLUMNS(any)
+
+/* linear_panels for bfloat16 in tile registers. */
+static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
+    int plain = !linear->bias && end / (linear->activation ? 2 : 1) <= linear->out && end % AMX_PANEL == 0;
+    first *= PANEL;
+    if (plain && linear->activation == NONE && product->add)
+        NAME(columns_added)(linear, product, first, end);
+    else if (plain && linear->activation == NONE)
+        NAME(columns_sums)(linear, product, first, end);
+    else if (plain && linear->activation == SILU && !product->add)
+        NAME(columns_silu)(linear, product, first, end);
+    else if (plain && linear->activation == GELU_TANH && !product->add)
+        NAME(columns_gelu)(linear, product, first, end);
+    else
+        NAME(columns_any)(linear, product, first, end);
 }
 #endif
 

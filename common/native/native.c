@@ -93,6 +93,7 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
 #define FEW_TILES 3           /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
+#define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
 enum activation { NONE, SILU, GELU_TANH };
 
