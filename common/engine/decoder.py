@@ -23,6 +23,7 @@ from common.model.layers import FusedLayer, NativeNorm
 from common.model.linears import NativeLinear
 
 _LEAST_POSITIONS = 1024
+_CACHE_LINE = 64
 
 
 class FusedDecoder:
@@ -42,7 +43,9 @@ class FusedDecoder:
             None, None, self._norm.address, self._head.address,
         )  # fmt: skip
         self._address = ctypes.addressof(self._decoder)
-        self._widths = (self._embedding.shape[1], *layers[0].widths, layers[0].dim, layers[0].dim)
+        normed, projected, attended, gated = layers[0].widths
+        gated += _CACHE_LINE // self._embedding.element_size()  # rows must not be whole pages apart
+        self._widths = (self._embedding.shape[1], normed, projected, attended, gated, layers[0].dim, layers[0].dim)
         self._angles: tuple[torch.Tensor, ...] = ()
         self._positions = 0
         self._rooms: list[torch.Tensor] = []

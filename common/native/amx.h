@@ -53,15 +53,15 @@ INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
 INLINE void NAME(tear_down)(void) { _tile_release(); }
 
 /* Something that the vector units do meanwhile; a constant wherever it is called, so that it is inlined. */
-typedef void NAME(part)(const void *of, long i);
+typedef void NAME(part)(void *of, long i);
 
-INLINE void NAME(nothing)(const void *, long) {}
+INLINE void NAME(nothing)(void *, long) {}
 
 /* Up to 16 rows, or up to 32 if ``high``, and one vector or two. ``count`` parts of something else stand
  * between the products of one tile of steps and the next: neither waits for the other, and the processor does both at
  * once. */
 INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
-                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, const void *of, long count)
+                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
 {
     float *below = sums + AMX_ROWS * sums_row;
     if (add) {
@@ -80,7 +80,7 @@ INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_
     }
     const uint32_t *words = panel.words;
     const char *next = panel.next;
-    long parts = count < tiles ? count : tiles;
+    long parts = count < 2 * tiles ? count : 2 * tiles;
     for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
         for (long line = 0; line < panel.lines; line++, next += 64)
             __builtin_prefetch(next, 0, high ? 2 : 3);
@@ -90,11 +90,13 @@ INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_
         _tile_loadd(6, words, panel.row * 4);
         if (width > 1)
             _tile_loadd(7, words + LANES, panel.row * 4);
-        if (t < parts)
-            do_part(of, t);
+        if (2 * t < parts)
+            do_part(of, 2 * t);
         _tile_dpbf16ps(0, 4, 6);
         if (width > 1)
             _tile_dpbf16ps(1, 4, 7);
+        if (2 * t + 1 < parts)
+            do_part(of, 2 * t + 1);
         if (high)
             _tile_dpbf16ps(2, 5, 6);
         if (high && width > 1)
@@ -112,7 +114,7 @@ INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_
 }
 
 INLINE void NAME(amx_some)(int rows, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
-                           long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, const void *of, long count)
+                           long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
 {
     if (rows > AMX_ROWS && width > 1)
         NAME(amx_square)(1, 2, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
@@ -137,7 +139,7 @@ static void NAME(amx_rest)(struct NAME(tiles) *now, int rows, int width, const u
  * sums are ``sums_row`` apart. */
 INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int rows, int width, const uint32_t *row, long row_stride,
                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add,
-                           NAME(part) *do_part, const void *of, long count)
+                           NAME(part) *do_part, void *of, long count)
 {
     long tiles = steps / AMX_STEPS, whole = tiles * AMX_STEPS;
     AMX_FENCE();

@@ -133,21 +133,49 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
     }
 }
 
-/* A tile's keys and values of one head, ``head`` behind the first of the task. */
-INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long tokens, long valid,
-                       int pairs, const struct scratch *s)
+/* A tile's keys and values of one head, ``head`` behind the first of the task: the ``start``-th positions and those
+ * after it of what is packed. Panels of values have ``value_steps`` steps; values behind the ``valid``-th become
+ * zero. */
+INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long start, long valid,
+                       long value_steps, int pairs, const struct scratch *s)
 {
-    long steps = KEY_STEPS(layer, pairs), value_steps = pairs ? tokens / 2 : tokens;
+    long steps = KEY_STEPS(layer, pairs), end = start + TOKENS < valid ? start + TOKENS : valid;
     long key_head = (long)head * layer->k_dim * layer->element_bytes;
     long value_head = (long)head * layer->v_dim * layer->element_bytes;
-    for (long group = 0; group < tokens; group += GROUP) {
-        int g = (int)(group / GROUP);
-        NAME(pack_keys)(layer, at->keys[g] + key_head, at->next_keys[g] ? at->next_keys[g] + key_head : NULL, pairs,
-                        s->keys + group / PANEL * PANEL * steps + group % PANEL);
+    long packed = HAS_AMX && pairs ? ROUND_UP(end, 2 * GROUP) : end;
+    for (long group = start; group < packed; group += GROUP) {
+        int g = (int)((group - start) / GROUP);
+        if (group < end)
+            NAME(pack_keys)(layer, at->keys[g] + key_head, at->next_keys[g] ? at->next_keys[g] + key_head : NULL,
+                            pairs, s->keys + group / PANEL * PANEL * steps + group % PANEL);
         NAME(pack_values)(layer, at->values[g] + value_head,
                           at->next_values[g] ? at->next_values[g] + value_head : NULL, (int)(valid - group), pairs,
                           value_steps, pairs ? group / 2 : group, s->values);
     }
+}
+
+#if HAS_AMX
+/* 2^x with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
+INLINE floats NAME(rough_power)(floats x)
+{
+    floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    floats p = NAME(splat)(0.0780244f);
+    p = p * rest + 0.22606733f;
+    p = p * rest + 0.69583348f;
+    p = p * rest + 0.99992522f;
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+
+#endif
+
+/* A weight: as exact as the type in which it is multiplied deserves. */
+INLINE floats NAME(weight)(floats x, int pairs)
+{
+#if HAS_AMX
+    if (pairs)
+        return NAME(rough_power)(x);
+#endif
+    return NAME(power)(x);
 }
 
 /* One row's scores [tokens] to weights: capped, masked outside [low, high), as powers of two against the highest score
@@ -178,7 +206,7 @@ INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights
         *highest = top;
     }
     for (long t = 0; t < tokens; t += LANES) {
-        floats weight = NAME(power)(*(floats *)(scores + t) * scale - top);
+        floats weight = NAME(weight)(*(floats *)(scores + t) * scale - top, pairs);
         sum += weight;
         if (pairs)
             NAME(store_bf16)((uint16_t *)weights + t, weight);
@@ -205,6 +233,16 @@ INLINE void NAME(copy_queries)(const struct layer *layer, const struct task *tas
         }
 }
 
+/* How many of ``tokens`` positions from ``first`` on are not behind the last of ``rows`` rows from ``row`` on; 0 if
+ * these see none of them. */
+INLINE long NAME(seen)(const struct layer *layer, const struct task *task, long row, int rows, long first, long tokens)
+{
+    long first_position = task->position + row / layer->group;
+    long end = task->position + (row + rows - 1) / layer->group + 1 - first;
+    long start = layer->window ? first_position - layer->window + 1 - first : 0;
+    return end <= 0 || start >= tokens ? 0 : end < tokens ? end : tokens;
+}
+
 /* One tile of positions for all query rows of one key-value head. */
 INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
                               long tokens, long valid, int head, int pairs)
@@ -215,13 +253,9 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
     float *out = s->out + (long)head * count * padded;
     for (long row = 0; row < count; row += TILE_ROWS) {
         int rows = count - row < TILE_ROWS ? (int)(count - row) : TILE_ROWS;
-        long first_position = task->position + row / layer->group;
-        long last_position = task->position + (row + rows - 1) / layer->group;
-        long seen = layer->window ? first_position - layer->window + 1 : 0;
-        if (last_position < first || seen >= first + tokens)
+        long here = ROUND_UP(NAME(seen)(layer, task, row, rows, first, tokens), GROUP);
+        if (!here)
             continue;
-        /* of the tile, what the last row sees */
-        long here = last_position + 1 - first < tokens ? ROUND_UP(last_position + 1 - first, GROUP) : tokens;
         for (long column = 0; column < here; column += PANEL)
             /* the panel is TILE_VECTORS wide in memory, also where fewer are filled */
             NAME(tile_of_words)(rows, TILE_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps,
@@ -244,90 +278,193 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
 }
 
 #if HAS_AMX
-/* 2^x for x <= 0 with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
-INLINE floats NAME(rough_power)(floats x)
+/* weigh for 16 * ``vectors`` scores that are all within and have no cap. */
+INLINE float NAME(weigh_all)(int vectors, float scale, const float *scores, uint16_t *weights, float *highest,
+                             float *sums)
 {
-    floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    floats p = NAME(splat)(0.0780244f);
-    p = p * rest + 0.22606733f;
-    p = p * rest + 0.69583348f;
-    p = p * rest + 0.99992522f;
-    return (floats)_mm512_scalef_ps((__m512)p, (__m512)x);
-}
-
-/* weigh for TOKENS scores that are all within and have no cap. */
-INLINE float NAME(weigh_all)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
-{
-    floats x[TOKENS / LANES];
-    UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+    floats x[SPAN / LANES];
+    UNROLL16 for (int v = 0; v < vectors; v++)
         x[v] = *(const floats *)(scores + v * LANES);
-    floats best = x[0];
-    UNROLL for (int v = 1; v < TOKENS / LANES; v++)
+    floats best = NAME(larger)(x[0], x[1]), other = NAME(larger)(x[2], x[3]);
+    UNROLL16 for (int v = 4; v < vectors; v += 2) {
         best = NAME(larger)(x[v], best);
+        other = NAME(larger)(x[v + 1], other);
+    }
+    best = NAME(larger)(best, other) * scale;
     float shrink = 1, top = *highest;
-    best *= scale;
     if (NAME(any_above)(best, top)) {
         top = NAME(largest)(best);
         shrink = NAME(power)(NAME(splat)(*highest - top))[0];
         *highest = top;
     }
-    floats sum = *(floats *)sums * shrink;
-    UNROLL for (int v = 0; v < TOKENS / LANES; v++) {
-        x[v] = NAME(rough_power)(x[v] * scale - top);
-        NAME(store_bf16)(weights + v * LANES, x[v]);
-        sum += x[v];
+    floats sum = *(floats *)sums * shrink, more = {};
+    UNROLL16 for (int v = 0; v < vectors; v += 2) {
+        floats low = NAME(rough_power)(x[v] * scale - top), high = NAME(rough_power)(x[v + 1] * scale - top);
+        _mm512_storeu_si512(weights + v * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        sum += low;
+        more += high;
     }
-    *(floats *)sums = sum;
+    *(floats *)sums = sum + more;
     return shrink;
 }
 
-/* The same of bfloat16 in tile registers; weights lie TOKENS behind one another. */
-static void NAME(amx_attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                  long first, long tokens, long valid, int head)
+/* Up to SPAN_ROWS rows of one head on their way through SPAN positions. */
+struct NAME(block) {
+    const struct layer *layer;
+    const struct task *task;
+    const struct scratch *s;
+    long row, first, valid, here, done; /* here: positions that are worked on; done: PIECES of rows that have weights */
+    int head, rows, each;               /* each: pieces that get weights between products and products */
+    float *scores, *out;                /* [rows][SPAN], [rows][padded] */
+    uint16_t *weights;                  /* [rows][SPAN] */
+    floats sum;                         /* of the pieces of a row that have weights */
+};
+
+/* Scores of one row to weights; what was summed before shrinks. */
+static __attribute__((noinline)) void NAME(weigh_row)(const struct NAME(block) *block, long r, long place, long low,
+                                                      long high)
+{
+    const struct layer *layer = block->layer;
+    long padded = ROUND_UP(layer->v_dim, LANES), some = ROUND_UP(high > 0 ? high : 0, LANES);
+    float *scores = block->scores + r * SPAN, *out = block->out + r * padded, shrink;
+    float *highest = block->s->highest + place, *sums = block->s->sums + place * LANES;
+    uint16_t *weights = block->weights + r * SPAN;
+    if (low <= 0 && high >= SPAN && layer->softcap <= 0)
+        shrink = NAME(weigh_all)(SPAN / LANES, layer->scaling * LOG2_E, scores, weights, highest, sums);
+    else
+        shrink = NAME(weigh)(layer, scores, weights, some, low, high, 1, highest, sums);
+    if (some < block->here)
+        memset(weights + some, 0, (block->here - some) * 2);
+    if (shrink != 1)
+        for (long d = 0; d < padded; d += LANES)
+            *(floats *)(out + d) *= shrink;
+}
+
+#define PIECES 2     /* of a row that get weights at a time */
+#define MOST 0x1p60f /* that weights of a row may add up to: sums of many such are still finite */
+
+/* The next piece of a row of scores to weights. Where all are within, these are powers against the highest score of
+ * the spans before, which nobody has to wait for: they are as exact above 1 as below. */
+INLINE void NAME(weigh_piece)(struct NAME(block) *block)
+{
+    const struct layer *layer = block->layer;
+    const struct task *task = block->task;
+    long r = block->done / PIECES, piece = block->done % PIECES, row = block->row + r;
+    long position = task->position + row / layer->group - block->first;
+    long place = block->head * task->rows * layer->group + row;
+    long low = layer->window ? position - layer->window + 1 : 0;
+    long high = position + 1 < block->valid ? position + 1 : block->valid;
+    float highest = block->s->highest[place], scale = layer->scaling * LOG2_E;
+    floats *sums = (floats *)(block->s->sums + place * LANES), sum = {};
+    if (low > 0 || high < SPAN || layer->softcap > 0 || highest == -FLT_MAX) {
+        NAME(weigh_row)(block, r, place, low, high);
+        block->done += PIECES;
+        return;
+    }
+    const float *scores = block->scores + r * SPAN + piece * (SPAN / PIECES);
+    uint16_t *weights = block->weights + r * SPAN + piece * (SPAN / PIECES);
+    UNROLL for (int t = 0; t < SPAN / PIECES; t += 2 * LANES) {
+        floats first = NAME(rough_power)(*(const floats *)(scores + t) * scale - highest);
+        floats second = NAME(rough_power)(*(const floats *)(scores + t + LANES) * scale - highest);
+        _mm512_storeu_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+        sum += first + second;
+    }
+    if (piece)
+        sum += block->sum;
+    block->sum = sum;
+    block->done++;
+    if (piece < PIECES - 1)
+        return;
+    if (NAME(any_above)(sum, MOST))
+        NAME(weigh_row)(block, r, place, low, high);
+    else
+        *sums += sum;
+}
+
+static void NAME(weigh_some)(void *of, long)
+{
+    struct NAME(block) *block = of;
+    for (int i = 0; i < block->each && block->done < block->rows * PIECES; i++)
+        NAME(weigh_piece)(block);
+}
+
+/* Scores of a block; meanwhile ``other``, if not NULL, gets weights. */
+static void NAME(score_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
+{
+    long steps = KEY_STEPS(block->layer, 1), count = block->task->rows * block->layer->group;
+    const uint32_t *query = block->s->query + (block->head * count + block->row) * steps;
+    for (long column = 0; column < block->here; column += 2 * LANES) {
+        struct NAME(panel) keys = {.words = block->s->keys + column / PANEL * PANEL * steps + column % PANEL,
+                                   .row = PANEL};
+        NAME(amx_pair)(now, block->rows, 2, query, steps, keys, steps, block->scores + column, SPAN, 0,
+                       NAME(weigh_some), other, other ? steps / AMX_STEPS * 2 : 0);
+    }
+}
+
+/* Adds the values of a block by their weights; meanwhile ``other``, if not NULL, gets weights. */
+static void NAME(add_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
+{
+    long padded = ROUND_UP(block->layer->v_dim, LANES), steps = block->here / 2;
+    for (long column = 0; column < padded; column += 2 * LANES) {
+        long start = column / PANEL * PANEL;
+        struct NAME(panel) values = {.words = block->s->values + start * (SPAN / 2) + column - start,
+                                     .row = padded - start < PANEL ? padded - start : PANEL};
+        NAME(amx_pair)(now, block->rows, (int)((padded - column) / LANES), (const uint32_t *)block->weights, SPAN / 2,
+                       values, steps, block->out + column, padded, 1, NAME(weigh_some), other,
+                       other ? steps / AMX_STEPS * 2 : 0);
+    }
+}
+
+/* SPAN positions for all query rows of one key-value head, a block of rows after the other: while one gets weights, the
+ * one behind it gets scores, and that before it the sum of its values. */
+static void NAME(attend_span)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
+                              long valid, int head)
 {
     struct NAME(tiles) now = {};
-    long steps = KEY_STEPS(layer, 1), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
-    const uint32_t *query = s->query + head * count * steps;
-    float *out = s->out + head * count * padded;
-    for (long row = 0; row < count; row += BLOCK_ROWS) {
-        int rows = count - row < BLOCK_ROWS ? (int)(count - row) : BLOCK_ROWS, shrunk = 0;
-        long first_position = task->position + row / layer->group;
-        long last_position = task->position + (row + rows - 1) / layer->group;
-        long seen = layer->window ? first_position - layer->window + 1 : 0;
-        if (last_position < first || seen >= first + tokens)
-            continue;
-        long here = last_position + 1 - first < tokens ? ROUND_UP(last_position + 1 - first, GROUP) : tokens;
-        for (long column = 0; column < here; column += PANEL) {
-            int width = (int)((here - column < PANEL ? here - column : PANEL) / LANES);
-            struct NAME(panel) keys = {.words = s->keys + column * steps, .row = PANEL, .width = width};
-            NAME(amx_block)(&now, rows, query + row * steps, steps, keys, steps, s->scores + column, TOKENS, 0);
+    struct NAME(block) blocks[3], *scored = NULL, *weighed = NULL;
+    long padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group, steps = KEY_STEPS(layer, 1), n = 0;
+    for (long row = 0; row < count || scored || weighed; row += SPAN_ROWS) {
+        struct NAME(block) *block = NULL;
+        if (row < count) {
+            int rows = count - row < SPAN_ROWS ? (int)(count - row) : SPAN_ROWS;
+            long here = ROUND_UP(NAME(seen)(layer, task, row, rows, first, valid), 2 * AMX_STEPS);
+            if (!here)
+                continue;
+            block = blocks + n % 3;
+            *block = (struct NAME(block)){
+                layer, task, s, row, first, valid, here, 0, head, rows, 0, s->scores + n % 2 * SPAN_ROWS * SPAN,
+                s->out + (head * count + row) * padded, (uint16_t *)s->weights + n % 2 * SPAN_ROWS * SPAN};
+            n++;
         }
-        for (int r = 0; r < rows; r++) {
-            long position = task->position + (row + r) / layer->group, place = head * count + row + r;
-            long low = layer->window ? position - layer->window + 1 - first : 0;
-            long high = position + 1 - first < valid ? position + 1 - first : valid;
-            float *scores = s->scores + r * TOKENS, *weights = s->weights + r * TOKENS / 2;
-            float *highest = s->highest + place, *sums = s->sums + place * LANES;
-            if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
-                s->shrink[r] =
-                    NAME(weigh_all)(layer->scaling * LOG2_E, scores, (uint16_t *)weights, highest, sums);
-            else
-                s->shrink[r] = NAME(weigh)(layer, scores, weights, here, low, high, 1, highest, sums);
-            shrunk |= s->shrink[r] != 1;
+        if (scored) {
+            long parts = (block ? block->here / LANES * (steps / AMX_STEPS) : 0) +
+                         (weighed ? (padded + LANES) / (2 * LANES) * (weighed->here / AMX_STEPS) : 0);
+            scored->each = parts ? (int)((scored->rows * PIECES + parts - 1) / parts) : 1;
         }
-        if (shrunk)
-            for (int r = 0; r < rows; r++)
-                for (long d = 0; d < padded; d += LANES)
-                    *(floats *)(out + (row + r) * padded + d) *= s->shrink[r];
-        for (long column = 0; column < padded; column += PANEL) {
-            long width = padded - column < PANEL ? padded - column : PANEL;
-            struct NAME(panel) values = {
-                .words = s->values + column * (tokens / 2), .row = width, .width = (int)(width / LANES)};
-            NAME(amx_block)(&now, rows, (const uint32_t *)s->weights, TOKENS / 2, values, here / 2,
-                            out + row * padded + column, padded, 1);
-        }
+        if (block)
+            NAME(score_block)(&now, block, scored);
+        if (weighed)
+            NAME(add_block)(&now, weighed, scored);
+        while (scored && scored->done < scored->rows * PIECES)
+            NAME(weigh_some)(scored, 0);
+        weighed = scored;
+        scored = block;
     }
     NAME(tear_down)();
+}
+
+/* SPAN positions for all query rows of all heads of a task. */
+static void NAME(attend_heads)(const struct layer *layer, const struct task *task, const struct scratch *s, long first)
+{
+    long valid = task->last - first < SPAN ? task->last - first : SPAN;
+    struct NAME(places) at[SPAN / TOKENS];
+    for (long t = 0; t < valid; t += TOKENS)
+        NAME(find)(layer, task, first + t, at + t / TOKENS);
+    for (int head = 0; head < task->heads; head++) {
+        for (long t = 0; t < valid; t += TOKENS)
+            NAME(pack)(layer, at + t / TOKENS, head, t, valid, SPAN / 2, 1, s);
+        NAME(attend_span)(layer, task, s, first, valid, head);
+    }
 }
 #endif
 
@@ -546,12 +683,12 @@ INLINE void NAME(add_head)(const struct layer *layer, const char *values, int li
                          &fetch);
 }
 
-/* One tile of positions for the few rows of all key-value heads: what attend_tile does, without packing, 16 positions
+/* One tile of positions for the few rows of all heads of a task: what attend_tile does, without packing, 16 positions
  * at a time. */
 INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
                              const struct NAME(places) *at, long first, long tokens, long valid, int rows)
 {
-    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), heads = layer->kv_heads;
+    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), heads = task->heads;
     long groups = tokens / GROUP, count = heads * rows, parts = (layer->v_dim + 63) / 64;
     long key_share = ROUND_UP(4 * dim * 2, 64), value_share = ROUND_UP(2 * layer->v_dim * 2, 64 * parts) / parts;
     struct NAME(pieces) pieces;
@@ -560,7 +697,7 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
         long start = first + g * GROUP, live = valid - g * GROUP < GROUP ? valid - g * GROUP : GROUP;
         for (long head = 0; head < heads; head++)
             NAME(score_group)((const uint16_t *)(s->query + head * rows * dim / 2), at->keys[g] + head * dim * 2,
-                              heads * dim * 2, dim, s->scores + head * rows * GROUP, rows,
+                              (long)layer->kv_heads * dim * 2, dim, s->scores + head * rows * GROUP, rows,
                               NAME(fetch_from)(&pieces, 2 * g, head, 4, key_share));
         for (long row = 0; row < count; row++) {
             long position = task->position + row % rows / layer->group;
@@ -612,7 +749,13 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
         s->highest[i] = -FLT_MAX;
     memset(s->sums, 0, task->heads * count * LANES * sizeof(float));
     memset(s->out, 0, task->heads * count * padded * sizeof(float));
-    for (long first = task->first; first < task->last; first += TOKENS) {
+    long first = task->first;
+#if HAS_AMX
+    if (pairs)
+        for (; first < task->last; first += SPAN)
+            NAME(attend_heads)(layer, task, s, first);
+#endif
+    for (; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
         NAME(find)(layer, task, first, &at);
 #if HAS_DOT && !HAS_AMX
@@ -626,13 +769,7 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
                 NAME(attend_few_floats)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
                 continue;
             }
-            NAME(pack)(layer, &at, head, ROUND_UP(valid, GROUP), valid, pairs, s);
-#if HAS_AMX
-            if (pairs) {
-                NAME(amx_attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head);
-                continue;
-            }
-#endif
+            NAME(pack)(layer, &at, head, 0, valid, ROUND_UP(valid, GROUP) / (pairs ? 2 : 1), pairs, s);
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }
     }

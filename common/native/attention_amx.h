@@ -190,7 +190,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
         float *even = s->out + place * half, *odd = even + rows * half;
         float *scores = s->scores + row * TOKENS, *highest = s->highest + row, *sums = s->sums + row * LANES, shrink;
         if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
-            shrink = NAME(weigh_all)(layer->scaling * LOG2_E, scores, weights, highest, sums);
+            shrink = NAME(weigh_all)(TOKENS / LANES, layer->scaling * LOG2_E, scores, weights, highest, sums);
         else
             shrink = NAME(weigh)(layer, scores, weights, groups * GROUP, low, high, 1, highest, sums);
         NAME(spread_weights)(weights, groups * GROUP, s->weights + place * TOKENS,

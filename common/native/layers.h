@@ -177,44 +177,39 @@ struct NAME(finish) {
     const struct product *product;
     floats (*sums)[AMX_PANEL / LANES];
     long row, column, out_row;
-    int rows, width;
+    int width;
     const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
     uint16_t *to;
 };
 
-/* Rows 2 * i and 2 * i + 1 of it: whole vectors of bfloat16 without bias and scale. */
-INLINE void NAME(finish_plain)(const struct NAME(finish) *block, long i, enum activation activation, int add)
+/* Its row ``r``: whole vectors of bfloat16 without bias and scale. */
+INLINE void NAME(finish_plain)(const struct NAME(finish) *block, long r, enum activation activation, int add)
 {
-    UNROLL for (long r = 2 * i; r < 2 * i + 2; r++) {
-        long at = r * block->out_row;
-        __builtin_prefetch(block->next + at, 1, 3);
-        if (r == block->rows)
-            return;
-        floats x = block->sums[r][0], y = block->sums[r][1];
-        if (activation)
-            x = NAME(activate)(x, activation) * y;
-        if (add) {
-            x += NAME(load_floats)(block->add, at, BFLOAT16);
-            y += NAME(load_floats)(block->add, at + LANES, BFLOAT16);
-        }
-        if (activation)
-            NAME(store_bf16)(block->to + at, x);
-        else
-            _mm512_storeu_si512(block->to + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+    long at = r * block->out_row;
+    floats x = block->sums[r][0], y = block->sums[r][1];
+    __builtin_prefetch(block->next + at, 1, 3);
+    if (activation)
+        x = NAME(activate)(x, activation) * y;
+    if (add) {
+        x += NAME(load_floats)(block->add, at, BFLOAT16);
+        y += NAME(load_floats)(block->add, at + LANES, BFLOAT16);
     }
+    if (activation)
+        NAME(store_bf16)(block->to + at, x);
+    else
+        _mm512_storeu_si512(block->to + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
 }
 
-INLINE void NAME(finish_sums)(const void *block, long i) { NAME(finish_plain)(block, i, NONE, 0); }
-INLINE void NAME(finish_added)(const void *block, long i) { NAME(finish_plain)(block, i, NONE, 1); }
-INLINE void NAME(finish_silu)(const void *block, long i) { NAME(finish_plain)(block, i, SILU, 0); }
-INLINE void NAME(finish_gelu)(const void *block, long i) { NAME(finish_plain)(block, i, GELU_TANH, 0); }
+INLINE void NAME(finish_sums)(void *block, long r) { NAME(finish_plain)(block, r, NONE, 0); }
+INLINE void NAME(finish_added)(void *block, long r) { NAME(finish_plain)(block, r, NONE, 1); }
+INLINE void NAME(finish_silu)(void *block, long r) { NAME(finish_plain)(block, r, SILU, 0); }
+INLINE void NAME(finish_gelu)(void *block, long r) { NAME(finish_plain)(block, r, GELU_TANH, 0); }
 
-static void NAME(finish_any)(const void *of, long i)
+static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
 {
     const struct NAME(finish) *block = of;
-    for (long r = 2 * i; r < 2 * i + 2 && r < block->rows; r++)
-        NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
-                          (floats (*)[TILE_VECTORS])block->sums[r]);
+    NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
+                      (floats (*)[TILE_VECTORS])block->sums[r]);
 }
 
 /* Columns [first, last) for all rows. A panel meets all rows of a run, which stay in second-level cache beside it;
@@ -246,11 +241,10 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
                 finish.sums = sums[which];
                 finish.row = row;
                 finish.column = column;
-                finish.rows = rows;
                 finish.width = panel.width;
                 finish.to = (uint16_t *)product->to + at;
                 finish.add = (const uint16_t *)product->add + at;
-                parts = (rows + 1) / 2;
+                parts = rows;
                 panel.next += steps / AMX_STEPS * panel.lines * 64;
                 if (panel.next >= next + steps * width * 4)
                     panel.lines = 0;

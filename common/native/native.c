@@ -29,6 +29,8 @@ enum type { FLOAT32, BFLOAT16, FLOAT16 };
 /* -- attention: what Python gives ---------------------------------------------------------------------------------- */
 
 #define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
+#define SPAN 256     /* positions that many rows meet in tile registers at a time, whole tiles */
+#define SPAN_ROWS 32 /* of these rows, how many at a time */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
 #define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
 #define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
@@ -145,7 +147,8 @@ struct pass { /* the rows of one step on their way through the decoder */
     const struct spans *spans;
     void *logits;                                   /* [kept, vocabulary] */
     int64_t *peaks;                                 /* [kept], as of tandem_peaks */
-    void *hidden, *normed, *qkv, *attended, *gated; /* room for what is computed on the way, [rows, ...] each */
+    void *hidden, *normed, *qkv, *attended, *gated; /* room for what is computed on the way, [rows, ...] each; for gated
+                                                       a cache line more of each row */
     void *cos, *sin;                                /* [rows, rotated] */
     int64_t rows, kept;
     int32_t threads;
@@ -334,12 +337,13 @@ static size_t lay_out(const struct layer *layer, long rows, char *memory, struct
 {
     long padded = ROUND_UP(layer->v_dim, active->panel), tokens = ROUND_UP(TOKENS, active->panel);
     long tile = ROUND_UP(rows, 16); /* few rows of all heads are one, and are transposed 16 at a time */
+    size_t scores = tile * tokens * 4, span = 2 * SPAN_ROWS * SPAN * 4;
     size_t at = 0;
     s->query = carve(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
-    s->keys = carve(memory, &at, tokens * layer->k_dim * 4 + 4 * tokens);
-    s->values = carve(memory, &at, tokens * padded * 4);
-    s->scores = carve(memory, &at, tile * tokens * 4);
-    s->weights = carve(memory, &at, 2 * tile * tokens * 4);
+    s->keys = carve(memory, &at, SPAN * layer->k_dim * 4 + 4 * SPAN);
+    s->values = carve(memory, &at, SPAN * padded * 4);
+    s->scores = carve(memory, &at, scores > span ? scores : span);
+    s->weights = carve(memory, &at, 2 * scores > span ? 2 * scores : span);
     s->shrink = carve(memory, &at, tile * 4);
     s->out = carve(memory, &at, rows * padded * 4);
     s->highest = carve(memory, &at, rows * 4);
@@ -610,6 +614,14 @@ static void store_keys(const struct decoder_layer *layer, const struct pass *pas
     tandem_store(layer->attention, key, value, pass->rows, rotary->row, rotary->row, pass->block, pass->offset);
 }
 
+/* Elements from row to row of what the last layer of a half reads: a cache line more where rows would be whole pages
+ * apart, of which a cache keeps few. */
+static int64_t gated_row(const struct linear *down)
+{
+    long size = down->type == BFLOAT16 ? 2 : 4;
+    return down->in * size % PAGE ? down->in : down->in + 64 / size;
+}
+
 /* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. */
 static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass)
 {
@@ -620,8 +632,8 @@ static int attend_and_gate(const struct decoder_layer *layer, const struct pass 
         return -1;
     tandem_linear(out, pass->attended, pass->hidden, pass->hidden, pass->rows, out->in, out->out, pass->threads);
     tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, pass->rows, gate_up->type);
-    tandem_linear(gate_up, pass->normed, pass->gated, NULL, pass->rows, gate_up->in, gate_up->out, pass->threads);
-    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, pass->rows, down->in, down->out, pass->threads);
+    tandem_linear(gate_up, pass->normed, pass->gated, NULL, pass->rows, gate_up->in, gated_row(down), pass->threads);
+    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, pass->rows, gated_row(down), down->out, pass->threads);
     return 0;
 }
 

@@ -168,6 +168,60 @@ def test_few_rows_of_bfloat16_in_whole_vectors(
     torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE["bfloat16"], rtol=TOLERANCE["bfloat16"])
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("dims", [(64, 64), (32, 96), (40, 24)], ids=str)
+@pytest.mark.parametrize("growth", [1.0, 30.0])
+@pytest.mark.parametrize("fast", VARIANTS[:2], indirect=True)
+def test_many_rows_of_bfloat16_over_many_positions(
+    option: str,
+    group: int,
+    dims: tuple[int, int],
+    growth: float,
+    fast: Callable[[KvStore], AttentionBackend],
+    make_store: MakeStore,
+) -> None:
+    """Chunks of prompts; where scores grow from position to position, weights against those before would overflow.
+    Chunks of one row more than a run of them have a task of few rows that sees one head."""
+    torch.manual_seed(group)
+    store = make_store(LayerLayout(2, *dims), 200, "bfloat16")
+    spans = random_spans(random.Random(group), 200, [(700, 70), (0, 385), (250, 33), (520, 9)])
+    for span in spans:
+        last = span.end - 1
+        for place, block in enumerate(span.blocks):
+            store.k(0)[block] *= 1 + (growth - 1) * place * BLOCK / last
+        store.k(0)[span.blocks[-1], last % BLOCK + 1 :] = torch.nan
+        store.v(0)[span.blocks[-1], last % BLOCK + 1 :] = torch.nan
+    fields = dict(OPTIONS[option])
+    if "window" in fields:
+        fields["window"] *= 9
+    sinks = torch.randn(2 * group) if fields.pop("sinks", False) else None
+    params = Params(dims[0] ** -0.5, sinks=sinks, **fields)
+    query = torch.randn(sum(span.length for span in spans), 2 * group, dims[0]).to(store.dtype)
+    backend, oracle = fast(store), TorchReference(store)
+    got = backend.attend(backend.plan(spans), 0, query, params)
+    expected = oracle.attend(oracle.plan(spans), 0, query, params)
+    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE["bfloat16"], rtol=TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("growth", [1, 30])
+@pytest.mark.parametrize("fast", VARIANTS, indirect=True)
+def test_a_row_does_not_depend_on_those_beside_it(
+    dtype: str, growth: int, fast: Callable[[KvStore], AttentionBackend], make_store: MakeStore
+) -> None:
+    torch.manual_seed(7)
+    store = make_store(LayerLayout(2, 64, 64), 60, dtype)
+    (span,) = random_spans(random.Random(7), 60, [(700, 200)])
+    query = torch.randn(200, 6, 64).to(store.dtype)
+    query[100:] *= growth
+    backend, params = fast(store), Params(0.125)
+    together = backend.attend(backend.plan([span]), 0, query, params)
+    for start, end in ((0, 37), (5, 70), (101, 200), (190, 200)):
+        some = Span(0, end - start, span.start + start, span.blocks)
+        assert torch.equal(backend.attend(backend.plan([some]), 0, query[start:end], params), together[start:end])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("heads", ["gqa", "wide", "odd"])
 @pytest.mark.parametrize("shape", ["mixed", "chunks", "decode-long-and-short"])
