@@ -10,6 +10,7 @@ computable in a few lines (:func:`oracle_stream`). No torch: a process with it s
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -31,10 +32,11 @@ _PARTS = [
     for part, width in enumerate((layer.k_dim, layer.v_dim))
 ]
 """Keys (part 0) and values (1) of each layer: a name, and how many elements (at most 8) they have at one position."""
+_ELEMENTS = sum(width for _, width in _PARTS)
 VOCABULARY = 1000
-_NOISE, _SCALE = np.uint16(0x87FF), np.uint16(0x3800)
-"""Of a bfloat16 number: what is random (sign, low exponent, mantissa) and what is fixed, so that it lies between 2^-15
-and 2 and is a float16 number, too."""
+_NOISE, _SCALE = (int.from_bytes(bits.to_bytes(2, "little") * _ELEMENTS, "little") for bits in (0x87FF, 0x3800))
+"""Of all bfloat16 numbers of a position: what is random (sign, low exponent, mantissa) and what is fixed, so that each
+lies between 2^-15 and 2 and is a float16 number, too."""
 
 
 def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32") -> KvLayout:
@@ -50,19 +52,17 @@ def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
     """Keys and values of each layer of the position with this rolling hash; made once for all that compute it."""
     key, size, columns, at = struct.pack("<Q", rolled), ELEMENT_BYTES[dtype], [], 0
     noise = b"".join([xxhash.xxh3_128_digest(key + name)[: 2 * width] for name, width in _PARTS])
-    patterns = np.frombuffer(noise, np.uint16) & _NOISE | _SCALE
-    numbers = converted(patterns.view(np.uint8), "bfloat16", dtype).tobytes()
+    numbers = (int.from_bytes(noise, "little") & _NOISE | _SCALE).to_bytes(2 * _ELEMENTS, "little")
+    if dtype == "float32":  # bfloat16 is its upper half; for so few numbers quicker than an array
+        wide = bytearray(4 * _ELEMENTS)
+        wide[2::4], wide[3::4] = numbers[::2], numbers[1::2]
+        numbers = bytes(wide)
+    else:
+        numbers = converted(np.frombuffer(numbers, np.uint8), "bfloat16", dtype).tobytes()
     for _, width in _PARTS:
         columns.append(numbers[at : at + width * size])
         at += width * size
     return columns
-
-
-def canonical(layout: KvLayout, rolled: list[int], layers: range) -> Bytes:
-    """The right canonical bytes of the positions whose rolling hashes are given."""
-    positions = [_columns(value, layout.dtype) for value in rolled]
-    columns = range(2 * layers.start, 2 * layers.stop)
-    return np.frombuffer(b"".join([position[column] for column in columns for position in positions]), np.uint8)
 
 
 def _choose(everything: bytes | Bytes, seed: int, choice: int, position: int) -> int:
@@ -74,15 +74,15 @@ def _choose(everything: bytes | Bytes, seed: int, choice: int, position: int) ->
 
 def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
     """The ``count`` output tokens that a request must get."""
-    rolled = 0
+    rolled = list(itertools.accumulate(prompt, _roll, initial=0))[1:]
+    columns = [bytearray().join(rows) for rows in zip(*(_columns(each, "float32") for each in rolled), strict=True)]
     output: list[int] = []
-    columns = [bytearray() for _ in _PARTS]
-    for at in range(len(prompt) + count - 1):
-        rolled = _roll(rolled, prompt[at] if at < len(prompt) else output[-1])
-        for column, row in zip(columns, _columns(rolled, "float32"), strict=True):
-            column += row
-        if at >= len(prompt) - 1:
-            output.append(_choose(b"".join(columns), seed, choice, len(output)))
+    while len(output) < count:
+        if output:
+            rolled.append(_roll(rolled[-1], output[-1]))
+            for column, row in zip(columns, _columns(rolled[-1], "float32"), strict=True):
+                column += row
+        output.append(_choose(b"".join(columns), seed, choice, len(output)))
     return output
 
 
@@ -105,25 +105,58 @@ class OracleEngine:
         self.on_layer: Callable[[int], None] | None = None
         self.step_s, self.token_s = step_s, token_s
         self._rolled: dict[SequenceId, list[int]] = {}
+        self._places: list[tuple[int, int]] = []
+        """Where keys and values of each layer begin in a block, and how many bytes of them a position has."""
+        for at, layer in zip(self.layout.layer_offsets, LAYERS, strict=True):
+            keys, values = (layer.kv_heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
+            self._places += [(at, keys), (at + keys * block_size, values)]
         self.steps = 0
 
     def step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
         self.steps += 1
         rolled = [self._roll_to(segment) for segment in batch.segments]
-        for layer in range(len(LAYERS)):
+        # layer by layer only for whoever wants each as soon as it is there
+        count = len(LAYERS) if self.on_layer is None else 1
+        for first in range(0, len(LAYERS), count):
+            layers = range(first, first + count)
             for segment, table, values in zip(batch.segments, batch.tables, rolled, strict=True):
-                where, layers = range(segment.start, segment.end), range(layer, layer + 1)
-                data = canonical(self.layout, values[segment.start : segment.end], layers)
-                self.memory.write(table, where, layers, data)
+                self.place(table, range(segment.start, segment.end), layers, values)
             if self.on_layer is not None:
-                self.on_layer(layer)
+                self.on_layer(first)
         if pause := self.step_s + self.token_s * batch.length:
             time.sleep(pause)
         tokens = [self._sample(segment, table) for segment, table in zip(batch.segments, batch.tables, strict=True)]
         self._rolled = {segment.sequence.id: values for segment, values in zip(batch.segments, rolled, strict=True)}
         logprobs = [self._logprobs(segment, ids) for segment, ids in zip(batch.segments, tokens, strict=True)]
         return StepResult(tokens, logprobs, time.perf_counter() - started)
+
+    def place(self, table: Table, tokens: range, layers: range, rolled: list[int]) -> None:
+        """Computes these positions in these layers, given the rolling hashes of all up to there. Writes as bytes: for
+        the few that a step has quicker than as arrays."""
+        pool, size, block_bytes, at = self._pool(), self.layout.block_size, self.layout.block_bytes, tokens.start
+        while at < tokens.stop:
+            block, row = divmod(at, size)
+            end = min(at - row + size, tokens.stop)
+            positions = [_columns(value, self.layout.dtype) for value in rolled[at:end]]
+            for column in range(2 * layers.start, 2 * layers.stop):
+                offset, width = self._places[column]
+                first = table[block] * block_bytes + offset + row * width
+                pool[first : first + (end - at) * width] = b"".join([position[column] for position in positions])
+            at = end
+
+    def _read(self, table: Table, end: int) -> bytes:
+        """Canonical bytes of the positions before ``end``."""
+        pool, size, block_bytes = self._pool(), self.layout.block_size, self.layout.block_bytes
+        blocks = [block * block_bytes for block in table[: self.layout.blocks_for(end)]]
+        unused, parts = len(blocks) * size - end, list[memoryview]()
+        for offset, width in self._places:
+            parts += [pool[block + offset : block + offset + size * width] for block in blocks]
+            parts[-1] = parts[-1][: (size - unused) * width]
+        return b"".join(parts)
+
+    def _pool(self) -> memoryview:
+        return memoryview(self.memory.raw).cast("B")
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for source, target in copies:
@@ -142,7 +175,7 @@ class OracleEngine:
         if not segment.wants_token:
             return []
         sequence = segment.sequence
-        data = self.memory.read(table, range(segment.end), range(len(LAYERS)))
+        data = np.frombuffer(self._read(table, segment.end), np.uint8)
         everything = converted(data, self.layout.dtype, "float32")
         seed, position = sequence.request.sampling.seed, sequence.output_length
         return [_choose(everything, seed, choice, position) for choice in sequence.choices]
