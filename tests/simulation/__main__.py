@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -43,6 +44,7 @@ def main() -> int:
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if options.trace:
         _trace()
+    gc.freeze()  # what is here for ever need not be looked at for garbage in each history
     if options.mutation:
         return _mutated(options.mutation, seeds, options.jobs)
     return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep)

@@ -41,7 +41,9 @@ class Clock:
         return event
 
     def after(self, seconds: float, action: Callable[..., object], *arguments: Any) -> Event:
-        return self.at(self.now + seconds, action, *arguments)
+        event = Event(action, arguments)
+        heapq.heappush(self.events, (self.now + seconds, next(self._orders), event))
+        return event
 
     def step(self) -> bool:
         """The next event; False if there is none."""
