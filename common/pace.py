@@ -20,6 +20,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], deque[float]] = {}
+        self._longest: dict[tuple[int, int], float] = {}
+        """Of each of these."""
         self._last: deque[float] = deque(maxlen=REMEMBERED)
         self.longest = self.last = 0.0
         """The longest of the last steps, and the last one, in seconds; 0 before the first."""
@@ -27,16 +29,19 @@ class Pace:
     def took(self, tokens: int, attended: int, seconds: float) -> None:
         """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
-        self._sizes.setdefault(size, deque(maxlen=REMEMBERED)).append(seconds)
+        if (same := self._sizes.get(size)) is None:
+            same = self._sizes[size] = deque(maxlen=REMEMBERED)
+        same.append(seconds)
+        self._longest[size] = max(same)
         self._last.append(seconds)
         self.longest, self.last = max(self._last), seconds
 
     def expect(self, tokens: int, attended: int) -> float:
         """Seconds that such a step may well take."""
-        if not self._sizes:
+        took = self._longest
+        if not took:
             return FIRST_STEP_S
         size = tokens.bit_length(), attended.bit_length()
-        took = {each: max(seconds) for each, seconds in self._sizes.items()}
         if size in took:
             return max(seconds for each, seconds in took.items() if each[0] <= size[0] and each[1] <= size[1])
         if larger := [seconds for each, seconds in took.items() if each[0] >= size[0] and each[1] >= size[1]]:

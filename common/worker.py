@@ -401,12 +401,12 @@ class Worker(abc.ABC):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _step(self, batch: Batch) -> None:
-        now = self.clock()
+        now, length, attended = self.clock(), batch.length, batch.attended
         self.before_step(batch, now)
-        self.membership.expected_s = self.pace.expect(batch.length, batch.attended)
+        self.membership.expected_s = self.pace.expect(length, attended)
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
-        self.pace.took(batch.length, batch.attended, self.clock() - now)
+        self.pace.took(length, attended, self.clock() - now)
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -416,7 +416,7 @@ class Worker(abc.ABC):
         self.sampled([sample for sample in samples if sample.sequence.id in self.planner], self.clock())
         self.count("steps")
         self.count("step_seconds", result.seconds)
-        self.count("step_tokens", batch.length)
+        self.count("step_tokens", length)
 
     # -- telling about itself -----------------------------------------------------------------------------------------
 

@@ -261,10 +261,10 @@ class Sender:
 
     def _close_idle(self, now: float) -> None:
         """Lines of no hand-off; sooner where something may wait for a peer that is gone."""
-        busy = {id(outgoing.line) for outgoing in self._outgoing.values()}
         for line in list(self._lines.values()):
             patience_s = self._limits.lease_s if line.queued else IDLE_SOCKET_S
-            if id(line) not in busy and now - line.used_at > patience_s:
+            unused = now - line.used_at > patience_s
+            if unused and not any(outgoing.line is line for outgoing in self._outgoing.values()):
                 self._close(line)
 
     def _drain(self, line: _Line, now: float) -> None:

@@ -83,6 +83,8 @@ class PrefixIndex:
 
     def take_changes(self) -> tuple[list[ChainKey], list[ChainKey]]:
         """Keys that came and went since the last call, each at most once and in its final state."""
+        if not self._added and not self._removed:  # the usual, and asked after each turn of a worker's loop
+            return [], []
         added = [key for key in dict.fromkeys(self._added) if key in self._block_of]
         removed = [key for key in dict.fromkeys(self._removed) if key not in self._block_of]
         self._added, self._removed = [], []
