@@ -32,6 +32,8 @@ ALIVE_S = 1.0
 """A request that may be why two workers died waits so long until it is known whether they did."""
 SOON_S = 0.5
 """What nobody is to notice may cost so much."""
+BESIDE_S = 1.0
+"""What the 60 steps of an answer may wait in all for other houses, which share the cores."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -116,7 +118,7 @@ def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **mor
 
 def _late(delay_s: float) -> dict[Phase, float]:
     """Of a fault that costs so much whoever decodes."""
-    return {"D": REST_S + delay_s, "S": delay_s}
+    return {"D": REST_S + BESIDE_S + delay_s, "S": delay_s}
 
 
 _KILL = {"Q": KILLED_S, "P": KILLED_S + RECOMPUTED_S, "X": KILLED_S, **_late(KILLED_S)}
@@ -124,11 +126,11 @@ _STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, **_late(
 _UNMOVED = _late(SOON_S)
 """Prefill has nothing to do with whoever decodes."""
 _FEWER = {"Q": 6.0}
-_FEWER_TURN_S = 2 * TURN_S + 3 * SOON_S
+_FEWER_TURN_S = 2 * (TURN_S + BESIDE_S)
 """Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s), it for them."""
 _CUT_S = 0.5
 """A client hears at once that the coordinator is dead."""
-_NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0)} | {"D": REST_S + SOON_S}
+_NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0), "D": _UNMOVED["D"]}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
 # What has no cell. Faults of a frame or a message of a hand-off: all but X. A link that is slow or late: whoever has no
