@@ -18,7 +18,7 @@ from tests.chaos.leaving import COMPUTED, QUEUED, SHIPPED, STREAMED, Leaving
 from tests.chaos.scenes import PROMPT, Scene
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
-LATE_S = 6.0
+LATE_S = 8.0
 KEPT_S, OUTLASTS = 2.0, 150
 """How long a worker keeps what it should drop, and tokens of a stream that takes longer (4.5 s)."""
 STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES, CUT_OFF = (
