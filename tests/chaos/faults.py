@@ -131,12 +131,21 @@ async def _metrics(scene: Scene) -> str:
 
 async def kill(role: str, scene: Scene) -> Proof:
     worker: Worker = getattr(scene, role)
+    _struck(scene)
+    proof = _kill(scene, worker)
+    _let_go(scene)
+    return proof
+
+
+def _kill(scene: Scene, worker: Worker) -> Proof:
+    """What it has sent and nobody has yet dies with it, as with its host: else a hand-off that is held up in phase X
+    might end as if nothing had been."""
     process = worker.process
     assert process is not None
     worker.wanted = False
-    _struck(scene)
     worker.signal(signal.SIGKILL)
-    _let_go(scene)
+    for decode in scene.house.by_role("decode"):
+        decode.data.reset(f"{worker.incarnation}|")
     return lambda: process.returncode == -signal.SIGKILL
 
 
@@ -175,7 +184,9 @@ async def terminate(role: str, scene: Scene) -> Proof:
 
 async def kill_pair(scene: Scene) -> Proof:
     """Both workers of the request, at once."""
-    proofs = [await kill("prefill", scene), await kill("decode", scene)]
+    _struck(scene)
+    proofs = [_kill(scene, worker) for worker in (scene.prefill, scene.decode)]
+    _let_go(scene)
     return lambda: all(proof() for proof in proofs)
 
 
@@ -263,14 +274,10 @@ async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
 
 async def kill_pool(role: str, scene: Scene) -> Proof:
     """Every worker of a role."""
-    workers = scene.house.by_role(role)
-    processes = [worker.process for worker in workers]
     _struck(scene)
-    for worker in workers:
-        worker.wanted = False
-        worker.signal(signal.SIGKILL)
+    proofs = [_kill(scene, worker) for worker in scene.house.by_role(role)]
     _let_go(scene)
-    return lambda: all(process is not None and process.returncode == -signal.SIGKILL for process in processes)
+    return lambda: all(proof() for proof in proofs)
 
 
 async def replace_pool(role: str, scene: Scene) -> Proof:

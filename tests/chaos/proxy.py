@@ -215,9 +215,9 @@ class Proxy:
         self._hold_at = None
         self._go.set()
 
-    def reset(self) -> int:
-        """Resets every connection; how many there were."""
-        struck = [each for each in self._connections if each.identity.startswith(self.only)]
+    def reset(self, peer: str = "") -> int:
+        """Resets every connection, or those of one dialling peer; how many there were."""
+        struck = [each for each in self._connections if each.identity.startswith(peer or self.only)]
         for connection in struck:
             connection.reset()
         self.done["reset"] += len(struck)
