@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from common.handshake import Handshakes
 from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
-from common.messages import Message
+from common.messages import Message, ToHeart
 from common.threads import stand_back
 from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode
 
@@ -277,7 +278,7 @@ class Channels:
 
         return self.dealer(address, name, watch=watch), watched[0]
 
-    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Heart:
+    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> Heart:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
         return Heart(lambda: self.watched_dealer(address, name), interval_s, beat)
 
@@ -367,10 +368,12 @@ class Heart:
         self,
         dial: Callable[[], tuple[zmq.Socket[Any], Handshakes]],
         interval_s: float,
-        beat: Callable[[], Message],
+        beat: Callable[[int], Message],
     ) -> None:
+        """``beat`` makes one, from the number of the Ask that it answers, 0 if it is due."""
         self._dial, self._interval_s, self._beat = dial, interval_s, beat
         self._stop = threading.Event()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -386,15 +389,24 @@ class Heart:
 
     def _beat_until_refused(self) -> None:
         socket, handshakes = self._dial()
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        asked = 0
         with socket, contextlib.closing(handshakes):
             while not (handshakes.final or self._stop.is_set()):
-                send(socket, self._beat())
-                self._stop.wait(self._interval_s)
+                send(socket, self._beat(asked))
+                asked = 0
+                poller.poll(int(self._interval_s * 1000))
+                while (ask := receive(socket, ToHeart)) is not None:
+                    asked = ask.number
                 handshakes.look()
 
     def stop(self) -> None:
         self._stop.set()
+        os.eventfd_write(self._woken, 1)
         self._thread.join()
+        os.close(self._woken)
 
 
 class _Allowed:

@@ -144,7 +144,7 @@ class Membership:
             name = identity(self.hello.name, self.hello.incarnation, beats=True)
             self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot
         return Heartbeat(
             self.hello.incarnation,
@@ -162,4 +162,5 @@ class Membership:
             int(1000 * (self.expected_s or shot.longest_step_s)),
             shot.resting,
             int(1000 * max(self.expected_s, shot.longest_step_s)),
+            asked,
         )

@@ -7,6 +7,7 @@ another version are told that they are.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
     coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
+    coordinator ──► heart    Ask
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
 """
@@ -22,7 +23,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 8
+PROTOCOL = 9
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -104,7 +105,8 @@ class Heartbeat(Message, tag="heartbeat"):
     step), -1 while it waits; ``expected_ms`` how long the running step may well take, or, outside of one, what the
     longest of the last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is
     the longest of the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live
-    requests that have begun and wait for a slot or for blocks: no tokens of theirs are due."""
+    requests that have begun and wait for a slot or for blocks: no tokens of theirs are due. ``asked`` is the number of
+    the Ask that this one answers, 0 if it was due."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     acted_on: int
@@ -121,6 +123,7 @@ class Heartbeat(Message, tag="heartbeat"):
     expected_ms: int = 0
     resting: Held = b""
     longest_ms: int = 0
+    asked: Count = 0
 
 
 class Logprobs(Message):
@@ -221,6 +224,12 @@ class Rejoin(Message, tag="rejoin"):
     """This coordinator does not know you (it restarted): drop what the last one gave you and say Hello again."""
 
 
+class Ask(Message, tag="ask"):
+    """To a worker's heart: beat now. Another worker has died, and whoever does not answer may have died with it."""
+
+    number: Count
+
+
 class Peer(Message):
     """How one worker finds another; ``dtype`` is the element type of its KV. ``token`` is known to the two of them
     alone, and for one hand-off: each shows the other that it holds it (:mod:`kvtransfer.proof`)."""
@@ -299,6 +308,7 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
+ToHeart = Ask
 ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------

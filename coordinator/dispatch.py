@@ -75,8 +75,9 @@ STALL_INTERVALS, STALL_STEPS = 20, 4
 to another worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
-CRASH_DELAY_S = 0.02
-"""Before a retry when a worker died: whoever died with it is found out meanwhile, and not taken for the next victim."""
+ANSWERS_S = 0.2
+"""Before a retry when a worker died the others are asked whether they live, so that none that died with it is taken for
+the next victim; for at most so long, since one of them may just be silent."""
 
 
 class Dispatcher:
@@ -105,6 +106,10 @@ class Dispatcher:
         self._emptied: dict[Incarnation, int] = {}
         self._suspects: dict[Incarnation, list[Ticket]] = {}
         """Requests that a worker may have died of, and others may have before, until it is known whether it died."""
+        self._asking = 0
+        """The last Ask that not every worker has answered yet; 0 if there is none."""
+        self._asked_for: list[tuple[Ticket, int]] = []
+        """Requests, and their attempts, that wait for the answers."""
         self._clock = gateway.clock
         self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
@@ -355,7 +360,6 @@ class Dispatcher:
         self,
         ticket: Ticket,
         *,
-        crashed: bool = False,
         free: bool = False,
         shun: Worker | None = None,
         delay_s: float = 0.0,
@@ -374,8 +378,6 @@ class Dispatcher:
         self.metrics.set_back(migration=migrates)
         self.admission.back(ticket.prompt_length, priority=ticket.priority)
         self._enqueue(ticket)
-        if crashed:
-            delay_s = CRASH_DELAY_S
         ticket.not_before = self._clock() + delay_s
         self.pump_soon()
 
@@ -415,14 +417,37 @@ class Dispatcher:
         """It is gone without a word; what it was doing moves on at once, but for requests that may be why it and others
         before it died, if it did."""
         tickets = self._bereaved(worker)
-        suspects = [ticket for ticket in tickets if crashed and ticket.life.bereaved(worker.id)]
+        if not crashed:
+            for ticket in tickets:
+                self._setback(ticket)
+        elif tickets:
+            self._lost_by_a_crash(worker, tickets)
+        self._look_for_answers()
+        self.pump_soon()
+
+    def _lost_by_a_crash(self, worker: Worker, tickets: Sequence[Ticket]) -> None:
+        """Only who lived when it got a request can have died of it."""
+        lived = [ticket for ticket in tickets if worker.answered >= ticket.asked]
+        suspects = [ticket for ticket in lived if ticket.life.bereaved(worker.id)]
         if suspects:
             self._suspects[worker.id] = suspects
         for ticket in suspects:
             ticket.awaits = worker.id
+        self._asking = self.gateway.ask()
         for ticket in tickets:
-            self._setback(ticket, crashed=crashed)
-        self.pump_soon()
+            ticket.asked = self._asking
+            self._setback(ticket, free=ticket not in lived, delay_s=ANSWERS_S)
+            self._asked_for.append((ticket, ticket.life.attempt))
+
+    def _look_for_answers(self) -> None:
+        """Once it is known of every worker that it lives, nobody waits for that any more."""
+        if self._asking and all(worker.answered >= self._asking for worker in self.registry):
+            self._asking, now = 0, self._clock()
+            for ticket, attempt in self._asked_for:
+                if ticket.queued and ticket.life.attempt == attempt:
+                    ticket.not_before = now
+            self._asked_for.clear()
+            self.pump_soon()
 
     def died(self, worker: Incarnation) -> None:
         """It does not come back. If one of its requests was there at more crashes than any other, that is held to be
@@ -608,6 +633,7 @@ class Dispatcher:
         Counts only beats between which everything that had arrived was read: under a backlog a heartbeat overtakes
         the tokens that explain it.
         """
+        self._look_for_answers()
         beat, on, emptied = worker.beat, self._on.get(worker.id), self.gateway.times_emptied
         if beat is None or not on or self._emptied.get(worker.id) == emptied:
             return

@@ -25,6 +25,7 @@ from common.messages import (
     Abort,
     AnyHello,
     AnyMessage,
+    Ask,
     Cached,
     Failed,
     FromWorker,
@@ -129,6 +130,7 @@ class Gateway:
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        self._asks = 0
         self._replace: Replace | None = None
         self._losing: dict[Incarnation, Worker] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
@@ -184,6 +186,14 @@ class Gateway:
             self._lose(worker)
         self._rearm()
         return reached
+
+    def ask(self) -> int:
+        """Asks every worker's heart whether it beats; ``Worker.answered`` reaches the number of the question."""
+        self._asks += 1
+        for worker in self.registry:
+            send(self._socket, Ask(self._asks), identity(worker.hello.name, worker.id, beats=True))
+        self._rearm()
+        return self._asks
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
@@ -425,7 +435,7 @@ class Gateway:
             else:
                 self._events.lost(old, crashed=False)
         worker = verdict.worker
-        self.sent[worker.id] = 0
+        self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
         times = self.registry.times
         told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
         if self.send(worker, Welcome(self.incarnation, *told)):

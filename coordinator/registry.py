@@ -46,13 +46,15 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced."""
+    """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
+    Ask that it answered."""
 
     hello: Hello
     heard_at: float
     state: WorkerState = WorkerState.JOINING
     beat: Heartbeat | None = None
     cached: set[ChainKey] = field(default_factory=set)
+    answered: int = 0
 
     @property
     def id(self) -> Incarnation:
@@ -168,6 +170,7 @@ class Registry:
 
     def beat(self, worker: Worker, beat: Heartbeat) -> None:
         worker.beat = beat
+        worker.answered = max(worker.answered, beat.asked)
         if beat.draining:
             self.drains(worker)
 

@@ -66,6 +66,9 @@ class Ticket:
     """The number of the last message about it to each of its workers, as their heartbeats count."""
     not_before: float = 0.0
     """Not to be placed earlier: after a failure something must change first."""
+    asked: int = 0
+    """The Ask to the other workers when one that had it died last, 0 if none did. One that dies without an answer to it
+    was dead when it was given the request."""
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from common.messages import (
     Reserve,
     Role,
     Timing,
+    ToHeart,
     ToWorker,
     Turned,
     Welcome,
@@ -165,6 +166,8 @@ class FakeWorker:
             if control.poll(1):
                 while (message := receive(control, ToWorker)) is not None:
                     self._take(control, message)
+            while (ask := receive(beats, ToHeart)) is not None:
+                send(beats, self._beat(ask.number))
             now = time.monotonic()
             while self._outbox:
                 send(control, self._outbox.popleft())
@@ -250,7 +253,7 @@ class FakeWorker:
             return {"transfer_ms": 1.0, "transfer_exposed_ms": 0.5, "kv_bytes": 4096.0, "decode_wait_ms": 0.1}
         return {"queue_ms": 0.1, "prefill_ms": 1.0, "cached_tokens": 0.0}
 
-    def _beat(self) -> Heartbeat:
+    def _beat(self, asked: int = 0) -> Heartbeat:
         held = min(len(self._jobs), self.hello.kv_blocks)
         live = b"".join(transfer.request for transfer in self._jobs)
         free = self.hello.kv_blocks - held
@@ -265,8 +268,9 @@ class FakeWorker:
             "leaked_blocks": 1.0,
         }
         return Heartbeat(
-            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters
-        )
+            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters,
+            asked=asked,
+        )  # fmt: skip
 
 
 def _logprobs(token: int, top: int) -> TokenLogprobs:

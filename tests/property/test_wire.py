@@ -36,6 +36,7 @@ from common.messages import (
     Abort,
     Accept,
     Ack,
+    Ask,
     Cached,
     Cancel,
     Commit,
@@ -62,6 +63,7 @@ from common.messages import (
     Reserve,
     Timing,
     ToDecode,
+    ToHeart,
     Tokens,
     ToPrefill,
     ToWorker,
@@ -73,7 +75,8 @@ from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, 
 from coordinator.openai import MAX_CHOICES, MAX_LOGPROBS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
-UNIONS = (FromWorker, ToWorker, ToDecode, ToPrefill)
+UNIONS = (FromWorker, ToHeart, ToWorker, ToDecode, ToPrefill)
+KINDS = {union: typing.get_args(union) or (union,) for union in UNIONS}
 TAGGED = {
     kind.__struct_config__.tag: kind
     for kind in vars(messages).values()
@@ -137,7 +140,7 @@ def requests(draw: st.DrawFn) -> Request:
 @pytest.mark.parametrize("tag", sorted(TAGGED))
 def test_every_message_survives_the_wire(tag: str) -> None:
     kind = TAGGED[tag]
-    unions = [union for union in UNIONS if kind in typing.get_args(union)]
+    unions = [union for union in UNIONS if kind in KINDS[union]]
     assert unions, f"{kind.__name__} goes in no direction"
 
     @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -235,6 +238,7 @@ _BEAT: dict[str, Any] = {
     "expected_ms": 40,
     "resting": _ID,
     "longest_ms": 60,
+    "asked": 3,
 }
 EXAMPLES: list[Message] = [
     Hello(**_HELLO),
@@ -248,6 +252,7 @@ EXAMPLES: list[Message] = [
     Welcome("0123456789abcdef", 500, 8000, 2000),  # type: ignore[arg-type]
     Turned("another model"),
     Rejoin(),
+    Ask(3),
     Prefill(_REQUEST, 1, _PEER),
     Reserve(_REQUEST, 1, _PEER),
     Generate(_REQUEST, 1),
@@ -338,7 +343,7 @@ def test_flipped_bits_are_another_message_or_refused(data: bytes, kind: Any, dra
 def test_a_message_that_goes_the_other_way() -> None:
     for example in EXAMPLES:
         for union in UNIONS:
-            if type(example) not in typing.get_args(union):
+            if type(example) not in KINDS[union]:
                 refused(encode(example), union)
 
 
@@ -401,7 +406,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to worker", "to decode", "to prefill"])
+@pytest.mark.parametrize("kind", UNIONS, ids=["from worker", "to heart", "to worker", "to decode", "to prefill"])
 def test_hostile_bytes(name: str, kind: Any) -> None:
     """Behind a right digest, as somebody who means it sends them; nothing is built of them before they are refused."""
     refused(HOSTILE[name], kind)

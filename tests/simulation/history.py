@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -15,6 +16,8 @@ PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
 QUIET_S = 12.0
 """... and from there until nothing is left: the lease (8 s), and detection."""
+DYING_S = 0.4
+"""So long at most the sockets of a process that was killed are still open."""
 
 
 class History:
@@ -170,6 +173,7 @@ class History:
         faults = (
             self._kill,
             self._kill,
+            self._kill_pool,
             self._stop,
             self._cut,
             self._cut,
@@ -218,10 +222,19 @@ class History:
         return self.system.network.line(self.system.workers[one].process, self.system.workers[other].process)
 
     def _kill(self) -> None:
-        name = self.rng.choice(self.names)
-        seconds = self.rng.uniform(0.1, 3.0)
-        self.system.kill_worker(name, seconds)
-        self._plan(seconds, self.system.start_worker, name)
+        self._kill_all([self.rng.choice(self.names)])
+
+    def _kill_pool(self) -> None:
+        """All of a role at once, as when their host goes; who hears of it hears of one after the other."""
+        role, _, _ = self.rng.choice(self.names).partition("-")
+        self._kill_all([name for name in self.names if name.startswith(role)])
+
+    def _kill_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            seconds = self.rng.uniform(0.1, 3.0)
+            lingers_s = self.rng.choice((0.0, self.rng.uniform(0.0, min(seconds, DYING_S))))
+            self.system.kill_worker(name, seconds, lingers_s)
+            self._plan(seconds, self.system.start_worker, name)
 
     def _stop(self) -> None:
         process = self.system.workers[self.rng.choice(self.names)].process

@@ -124,7 +124,7 @@ def _misses_full(self: Router) -> Any:
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
-_MISSING = Router.missing_role
+_MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
 
 
 def _leaves(self: Worker, *, crashed: bool = False) -> None:
@@ -134,6 +134,12 @@ def _leaves(self: Worker, *, crashed: bool = False) -> None:
 def _blames_all(self: Dispatcher, worker: Any) -> None:
     for ticket in self._suspects.pop(worker, []):
         self.fail(ticket, quarantined())
+
+
+def _lost_though_dead_before(self: Dispatcher, worker: Member, tickets: Any) -> None:
+    for ticket in tickets:
+        ticket.asked = 0
+    _LOST(self, worker, tickets)
 
 
 def _hangs_soon(self: Registry, worker: Member) -> bool:
@@ -237,6 +243,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "blame everybody": (
         Mutation("all that met two crashes are refused", Dispatcher, "died", _blames_all, ("beside a poisonous one",)),
+    ),
+    "the dead die again": (
+        Mutation(
+            "a request counts as there when a worker dies that was dead when it got it",
+            Dispatcher, "_lost_by_a_crash", _lost_though_dead_before, ("fails with request_quarantined",),
+        ),
     ),
     "a broken connection is a death": (
         Mutation("a worker has no time to join again", gateway, "REJOIN_LOOKS", 0, ("fails with request_quarantined",)),

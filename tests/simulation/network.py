@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.channel import Channels
+from common.channel import Channels, receive
 from common.handshake import Handshakes
-from common.messages import Message, Tokens
+from common.messages import Message, ToHeart, Tokens
 from common.wire import DIGEST_BYTES, encode
 from tests.simulation.clock import Clock, Process
 
@@ -439,19 +439,27 @@ class Router(Socket):
 class SimulatedHeart:
     """Beats while its process runs, also in the middle of a step."""
 
-    def __init__(self, channels: SimulatedChannels, socket: Dealer, interval_s: float, beat: Callable[[], Message]):
+    def __init__(self, channels: SimulatedChannels, socket: Dealer, interval_s: float, beat: Callable[[int], Message]):
         self._channels, self._socket, self._interval_s, self._beat = channels, socket, interval_s, beat
         self._stopped = False
+        socket.wake = self._answer
         self._tick()
 
     def _tick(self) -> None:
-        if self._stopped:
-            return
+        if not self._stopped:
+            self._send(0)
+            process = self._channels.process
+            process.clock.after(self._interval_s, process.run, self._tick)
+
+    def _answer(self) -> None:
+        while not self._stopped and (ask := receive(self._socket, ToHeart)) is not None:
+            self._send(ask.number)
+
+    def _send(self, asked: int) -> None:
         process = self._channels.process
         spent, process.spent = process.spent, 0.0  # a thread of its own is not ahead
-        self._socket.send_multipart([encode(self._beat())])
+        self._socket.send_multipart([encode(self._beat(asked))])
         process.spent = spent
-        process.clock.after(self._interval_s, process.run, self._tick)
 
     def stop(self) -> None:
         self._stopped = True
@@ -479,7 +487,7 @@ class SimulatedChannels(Channels):
         dealer: Any = self.dealer(address, name)
         return dealer, Handshakes(dealer, dealer.monitor, keyed=False)
 
-    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[], Message]) -> Any:
+    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> Any:
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
 
     def register(self, what: Any) -> None:

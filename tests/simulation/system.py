@@ -254,11 +254,14 @@ class SimulatedWorker:
         self.engine.close()
         self.system.clock.after(0.05, self.process.die)
 
-    def kill(self) -> None:
-        """As SIGKILL does: no word to anybody."""
+    def kill(self, lingers_s: float = 0.0) -> None:
+        """As SIGKILL does: no word to anybody. A kernel that gives its memory back first closes the sockets later."""
         self.gone = True
         self.process.die()
-        self.system.network.dead(self.process)
+        if lingers_s:
+            self.system.clock.after(lingers_s, self.system.network.dead, self.process)
+        else:
+            self.system.network.dead(self.process)
         self.engine.close()
 
 
@@ -460,10 +463,10 @@ class System:
         self.shapes[name] = (role, blocks, block_size, host)
         self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
 
-    def kill_worker(self, name: str, seconds: float = 0.0) -> None:
-        """It comes back, if at all, after so long."""
+    def kill_worker(self, name: str, seconds: float = 0.0, lingers_s: float = 0.0) -> None:
+        """It comes back, if at all, after so long; its sockets are open for ``lingers_s``."""
         if not (worker := self.workers[name]).gone:
-            worker.kill()
+            worker.kill(lingers_s)
             self.network.count("killed")
             self.struck(name, seconds=seconds, deadly=True)
 

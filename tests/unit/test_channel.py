@@ -22,8 +22,11 @@ from common.channel import (
     bind_router,
     connect_dealer,
     is_local,
+    send,
 )
 from common.keys import PARTIES, Party
+from common.messages import Ask, ToHeart
+from common.wire import decode
 from tests.unit.parts import counted, many
 
 
@@ -73,6 +76,21 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
                 assert router.poll(5000) and router.recv_multipart() == [b"peer", b"after"]
                 router.send_multipart([b"peer", b"answer"])
                 assert new.poll(5000) and new.recv() == b"answer"
+
+
+def test_a_heart_that_is_asked_beats_at_once() -> None:
+    channels = Channels()
+    router, address = channels.router("tcp://127.0.0.1:*")
+    heart = channels.heart(address, b"heart", 3600.0, Ask)
+    try:
+        for number in (0, 5):
+            assert router.poll(5000)
+            peer, beat = router.recv_multipart()
+            assert decode(beat, ToHeart) == Ask(number)
+            assert send(router, Ask(5), peer)
+    finally:
+        heart.stop()
+        channels.close()
 
 
 def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:

@@ -49,6 +49,7 @@ from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.router import Router
 from coordinator.sse import deliver
+from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
 from tests.unit.coordinator_house import House, open_house, until, valid
@@ -604,6 +605,30 @@ async def test_two_crashes_are_enough(model: Path) -> None:
             victim.stop()
         response, body = await asked
         assert response.status == 500 and body["error"]["code"] == "request_quarantined"
+
+
+async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
+    """Several workers are killed at once, and the connections of some are closed when the request has moved there."""
+    async with open_house(model) as house:
+        dying = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(4)]
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 4}))
+        await until(lambda: any(worker.busy for worker in dying), "it runs somewhere")
+        for worker in dying:
+            worker.fall_silent()
+        [ticket] = house.dispatcher.tickets.values()
+        while dying:
+            await until(lambda: any(on_it(ticket, worker) for worker in dying), "the next one gets it")
+            victim = next(worker for worker in dying if on_it(ticket, worker))
+            victim.stop()
+            dying.remove(victim)
+        await house.add("colocated", name="new")
+        response, _ = await asked
+        assert response.status == 200
+        assert ticket.life.retries == 1, "for the one that died with it"
+
+
+def on_it(ticket: Ticket, worker: FakeWorker) -> bool:
+    return worker.hello.incarnation in ticket.life.workers
 
 
 async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:

@@ -497,7 +497,7 @@ def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path)
         name = identity(hello.name, hello.incarnation, beats=True)
         return channels.watched_dealer(f"tcp://127.0.0.1:{door.port}", name)
 
-    heart = Heart(dial, 0.02, lambda: Goodbye(hello.incarnation, "a beat"))
+    heart = Heart(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
     try:
         until(lambda: len(dials) > 2, "it is turned away, and dials again")
         port = door.port
