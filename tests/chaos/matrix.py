@@ -129,8 +129,10 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
     shares = _shares(cells, houses)
     results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
     lanes = iter(enumerate(shares))
+    all_begin = asyncio.Barrier(min(houses, len(shares)))
 
     async def keep_houses() -> None:
+        begun = False
         try:
             for number, share in lanes:
                 while share:
@@ -139,6 +141,9 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
                     pools = {"prefills": kind.each, "decodes": kind.each}
                     flags = FLAGS + kind.flags
                     async with House.running(where, flags=flags, door=kind.door, seed=number, **pools) as house:
+                        if not begun:  # a start takes the cores for seconds: no cell is played beside all of them
+                            await all_begin.wait()
+                            begun = True
                         while share and not house.beyond_repair:
                             results.put_nowait(await _play_and_repair(house, share.popleft()))
         except BaseException as error:
