@@ -33,7 +33,7 @@ ALIVE_S = 1.0
 SOON_S = 0.5
 """What nobody is to notice may cost so much."""
 BESIDE_S = 1.0
-"""What the 60 steps of an answer may wait in all for other houses, which share the cores."""
+"""What the steps of an answer, or of two after each other, may wait in all for other houses, which share the cores."""
 HELD_S = 10.0
 """The longest that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
@@ -100,7 +100,7 @@ class Cell:
     output: int = OUTPUT
     stream: bool = True
     house: Kind = USUAL
-    turn_s: float = TURN_S + SOON_S
+    turn_s: float = TURN_S + BESIDE_S + SOON_S
 
     @property
     def id(self) -> str:

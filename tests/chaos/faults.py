@@ -36,8 +36,9 @@ DEADLINE_S = 1.5
 POOL_BLOCKS, FILLS, ALMOST = 130, 700, 102
 """Of a pool that two streams fill: its blocks, the tokens of each stream, and the blocks that both have when
 the request comes, of which they take the next ones with it."""
-FILLING_S, WAITING_S = 0.002, 0.2
-"""A token of those streams, when they fill a pool and when they are to wait for those of the other one."""
+FILLING_S, WAITING_S, LASTS_S = 0.002, 0.2, 0.01
+"""A token of those streams, when they fill a pool and when they wait for those of the other one and for the request;
+and one of a prompt that is to last until the pool is full."""
 REFUSED_S = 0.05
 """What a refusal takes at most."""
 
@@ -440,6 +441,11 @@ def _decode_every(scene: Scene, step_s: float) -> None:
         worker.command(step_s=step_s)
 
 
+def _prefill_every(scene: Scene, token_s: float) -> None:
+    for worker in scene.house.by_role("prefill"):
+        worker.command(token_s=token_s)
+
+
 def _parked_at(workers: Sequence[Worker]) -> list[float]:
     """When one of ``workers`` had no block for a sequence that ran."""
     return [event["at"] for worker in workers for event in worker.events if event["event"] == "parked"]
@@ -466,23 +472,22 @@ async def find_pool_full(slots: int, scene: Scene) -> Proof:
 async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof:
     """Two streams on each decode worker take its last block while the request is in ``phase``. One that has its
     reservation is decoded there, and one that decodes is parked, as it came last, and computed again."""
+    await scene.house.links()  # what their trials hold does not fill a pool
     setbacks, decodes = await scene.house.setbacks(), scene.house.by_role("decode")
-    _decode_every(scene, FILLING_S)
+    for worker in decodes:
+        worker.command(step_s=FILLING_S, slows_at=ALMOST, slow_s=WAITING_S)
     scene.neighbours = [scene.house.ask(PROMPT, FILLS) for _ in range(2 * len(decodes))]
     for ask in scene.neighbours:
         scene.send(ask)
-
-    async def almost_full(worker: Worker) -> None:
-        await scene.house.until(lambda: worker.holds[0] >= ALMOST, ARRIVES_S, f"{worker.name} is almost full")
-        worker.command(step_s=WAITING_S)  # for the other one
-
-    await asyncio.gather(*map(almost_full, decodes))
-    _decode_every(scene, STEP_S)
+    for worker in decodes:
+        await scene.house.until(lambda at=worker: at.holds[0] >= ALMOST, ARRIVES_S, f"{worker.name} is almost full")
     await bring(scene, phase)
     assert not _parked_at([scene.decode]), "it is full too early"
+    _prefill_every(scene, LASTS_S)
     _struck(scene)
     _decode_every(scene, FILLING_S)
     full_at = min(await scene.house.until(lambda: _parked_at([scene.decode]), ARRIVES_S, "a pool is full"))
+    _prefill_every(scene, 0.0)
     _let_go(scene)
     await scene.over()
     steps, kept = scene.steps(scene.decode), await scene.house.setbacks() == setbacks

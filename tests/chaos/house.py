@@ -585,7 +585,7 @@ class House:
             worker.events = [event for event in worker.events if event["event"] == "held"][-1:]
             worker.control.done.clear()
             worker.data.done.clear()
-            worker.command(step_s=0.0, token_s=0.0)
+            worker.command(step_s=0.0, token_s=0.0, slows_at=None)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 

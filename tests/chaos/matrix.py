@@ -141,6 +141,7 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
                     pools = {"prefills": kind.each, "decodes": kind.each}
                     flags = FLAGS + kind.flags
                     async with House.running(where, flags=flags, door=kind.door, seed=number, **pools) as house:
+                        await house.links()  # their trials hold blocks for nobody's request
                         if not begun:  # a start takes the cores for seconds: no cell is played beside all of them
                             await all_begin.wait()
                             begun = True

@@ -68,6 +68,9 @@ class ChaosEngine(OracleEngine):
         self.keeps = False
         """Whether the worker keeps what it is told to drop."""
         self.lie_at: int | None = None
+        self.slows_at: int | None = None
+        self.slow_s = 0.0
+        """What a step takes from when so many blocks are held on."""
         self.stuck_s = self.jammed_s = 0.0
         """What the next step, or the worker's next turn before any step, takes longer."""
 
@@ -165,6 +168,9 @@ class _Told:
         now = (cache.pool.counts.held, len(listed), sorted(by))
         if now != self._last:
             self._last = now
+            engine: ChaosEngine = self.engine  # type: ignore[attr-defined]
+            if engine.slows_at is not None and now[0] >= engine.slows_at:
+                engine.slows_at, engine.step_s = None, engine.slow_s
             tell("held", blocks=now[0], requests=now[1], by=now[2])
 
 
