@@ -230,10 +230,12 @@ class Dispatcher:
     def pump(self) -> None:
         """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
         only fits workers that have left stands aside for a while: they may come back. So does one that tries again
-        too soon, or while too many do, or before it is known whether a worker died of it."""
+        too soon, or while too many do, or before it is known whether a worker died of it. One that has just lost its
+        worker keeps its place, too, until it is known who else lives."""
         self._pumping = False
         workerless, now = False, self._clock()
         aside: list[tuple[int, int, Ticket]] = []
+        moments: list[float] = []
         try:
             while self._queue:
                 ticket = self._queue[0][2]
@@ -243,6 +245,9 @@ class Dispatcher:
                 if ticket.awaits is not None:
                     aside.append(heapq.heappop(self._queue))
                     continue
+                if ticket.not_before > now and ticket.asked == self._asking != 0:
+                    moments.append(ticket.not_before)
+                    break
                 if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
                     aside.append(heapq.heappop(self._queue))
                     continue
@@ -264,7 +269,8 @@ class Dispatcher:
         finally:  # also when placing one fails
             for entry in aside:
                 heapq.heappush(self._queue, entry)
-        self._pump_at(min((entry[2].not_before for entry in aside if entry[2].not_before > now), default=None))
+        moments += [entry[2].not_before for entry in aside]
+        self._pump_at(min((moment for moment in moments if moment > now), default=None))
         if not workerless:
             self._workerless_since = None
         elif self._workerless_since is None:

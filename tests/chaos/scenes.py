@@ -95,7 +95,8 @@ async def _queued(scene: Scene) -> None:
     scene.neighbours = [house.ask(PROMPT, 2 * scene.ask.max_tokens) for _ in range(BLOCKERS)]
     for ask in scene.neighbours:
         scene.send(ask)
-    await house.until(lambda: all(ask.ids for ask in scene.neighbours), ARRIVES_S, "the decode slots are taken")
+    streams = scene.neighbours  # a first token comes from prefill
+    await house.until(lambda: all(len(ask.ids) > 1 for ask in streams), ARRIVES_S, "the decode slots are taken")
     scene.send(scene.ask)
 
     async def waits() -> bool:

@@ -79,6 +79,8 @@ class FakeWorker:
     delay_s: float = 0.0
     step_s: float = 0.002
     beat_s: float = 0.1
+    answers: bool = True
+    """Whether it beats when it is asked to."""
     drop: set[type[Message]] = field(default_factory=set)
     refuse: Failed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class FakeWorker:
             if control.poll(1):
                 while (message := receive(control, ToWorker)) is not None:
                     self._take(control, message)
-            while (ask := receive(beats, ToHeart)) is not None:
+            while self.answers and (ask := receive(beats, ToHeart)) is not None:
                 send(beats, self._beat(ask.number))
             now = time.monotonic()
             while self._outbox:

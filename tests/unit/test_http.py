@@ -627,6 +627,27 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         assert ticket.life.retries == 1, "for the one that died with it"
 
 
+async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -> None:
+    """Also while it is not known yet who else lives: a place that becomes free meanwhile is not for a later request."""
+    one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
+    async with open_house(model) as house:
+        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(2)]
+        long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60})) for _ in range(2)]
+        await until(lambda: all(worker.busy for worker in workers), "both run")
+        later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
+        await until(lambda: len(house.dispatcher.tickets) == 3, "one waits")
+        bereft, leaving, waiting = house.dispatcher.tickets.values()
+        dies, lives = sorted(workers, key=lambda worker: not on_it(bereft, worker))
+        lives.answers = False
+        dies.stop()
+        await until(lambda: bereft.queued, "it has lost its worker")
+        long[1].cancel()
+        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: on_it(bereft, lives), "it has that")
+        assert waiting.queued
+        assert [response.status for response, _ in await asyncio.gather(long[0], later)] == [200, 200]
+
+
 def on_it(ticket: Ticket, worker: FakeWorker) -> bool:
     return worker.hello.incarnation in ticket.life.workers
 
