@@ -72,7 +72,7 @@ async def overload(
             if not factor and done.verdicts["exact"] < len(asks):
                 done.wrong.append("it is no peak: not all were served")
             if factor >= 2 and goodput < SHARE * peak:
-                done.wrong.append(f"goodput {goodput / peak:.0%} of the peak")
+                done.late.append(f"goodput {goodput / peak:.0%} of the peak")
             _judge_refusals(done, asks, due=factor >= 2)
             done.free_s = max(0.0, await house.until_free() - ended)
             print(done.row(), flush=True)
@@ -89,4 +89,4 @@ def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None
     p99_s = times[math.ceil(0.99 * len(times)) - 1]
     figures.faults[f"ms to a refusal (p99, of {1000 * REFUSED_S:.0f})"] = round(1000 * p99_s)
     if p99_s > REFUSED_S:
-        figures.wrong.append(f"refusals took {p99_s:.2f} s (p99)")
+        figures.late.append(f"refusals took {p99_s:.2f} s (p99)")

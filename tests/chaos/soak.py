@@ -239,6 +239,13 @@ class HangUps:
         """The step that runs, and a tenth of a second."""
         return FREED_S + self.step_s
 
+    @property
+    def late(self) -> str:
+        """What took too long, in words, if anything did."""
+        if self.p99_s <= self.allowed_s:
+            return ""
+        return f"{self.p99_s:.3f} s (p99) when a client hangs up while {self.phase}"
+
 
 async def aborts(directory: Path, *, count: int) -> list[HangUps]:
     """``count`` clients hang up while their prompt is computed, and as many while it streams."""
