@@ -43,8 +43,8 @@ builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draf
 bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
 	@PEERS="$(PEERS)" $(BIN)/python -m bench.goals $(ARGS)
 
-bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program) measure what tandem bench serve does?
-	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) --save bench/results/crosscheck.json
+bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program, then saved) measure what tandem bench serve does?
+	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM) --save bench/results/crosscheck.json)
 
 install: $(VENV)/.installed ## only set up the environment
 

@@ -199,7 +199,10 @@ def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple
 @torch.inference_mode()
 def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
     """Times each way's pass."""
-    seconds = {name: best_s(run, 3) for name, run in passes(layers, dtype, rows)}
+    seconds = {}
+    for name, run in passes(layers, dtype, rows):
+        seconds[name] = best_s(run, 3)
+        del run  # and its weights, before the next way's are made
     elements = sum(layer.outputs * layer.inputs * layer.count for layer in layers)
     way = min(seconds, key=seconds.__getitem__)
     size = torch.empty((), dtype=dtype).element_size()
@@ -257,7 +260,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
 def run(config: BenchRooflineConfig) -> int:
     """Prints each figure as it comes."""
     checkpoint = open_checkpoint(config.model or str(builtin.path()))
-    figures = measure(shapes(checkpoint.config), config.threads, lambda line: print(line, flush=True))
+    figures = measure(shapes(checkpoint.text_config), config.threads, lambda line: print(line, flush=True))
     if config.save:
         results.save(Path(config.save), figures)
     return 0

@@ -97,7 +97,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         checkpoint, num_kv_blocks=2 * longest // 16, max_batched_tokens=CHUNK, max_num_seqs=BATCH, batch_hint=BATCH
     )
     engine.warm_up()
-    layers, size = roofline.shapes(checkpoint.config), engine.layout.block_size
+    layers, size = roofline.shapes(checkpoint.text_config), engine.layout.block_size
     weights = {layer.name: layer.outputs * layer.inputs * layer.count for layer in layers}
     head = weights.pop("lm_head")
     config = checkpoint.config

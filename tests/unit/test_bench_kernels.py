@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,19 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     attended = attend(Heads(6, 2, 32), "bfloat16", 3, 100, lambda size: 1e6)
     assert attended.kv_bytes == 3 * 100 * 2 * 2 * 32 * 2 and attended.seconds["cpu"] == 0.5 / 12
     assert attended.share == attended.kv_bytes / (0.5 / 12) / 1e6
+
+
+def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[weakref.ref[object]] = []
+
+    def timed_alone(work: Callable[[], object], rounds: int = 5) -> float:
+        assert not any(ran() for ran in passes)
+        passes.append(weakref.ref(work))
+        return 0.5
+
+    monkeypatch.setattr(roofline, "best_s", timed_alone)
+    product([Shape("a", 64, 32, 3)], torch.bfloat16, 4)
+    assert len(passes) > 1
 
 
 def test_figures_are_of_what_serves_not_of_what_is_fastest(
