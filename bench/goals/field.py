@@ -91,7 +91,8 @@ class Field:
     remembered: dict[str, Any] = field(default_factory=dict)
     """What several goals need and one of them has measured."""
     broken: dict[System, str] = field(default_factory=dict)
-    """Peers that do not start here, and why: they are not tried again, and ours are measured without them."""
+    """Peers that do not start here or end in the middle, and why: they are not tried again, and ours are measured
+    without them."""
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     """What there is to be drawn of all that was measured, by name: each into a file."""
 
@@ -106,14 +107,21 @@ class Field:
         for system in able:
             if system not in self._running and system not in self.broken:
                 self.console.print(f"starting {system}", markup=False)
-                try:
-                    self._start(system)
-                except StartError as error:
-                    if not system.is_peer:
-                        raise
-                    self.broken[system] = str(error)
-                    self.console.print(f"{system} is left out: {error}", markup=False)
+                self.tried(system, self._start)
         return [system for system in able if system in self._running]
+
+    def tried(self, system: System, once: Callable[[System], T]) -> T | None:
+        """What ``once`` finds of the system; None if a peer fails it with StartError, which is then left out."""
+        try:
+            return once(system)
+        except StartError as error:
+            if not system.is_peer:
+                raise
+            self.broken[system] = str(error)
+            self.console.print(f"{system} is left out: {error}", markup=False)
+            if system in self._running:
+                self._running.pop(system)[0].close()
+            return None
 
     def _start(self, system: System) -> None:
         with ExitStack() as stack:
@@ -185,11 +193,14 @@ class Field:
         return run
 
     def alternate(self, systems: Sequence[System], once: Callable[[System], T]) -> dict[System, list[T]]:
-        """What ``once`` finds of each system, in rounds that have all of them in turn."""
+        """What ``once`` finds of each system, in rounds that have all of them in turn; without peers that fail it."""
         found: dict[System, list[T]] = {system: [] for system in systems}
         for _ in range(self.effort.rounds):
-            for system in systems:
-                found[system].append(once(system))
+            for system in list(found):
+                if (each := self.tried(system, once)) is None:
+                    del found[system]
+                else:
+                    found[system].append(each)
         return found
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -110,7 +111,7 @@ def c8(field: Field) -> list[Row]:
         (Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         **against(str(VLLM), found[OURS], found.get(VLLM, []), less_is_better=True),
     )
-    return [row, *(_reported(row, found, each, less_is_better=True) for each in systems[1:] if each != VLLM)]
+    return [row, *(_reported(row, found, each, less_is_better=True) for each in found if each not in (OURS, VLLM))]
 
 
 def _reported(row: Row, found: Mapping[System, Sequence[float]], peer: System, *, less_is_better: bool = False) -> Row:
@@ -123,10 +124,13 @@ def _reported(row: Row, found: Mapping[System, Sequence[float]], peer: System, *
 
 
 def search(
-    attempts: Mapping[System, Callable[[float], float]], firsts: Mapping[System, float], wanted: float = ATTAINMENT
+    attempts: Mapping[System, Callable[[float], float | None]],
+    firsts: Mapping[System, float],
+    wanted: float = ATTAINMENT,
 ) -> dict[System, list[Point]]:
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
-    ``attempts`` give the share of requests inside the objectives at a rate."""
+    ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
+    more: then it has no curve."""
     curves: dict[System, list[Point]] = {system: [] for system in attempts}
     left = list(attempts)
     while left:
@@ -134,26 +138,32 @@ def search(
             rate = next_rate(curves[system], wanted, firsts[system])
             if rate is None:
                 left.remove(system)
+            elif (share := attempts[system](rate)) is None:
+                left.remove(system)
+                del curves[system]
             else:
-                curves[system].append(Point(rate, attempts[system](rate)))
+                curves[system].append(Point(rate, share))
     return curves
 
 
 def c9(field: Field) -> list[Row]:
     """The highest rate at which 90 % of requests are inside one absolute objective. Colocated systems first find the
-    best of their budgets; then all are searched together."""
+    best of their budgets; then all are searched together, ours as one worker on all cores and as one on each."""
     choice = {kind: _best_budget(field, kind) for kind in ("1c", "vllm")}
-    rates = goodputs(field, [OURS, *(system for system in choice.values() if system), VLLM_1P1D])
+    one, peer = choice["1c"], choice["vllm"]
+    assert one is not None  # ours start, or nothing is measured
+    own = [one, replace(one, kind="2c")]
+    rates = goodputs(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
     ours = rates[OURS]
     objectives = " ".join(map(str, OBJECTIVES))
     rows = []
-    for peer, targets in (
-        (choice["vllm"] or VLLM, (Target("ratio", 2, 1.3),)),
+    for other, targets in (
+        (peer or VLLM, (Target("ratio", 2, 1.3),)),
         (VLLM_1P1D, (Target("ratio", 4),)),
-        (choice["1c"] or COLOCATED[0], ()),
+        (max(own, key=lambda system: rates[system].rate), ()),
     ):
-        theirs = [rates[peer].rate] if peer in rates else []
-        bounded = [str(system) for system in (OURS, peer) if system in rates and rates[system].at_least]
+        theirs = [rates[other].rate] if other in rates else []
+        bounded = [str(system) for system in (OURS, other) if system in rates and rates[system].at_least]
         rows.append(
             Row(
                 "C9",
@@ -162,7 +172,7 @@ def c9(field: Field) -> list[Row]:
                 ours.rate,
                 targets,
                 note=f"a lower bound: {', '.join(bounded)}" if bounded else "",
-                **against(str(peer), [ours.rate], theirs),
+                **against(str(other), [ours.rate], theirs),
             )
         )
     return rows
@@ -177,12 +187,17 @@ def _best_budget(field: Field, kind: str) -> System | None:
 def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
     """The highest rate of each system that can be measured here, searched together."""
 
-    def attempt(system: System) -> Callable[[float], float]:
-        def inside(rate: float) -> float:
+    def attempt(system: System) -> Callable[[float], float | None]:
+        def inside(rate: float) -> float | None:
             asks = field.asks(field.effort.paced, INPUT, OUTPUT)
             times = arrivals(len(asks), rate, burstiness=1.0, seed=len(asks))
-            run = field.run(system, asks, times, what=f"{rate:.2f} requests/s")
-            return summarise(run, objectives=OBJECTIVES).attainment or 0.0
+
+            def share(system: System) -> float:
+                run = field.run(system, asks, times, what=f"{rate:.2f} requests/s")
+                good(run)  # a system that answers nothing at all has not a rate of 0 but none
+                return summarise(run, objectives=OBJECTIVES).attainment or 0.0
+
+            return field.tried(system, share)
 
         return inside
 
@@ -191,8 +206,9 @@ def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
         run = field.run(system, asks, concurrency=1, what="one by one")
         return FIRST_SHARE / statistics.fmean(record.latency for record in good(run))
 
-    able = field.open(*systems)
-    curves = search({system: attempt(system) for system in able}, {system: first(system) for system in able})
+    rates = {system: field.tried(system, first) for system in field.open(*systems)}
+    firsts = {system: rate for system, rate in rates.items() if rate is not None}
+    curves = search({system: attempt(system) for system in firsts}, firsts)
     lines = {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
     shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
     field.pictures["attainment"] = partial(plots.draw_attainment, lines, wanted=ATTAINMENT, objectives=shown)

@@ -62,7 +62,7 @@ class Scripted(Field):
 
     def open(self, *wanted: System) -> list[System]:
         self.opened.append(wanted)
-        return [system for system in wanted if self.peers or not system.is_peer]
+        return [each for each in wanted if each not in self.broken and (self.peers or not each.is_peer)]
 
     def asks(self, count: int, input_tokens: int, output_tokens: int) -> list[Ask]:
         return [Ask([1] * input_tokens, input_tokens, output_tokens)] * count
@@ -322,8 +322,34 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
     assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
     together = scripted.opened[-1]
-    assert together == (OURS, System("1c", budget=256), System("vllm", budget=512), VLLM_1P1D)
+    one, two = (System(kind, budget=256) for kind in ("1c", "2c"))
+    assert together == (OURS, one, two, System("vllm", budget=512), VLLM_1P1D)
     assert drawn(scripted, tmp_path) == ["attainment"]
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 2, 3])
+def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figures(dies_after: int) -> None:
+    """A server that is gone answers nothing: that is no rate of 0, and no round without it."""
+
+    class Dies(Scripted):
+        left = dies_after
+
+        def run(self, system: System, asks: Any, times: Any = None, **given: Any) -> Run:
+            if system.kind == "vllm":
+                self.left -= 1
+                if self.left < 0:
+                    return Run([record(0.5, error="refused") for _ in asks], 1.0, 0.0)
+            late = 2.0 if times and len(times) / times[-1] > 2.0 else 0.5
+            return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
+
+    found = Dies(None, effort=Effort(rounds=3))
+    found.remembered["balance"] = 48
+    ours, *_ = serving.c10(found)
+    assert ours.value > 0 and ours.against in ("1c", "2c")
+    assert (list(found.broken) == [VLLM]) is (dies_after < found.effort.rounds)
+    peer, apart, _ = serving.c9(Dies(None))
+    assert peer.value > 0 and apart.peer is not None
+    assert peer.peer is None, "it died before it found its rate"
 
 
 def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
