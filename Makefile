@@ -31,7 +31,7 @@ check: $(VENV)/.installed-test ## style, types and floors
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
 	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json
 
-chaos: $(VENV)/.installed-test ## break real processes in every phase of a request, and under load (eleven minutes on two cores)
+chaos: $(VENV)/.installed-test ## break real processes in every phase of a request, and under load (a quarter of an hour on two cores)
 	@$(BIN)/python -m tests.chaos all --report bench/results/chaos.md
 
 soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of the clients hangs up (ARGS="--requests N --state FILE")

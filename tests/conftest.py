@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ import psutil
 import pytest
 import zmq
 from hypothesis import HealthCheck, settings
+
+from tests.chaos.host import TAKEN, TRIES, Taken
 
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +36,7 @@ GRACE_S = 3.0
 """How long what was told to end may take to be gone."""
 
 _sockets: weakref.WeakSet[zmq.Socket[Any]] = weakref.WeakSet()
+_taken = pytest.StashKey[Taken]()
 _abandoned: list[str] = []  # tasks that an event loop had to cancel when it was closed
 
 
@@ -154,6 +158,22 @@ def nothing_left_behind() -> Iterator[None]:
             pytest.fail("the test left behind\n  " + "\n  ".join(left), pytrace=False)
         gc.collect()  # what only a reference cycle keeps alive is nobody's any more
         time.sleep(0.02)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that bounds times closely is run again if it fails while the host took the cores; the summary says so."""
+    for item in items:
+        if item.get_closest_marker("alone"):
+            condition = partial(_host_took_cores, item)
+            item.add_marker(pytest.mark.flaky(reruns=TRIES - 1, condition=condition))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_taken] = Taken()
+
+
+def _host_took_cores(item: pytest.Item) -> bool:
+    return item.stash[_taken].share() >= TAKEN
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.chaos import host
 from tests.chaos.host import TAKEN, TRIES, Taken, undisturbed
+
+ROOT = Path(__file__).parents[2]
 
 
 class Times(NamedTuple):
@@ -67,3 +72,52 @@ async def test_the_first_undisturbed_play_counts(clock: list[Times]) -> None:
         return share
 
     assert await undisturbed(play, lambda share: "late") == 0.0
+
+
+ALONE = """
+import psutil, pytest
+from tests.conftest import pytest_collection_modifyitems, pytest_runtest_setup
+from tests.unit.test_chaos_host import Times
+
+said = Times(0.0, 0.0, 0.0, 0.0, 0.0)
+psutil.cpu_times = lambda: said
+
+def spend(busy_s, stolen_s):
+    global said
+    said = said._replace(user=said.user + busy_s, steal=said.steal + stolen_s)
+"""
+TESTS = """
+import pytest, conftest
+
+times = []
+
+@pytest.mark.alone
+@pytest.mark.parametrize("shares", [[0.5, 0.5, 0.5], [0.5, 0.0], [0.0]], ids=["taken", "calm again", "calm"])
+def test_it_fails(shares):
+    times.append(shares)
+    share = shares[times.count(shares) - 1]
+    conftest.spend(1.0 - share, share)
+    assert False
+
+@pytest.mark.alone
+def test_it_is_in_time_when_the_host_is_calm():
+    times.append("in time")
+    conftest.spend(1.0, 1.0)
+    assert times.count("in time") == 2
+
+def test_others_are_run_once():
+    conftest.spend(0.0, 1.0)
+    assert False
+"""
+
+
+def test_a_test_that_is_to_be_alone_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_times.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(ALONE)
+    options = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--import-mode=prepend"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-p", "no:randomly", "-p", "no:cacheprovider", tmp_path],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+    )  # fmt: skip
+    assert "4 failed, 1 passed, 4 rerun" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("RERUN ") == 4, "and says so"
