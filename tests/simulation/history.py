@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from common.request import SamplingParams
-from tests.simulation.liveness import COORDINATOR, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
+from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import Line
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, System
 
@@ -16,8 +16,6 @@ PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
 QUIET_S = 12.0
 """... and from there until nothing is left: the lease (8 s), and detection."""
-DYING_S = 0.4
-"""So long at most the sockets of a process that was killed are still open."""
 
 
 class History:

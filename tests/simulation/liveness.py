@@ -38,6 +38,8 @@ REJOINS_S = 1.25
 """A worker whose connection broke has joined again, or its heart was heard, unless something else keeps it away."""
 DIES_S = 0.5
 """A request is moved on from a worker that dies within so long."""
+DYING_S = 0.4
+"""So long at most the sockets of a process that was killed are still open: who has not asked takes it for alive."""
 
 
 class Strike(NamedTuple):
@@ -61,10 +63,11 @@ class Attempt:
         met = strike.began <= self.ended and self.began <= strike.ended + LINGERS_S
         return met and strike.ends <= self.workers | {COORDINATOR}
 
-    def bereft_by(self, strike: Strike, strikes: Iterable[Strike]) -> bool:
-        """A worker of it died, or the line to one broke while another of ``strikes`` kept it from joining again."""
+    def bereft_by(self, strike: Strike, strikes: Iterable[Strike], dying_s: float) -> bool:
+        """A worker of it died, at most ``dying_s`` before it began, or the line to one broke while another of
+        ``strikes`` kept it from joining again."""
         lost = strike.ends - {COORDINATOR}
-        met = self.began <= strike.began <= self.ended + DIES_S
+        met = self.began - dying_s <= strike.began <= self.ended + DIES_S
         if not lost or not lost <= self.workers or not met:
             return False
         return strike.deadly or any(
@@ -148,14 +151,18 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
 
 def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
     """Why a request must not have failed with ``code``, or "": its retries are spent by faults that touched them,
-    it is suspected for workers that died with it, which one that joins again did not, and its deadline was too near for
-    recovery. A coordinator that stalls is no reason."""
+    it is suspected for workers that died with it, which one that joins again did not, nor one that was dead before, but
+    for the first, of which nobody could know; and its deadline was too near for recovery. A coordinator that stalls is
+    no reason."""
     if code == "worker_lost":
         real = [strike for strike in strikes if strike.ends != {COORDINATOR}]
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
         return "" if touched > MAX_RETRIES else f"{touched} of its {len(record.attempts)} attempts met a fault"
     if code == "request_quarantined":
-        losses = sum(any(attempt.bereft_by(strike, strikes) for strike in strikes) for attempt in record.attempts)
+        losses = 0
+        for attempt in record.attempts:
+            dying_s = 0.0 if losses else DYING_S
+            losses += any(attempt.bereft_by(strike, strikes, dying_s) for strike in strikes)
         return "" if losses >= MAX_CRASHES else f"workers were lost in {losses} of its {len(record.attempts)} attempts"
     if code == "request_timeout":
         return "" if record.timeout_s <= RECOVERED_S else f"there were {record.timeout_s:g} s"

@@ -117,6 +117,7 @@ def truth(url: str) -> list[list[float]]:
         return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_the_command_reports_what_was_done(
     backend: str,
