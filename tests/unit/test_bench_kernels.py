@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,15 +64,25 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[weakref.ref[object]] = []
+    ways, made = roofline.ways, 0
 
-    def timed_alone(work: Callable[[], object], rounds: int = 5) -> float:
-        assert not any(ran() for ran in passes)
+    def timed_once(work: Callable[[], object], rounds: int = 5) -> float:
         passes.append(weakref.ref(work))
         return 0.5
 
-    monkeypatch.setattr(roofline, "best_s", timed_alone)
+    def watched(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def first_look(weight: torch.Tensor) -> Any:
+            nonlocal made
+            made += 1
+            assert not any(ran() for ran in passes)
+            return make(weight)
+
+        return first_look
+
+    monkeypatch.setattr(roofline, "best_s", timed_once)
+    monkeypatch.setattr(roofline, "ways", lambda *how: {name: watched(make) for name, make in ways(*how).items()})
     product([Shape("a", 64, 32, 3)], torch.bfloat16, 4)
-    assert len(passes) > 1
+    assert made == 3 * len(passes) >= 6
 
 
 def test_figures_are_of_what_serves_not_of_what_is_fastest(
