@@ -15,13 +15,15 @@ import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common.request import SamplingParams
+from tests.chaos.host import undisturbed
 from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock, state_of
-from tests.chaos.load import Break, Figures, answered, reset_links, signalled, swallow_link
+from tests.chaos.load import Break, Figures, answered, only_late, reset_links, signalled, swallow_link
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 BUILTIN = ROOT / "common" / "builtin" / "model"
@@ -153,20 +155,25 @@ async def load(
         asks = [house.ask(house.rng.choice(PROMPTS), house.rng.choice(OUTPUTS)) for _ in range(requests)]
         first, alone = asks, 0.0
         turns = -(-at_once // (len(house.by_role("decode")) * len(house.by_role("prefill"))))
-        for name, (breaking, noticed_s) in faults.items():
-            asks = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
+
+        async def once(name: str, breaking: Break | None, noticed_s: float) -> Figures:
+            nonlocal alone, first
+            again = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
             queued = figures[0].first_s if figures else 0.0
             # half of the streams move, and each prefill worker takes half of those
             done = Figures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
-            run = asyncio.ensure_future(answered(house, asks, done, breaking, at_once))
+            run = asyncio.ensure_future(answered(house, again, done, breaking, at_once))
             if not figures:
-                alone, first = await _prompts_alone(house, asks), asks
+                alone, first = await _prompts_alone(house, again), again
             await run
             done.faults["answers unlike the first run's"] = sum(
-                ask.ids != before.ids for ask, before in zip(asks, first, strict=True)
+                ask.ids != before.ids for ask, before in zip(again, first, strict=True)
             )
-            print(done.row(), flush=True)
-            figures.append(done)
             await house.restore()
             await house.until_ready()
+            return done
+
+        for name, (breaking, noticed_s) in faults.items():
+            figures.append(await undisturbed(partial(once, name, breaking, noticed_s), only_late))
+            print(figures[-1].row(), flush=True)
     return figures
