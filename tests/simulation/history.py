@@ -10,7 +10,7 @@ from typing import Any
 from common.request import SamplingParams
 from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import Line
-from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, System
+from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedWorker, System
 
 PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
@@ -292,7 +292,15 @@ class History:
             self.system.network.count("drained")
             self.system.struck(name, seconds=6.0)
             worker.process.run(worker.worker.drain, self.rng.uniform(0.0, 3.0))
-            self._plan(self.rng.uniform(3.5, 6.0), self.system.start_worker, name)
+            self._plan(self.rng.uniform(3.5, 6.0), self._start_again, worker)
+
+    def _start_again(self, worker: SimulatedWorker) -> None:
+        """When it has left, which one that is stopped meanwhile does later."""
+        if worker.gone:
+            self.system.start_worker(worker.name)
+        else:
+            self.system.struck(worker.name, seconds=0.5)
+            self._plan(0.5, self._start_again, worker)
 
     def _restart(self, pause_s: float = 0.5) -> None:
         if self.system.coordinator.process.alive:
