@@ -107,9 +107,9 @@ class Dispatcher:
         self._suspects: dict[Incarnation, list[Ticket]] = {}
         """Requests that a worker may have died of, and others may have before, until it is known whether it died."""
         self._asking = 0
-        """The last Ask that not every worker has answered yet; 0 if there is none."""
-        self._asked_for: list[tuple[Ticket, int]] = []
-        """Requests, and their attempts, that wait for the answers."""
+        """The last Ask."""
+        self._asked_for: dict[RequestId, Ticket] = {}
+        """Queued requests that wait until every worker has answered it."""
         self._clock = gateway.clock
         self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
@@ -216,6 +216,7 @@ class Dispatcher:
     def _leave_queue(self, ticket: Ticket, *, placed: bool) -> None:
         ticket.queued = False
         self._queued -= 1
+        self._asked_for.pop(ticket.id, None)
         if len(self._queue) > 2 * self._queued + _LEFTOVERS:  # behind one that waits nobody would meet those that left
             self._queue = [entry for entry in self._queue if entry[2].queued]
             heapq.heapify(self._queue)
@@ -245,7 +246,7 @@ class Dispatcher:
                 if ticket.awaits is not None:
                     aside.append(heapq.heappop(self._queue))
                     continue
-                if ticket.not_before > now and ticket.asked == self._asking != 0:
+                if ticket.not_before > now and ticket.id in self._asked_for:
                     moments.append(ticket.not_before)
                     break
                 if ticket.life.attempt and (ticket.not_before > now or not self.retries.allows(len(self.tickets))):
@@ -420,8 +421,8 @@ class Dispatcher:
             self._try(trial)
 
     def lost(self, worker: Worker, *, crashed: bool) -> None:
-        """It is gone without a word; what it was doing moves on at once, but for requests that may be why it and others
-        before it died, if it did."""
+        """It is gone without a word. What it was doing moves on: at once if it may live, else when it is known who else
+        does. Requests that may be why it and others before it died wait until it is known whether it did."""
         tickets = self._bereaved(worker)
         if not crashed:
             for ticket in tickets:
@@ -433,8 +434,8 @@ class Dispatcher:
 
     def _lost_by_a_crash(self, worker: Worker, tickets: Sequence[Ticket]) -> None:
         """Only who lived when it got a request can have died of it."""
-        lived = [ticket for ticket in tickets if worker.answered >= ticket.asked]
-        suspects = [ticket for ticket in lived if ticket.life.bereaved(worker.id)]
+        dead_before = {ticket.id for ticket in tickets if worker.answered < ticket.asked}
+        suspects = [each for each in tickets if each.id not in dead_before and each.life.bereaved(worker.id)]
         if suspects:
             self._suspects[worker.id] = suspects
         for ticket in suspects:
@@ -442,16 +443,16 @@ class Dispatcher:
         self._asking = self.gateway.ask()
         for ticket in tickets:
             ticket.asked = self._asking
-            self._setback(ticket, free=ticket not in lived, delay_s=ANSWERS_S)
-            self._asked_for.append((ticket, ticket.life.attempt))
+            self._setback(ticket, free=ticket.id in dead_before, delay_s=ANSWERS_S)
+            if ticket.queued:
+                self._asked_for[ticket.id] = ticket
 
     def _look_for_answers(self) -> None:
         """Once it is known of every worker that it lives, nobody waits for that any more."""
-        if self._asking and all(worker.answered >= self._asking for worker in self.registry):
-            self._asking, now = 0, self._clock()
-            for ticket, attempt in self._asked_for:
-                if ticket.queued and ticket.life.attempt == attempt:
-                    ticket.not_before = now
+        if self._asked_for and all(worker.answered >= self._asking for worker in self.registry):
+            now = self._clock()
+            for ticket in self._asked_for.values():
+                ticket.not_before = now
             self._asked_for.clear()
             self.pump_soon()
 
@@ -462,6 +463,8 @@ class Dispatcher:
         most = max((len(ticket.life.crashes) for ticket in suspects), default=0)
         foremost = [ticket for ticket in suspects if len(ticket.life.crashes) == most]
         if len(foremost) == 1 and foremost[0].awaits == worker:
+            names = ", ".join(sorted(foremost[0].life.crashes))
+            log.warning("request %s is given up: the workers that had it died (%s)", foremost[0].id.hex(), names)
             self.fail(foremost[0], quarantined())
         self._acquit([ticket for ticket in suspects if ticket.awaits == worker])
 

@@ -188,12 +188,16 @@ class Gateway:
         return reached
 
     def ask(self) -> int:
-        """Asks every worker's heart whether it beats; ``Worker.answered`` reaches the number of the question."""
+        """Asks every worker's heart whether it beats; ``Worker.answered`` reaches the number of the question. Who goes
+        on beating without an answer is asked again: a heart that dials anew hears nothing."""
         self._asks += 1
         for worker in self.registry:
-            send(self._socket, Ask(self._asks), identity(worker.hello.name, worker.id, beats=True))
+            self._ask(worker)
         self._rearm()
         return self._asks
+
+    def _ask(self, worker: Worker) -> None:
+        send(self._socket, Ask(self._asks), identity(worker.hello.name, worker.id, beats=True))
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
@@ -357,6 +361,10 @@ class Gateway:
                 events.tokens(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message)
+                if message.asked <= self._asks:  # else it answers an earlier coordinator
+                    worker.answered = max(worker.answered, message.asked)
+                if worker.answered < self._asks:
+                    self._ask(worker)
                 if self.registry.hangs(worker):
                     name, turn_ms = worker.hello.name, message.turn_ms
                     log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)

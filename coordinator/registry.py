@@ -170,7 +170,6 @@ class Registry:
 
     def beat(self, worker: Worker, beat: Heartbeat) -> None:
         worker.beat = beat
-        worker.answered = max(worker.answered, beat.asked)
         if beat.draining:
             self.drains(worker)
 

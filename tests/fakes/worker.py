@@ -80,7 +80,7 @@ class FakeWorker:
     step_s: float = 0.002
     beat_s: float = 0.1
     answers: bool = True
-    """Whether it beats when it is asked to."""
+    """Whether it beats when it is asked to, or the question is lost."""
     drop: set[type[Message]] = field(default_factory=set)
     refuse: Failed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
@@ -168,14 +168,15 @@ class FakeWorker:
             if control.poll(1):
                 while (message := receive(control, ToWorker)) is not None:
                     self._take(control, message)
-            while self.answers and (ask := receive(beats, ToHeart)) is not None:
-                send(beats, self._beat(ask.number))
+            while (ask := receive(beats, ToHeart)) is not None:
+                if self.answers:
+                    send(beats, self.beat(ask.number))
             now = time.monotonic()
             while self._outbox:
                 send(control, self._outbox.popleft())
             self._step(control, now)
             if self.joined.is_set() and now >= beat_at:
-                send(beats, self._beat())
+                send(beats, self.beat())
                 beat_at = now + self.beat_s
 
     def _say(self, control: zmq.Socket[Any], message: Message) -> None:
@@ -255,7 +256,7 @@ class FakeWorker:
             return {"transfer_ms": 1.0, "transfer_exposed_ms": 0.5, "kv_bytes": 4096.0, "decode_wait_ms": 0.1}
         return {"queue_ms": 0.1, "prefill_ms": 1.0, "cached_tokens": 0.0}
 
-    def _beat(self, asked: int = 0) -> Heartbeat:
+    def beat(self, asked: int = 0) -> Heartbeat:
         held = min(len(self._jobs), self.hello.kv_blocks)
         live = b"".join(transfer.request for transfer in self._jobs)
         free = self.hello.kv_blocks - held

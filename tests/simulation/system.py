@@ -553,6 +553,8 @@ class System:
         left = {
             "tickets": dict(dispatcher.tickets), "queued requests": self.coordinator.admission.requests,
             "queued tokens": self.coordinator.admission.tokens,
+            "suspects": dispatcher._suspects, "waiting for answers": dispatcher._asked_for,
+            "lost or missing": self.coordinator.gateway._losing | self.coordinator.gateway._missing,
         }  # fmt: skip
         for name, worker in self.workers.items():
             if worker.gone:
@@ -567,8 +569,9 @@ class System:
         for name, account in self.coordinator.router.accounts.items():
             left[f"promised of {name}"] = account.blocks or account.sequences or account.prefill_tokens
         for _, _, event in self.clock.events:
-            if event.action is not None and "_expire" in repr(event.arguments):
-                left["a deadline's timer"] = event.arguments
+            for timer in ("_expire", "pump_soon"):
+                if event.action is not None and timer in repr(event.arguments):
+                    left[f"a timer for {timer}"] = event.arguments
         for pair, breaker in self.coordinator.router.breakers._breakers.items():
             if breaker.state is BreakerState.OPEN and breaker.opens_until < self.clock.now - 1.0:
                 left[f"the breaker of {pair} is still open"] = True

@@ -627,6 +627,33 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         assert ticket.life.retries == 1, "for the one that died with it"
 
 
+async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
+    """Else all that it dies of later would be taken for what it got when it was dead. An answer to an earlier
+    coordinator, which has asked more often, is none."""
+    async with open_house(model) as house:
+        workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: any(worker.busy for worker in workers), "it runs somewhere")
+        victim = next(worker for worker in workers if worker.busy)
+        others = [worker for worker in workers if worker is not victim]
+        for worker in others:
+            worker.answers = False
+        victim.stop()
+        await until(lambda: any(worker.busy for worker in others), "it is given to another, which has not answered")
+        victim = next(worker for worker in others if worker.busy)
+        known = house.dispatcher.registry.get(victim.hello.incarnation)
+        assert known is not None
+        victim.say(victim.beat(99))
+        heard_at = known.heard_at
+        await until(lambda: known.heard_at > heard_at + 2 * victim.beat_s, "it has beaten")
+        assert known.answered == 0
+        victim.answers = True
+        await until(lambda: known.answered == 1, "it has answered")
+        victim.stop()
+        response, body = await asked
+        assert response.status == 500 and body["error"]["code"] == "request_quarantined"
+
+
 async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -> None:
     """Also while it is not known yet who else lives: a place that becomes free meanwhile is not for a later request."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
@@ -646,6 +673,33 @@ async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -
         await until(lambda: on_it(bereft, lives), "it has that")
         assert waiting.queued
         assert [response.status for response, _ in await asyncio.gather(long[0], later)] == [200, 200]
+
+
+async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) -> None:
+    """Of a request that may be the reason, and waits until that is known."""
+    one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
+    async with open_house(model) as house:
+        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(3)]
+        long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(3)]
+        await until(lambda: all(worker.busy for worker in workers), "all run")
+        bereft, leaving, suspect = house.dispatcher.tickets.values()
+        later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
+        await until(lambda: len(house.dispatcher.tickets) == 4, "one waits")
+        waiting = list(house.dispatcher.tickets.values())[3]
+        suspect.life.crashes.add(Incarnation("one that died before"))
+        dies, lives, dies_too = (next(each for each in workers if on_it(t, each)) for t in (bereft, leaving, suspect))
+        lives.answers = False
+        dies.stop()
+        await until(lambda: bereft.queued, "it has lost its worker")
+        dies_too.stop()
+        await until(lambda: suspect.queued, "the other one, too")
+        long[1].cancel()
+        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: on_it(bereft, lives), "it has that")
+        assert waiting.queued
+        later.cancel()
+        for answer in long:
+            answer.cancel()
 
 
 def on_it(ticket: Ticket, worker: FakeWorker) -> bool:
