@@ -239,10 +239,12 @@ class Worker(abc.ABC):
             case Rejoin():
                 log.warning("the coordinator knows this worker no more: its requests are dropped")
                 self._drop_all()
-            case Lease(live=live):
-                self._renew(live, now)
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
+            case _ if not self.membership.joined:  # nothing is held before it is known for how long without a word
+                log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
+            case Lease(live=live):
+                self._renew(live, now)
             case _:
                 try:
                     self.handle(message, now)

@@ -82,6 +82,7 @@ class Bench:
         self.cached: list[Cached] = []
         self.goodbyes: list[Incarnation] = []
         self.lease_ms = 60_000
+        self.lost_welcomes = 0
         self.beats = 0
 
     def add(
@@ -117,7 +118,10 @@ class Bench:
         match message:
             case Hello():
                 self.hellos[message.name] = message
-                send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
+                if self.lost_welcomes:
+                    self.lost_welcomes -= 1
+                else:
+                    send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
             case Heartbeat():
                 self.beats += 1
             case Tokens():
@@ -766,6 +770,21 @@ def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> Non
     pair.place(request, "prefill-0", "decode-1")
     pair.until(lambda: pair.done(request))
     pair.check(request)
+
+
+def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When that was lost nobody has said how long anything may be held without a word."""
+    monkeypatch.setattr("common.membership.KNOCK_S", 0.2)
+    bench.lost_welcomes = 1
+    worker = bench.add("decode", OracleEngine(512))
+    request = make_request(40, 4)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.tell("decode-0", Lease(pack_transfers([TransferId(request.id, 1)]), 0))
+    bench.until(lambda: worker.membership.joined)
+    assert not worker.holdings() and not bench.streams
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
 
 
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
