@@ -140,7 +140,7 @@ async def answered(
     ended = clock()
     figures.seconds = ended - started
     figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
-    judge(figures, asks)
+    await asyncio.to_thread(judge, figures, asks)  # a model's take long, and the house's proxies run here
     figures.faults["attempts lost"] = round(await house.setbacks() - setbacks)
     _measure(figures, asks, struck_at, struck=breaking is not None)
     return figures
