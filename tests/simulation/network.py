@@ -132,8 +132,9 @@ class Network:
         return self._lines.setdefault(frozenset((one.name, other.name)), Line())
 
     def waits_for(self, process: Process) -> bool:
-        """Whether something has arrived that the process has not read."""
-        return any(socket.inbox for socket in self._sockets.get(process.name, ()) if not socket.closed)
+        """Whether something has arrived that the process has not read; its predecessor's sockets may still be open."""
+        sockets = self._sockets.get(process.name, ())
+        return any(each.inbox for each in sockets if each.process is process and not each.closed)
 
     def opened(self, socket: Socket) -> None:
         self._sockets.setdefault(socket.process.name, []).append(socket)

@@ -47,6 +47,8 @@ LONGEST_LINGER_S = 6.0
 """After a request's end, on a worker that can hear: leases come twice a second, and a fifth of them may be lost."""
 LONGEST_HOLD_S = 10.0
 """Nothing is held for a dead or silent peer any longer."""
+MOST_EVENTS = 100_000
+"""Within half a second: tens of times as many as ever happen."""
 Broken = AssertionError
 
 
@@ -449,6 +451,7 @@ class System:
         self.suspects: set[str] = set()
         """Workers that had a reason to be silent."""
         self.problems: list[str] = []
+        self._events = 0
         """Also what is found where the real code would swallow an exception."""
         self._look_for_stragglers()
 
@@ -513,6 +516,9 @@ class System:
         """The next event; AssertionError if anything has been found wrong."""
         if not self.clock.step():
             raise Broken("nothing will ever happen again")
+        self._events += 1
+        if self._events > MOST_EVENTS:
+            raise Broken(f"{MOST_EVENTS} events in half a second, up to {self.clock.now} s: somebody turns and turns")
         if self.problems:
             self.check()
 
@@ -537,7 +543,7 @@ class System:
 
     def _look_for_stragglers(self) -> None:
         """Twice a second: a worker that can hear has let go of what is over."""
-        now = self.clock.now
+        now, self._events = self.clock.now, 0
         over = {client.id: now - client.ended_at for client in self.clients if client.over}
         for name, worker in self.workers.items():
             if worker.gone or worker.process.stopped or name in self.suspects or not self.coordinator.process.alive:
