@@ -34,7 +34,6 @@ class Pace:
     def took(self, tokens: int, attended: int, seconds: float) -> None:
         """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
-        self.last = seconds
         odd = seconds > max(ODD_S, ODD_TIMES * self.expect(tokens, attended))
         if odd and not self._odd:
             self._odd = True
@@ -45,7 +44,7 @@ class Pace:
         same.append(seconds)
         self._longest[size] = max(same)
         self._last.append(seconds)
-        self.longest = max(self._last)
+        self.longest, self.last = max(self._last), seconds
 
     def expect(self, tokens: int, attended: int) -> float:
         """Seconds that such a step may well take."""

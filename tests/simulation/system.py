@@ -451,8 +451,9 @@ class System:
         self.suspects: set[str] = set()
         """Workers that had a reason to be silent."""
         self.problems: list[str] = []
-        self._events = 0
         """Also what is found where the real code would swallow an exception."""
+        self._events = 0
+        """Since the last look for stragglers."""
         self._look_for_stragglers()
 
     @property
