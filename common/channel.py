@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from errno import EADDRNOTAVAIL, ENODEV
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -374,6 +375,8 @@ class Heart:
         self._dial, self._interval_s, self._beat = dial, interval_s, beat
         self._stop = threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._late = 0.0, inf
+        """Seconds by which it was late so far, and when it is due next; one value, as two threads use it."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -397,10 +400,17 @@ class Heart:
             while not (handshakes.final or self._stop.is_set()):
                 send(socket, self._beat(asked))
                 asked = 0
+                self._late = self._late[0], time.monotonic() + self._interval_s
                 poller.poll(int(self._interval_s * 1000))
+                self._late = self.stood_still_s(), inf
                 while (ask := receive(socket, ToHeart)) is not None:
                     asked = ask.number
                 handshakes.look()
+
+    def stood_still_s(self) -> float:
+        """For how long it was late, in all: the whole process was stopped, or its machine asleep."""
+        late_s, due = self._late
+        return late_s + max(0.0, time.monotonic() - due)
 
     def stop(self) -> None:
         self._stop.set()

@@ -68,6 +68,10 @@ class Membership:
         """Why the coordinator does not let this worker connect, in words; "" if nothing is known to be wrong."""
         return self._handshakes.refusal
 
+    def stood_still_s(self) -> float:
+        """For how long, in all, not even the heart could beat."""
+        return self._heart.stood_still_s() if self._heart is not None else 0.0
+
     def knock(self) -> None:
         """Says Hello again over a connection that leaves it unanswered, and dials again when libzmq does not."""
         connected_anew, now = self._handshakes.look(), self._clock()

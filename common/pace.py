@@ -4,8 +4,7 @@ Pure. A step has two sizes, both in powers of two: its tokens, for which linear 
 that these attend to. Durations of the last steps are remembered by size. What is expected is the longest of the same
 size or below; of a size not seen yet, what a larger one took; beyond all that was seen, as much more as it is larger.
 Before anything was seen nothing is known, and the first step may warm up for long (a worker with a model has warmed up
-before it serves). One step that took out of all proportion longer does not count: its process was stopped in it, or its
-machine asleep. The next one like it does, for then steps have become slow.
+before it serves).
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections import deque
 
 REMEMBERED = 32
 FIRST_STEP_S = 30.0
-ODD_TIMES, ODD_S = 4.0, 0.5
-"""Out of all proportion is so many times what was expected, and so many seconds at least."""
 
 
 class Pace:
@@ -26,19 +23,12 @@ class Pace:
         self._longest: dict[tuple[int, int], float] = {}
         """Of each of these."""
         self._last: deque[float] = deque(maxlen=REMEMBERED)
-        self._odd = False
-        """Whether the last step took out of all proportion long."""
         self.longest = self.last = 0.0
         """The longest of the last steps, and the last one, in seconds; 0 before the first."""
 
     def took(self, tokens: int, attended: int, seconds: float) -> None:
         """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
-        odd = seconds > max(ODD_S, ODD_TIMES * self.expect(tokens, attended))
-        if odd and not self._odd:
-            self._odd = True
-            return
-        self._odd = odd
         if (same := self._sizes.get(size)) is None:
             same = self._sizes[size] = deque(maxlen=REMEMBERED)
         same.append(seconds)

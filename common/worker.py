@@ -406,9 +406,11 @@ class Worker(abc.ABC):
         now, length, attended = self.clock(), batch.length, batch.attended
         self.before_step(batch, now)
         self.membership.expected_s = self.pace.expect(length, attended)
+        stood_still_s = -self.membership.stood_still_s()
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
-        self.pace.took(length, attended, self.clock() - now)
+        stood_still_s += self.membership.stood_still_s()  # a process that was stopped in a step does not compute slowly
+        self.pace.took(length, attended, max(0.0, self.clock() - now - stood_still_s))
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence

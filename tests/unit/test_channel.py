@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,41 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
     finally:
         heart.stop()
         channels.close()
+
+
+_A_HEART = """
+import sys
+from common.channel import Channels
+from common.messages import Ask
+heart = Channels().heart(sys.argv[1], b"heart", 0.05, Ask)
+for _ in sys.stdin:
+    print(heart.stood_still_s(), flush=True)
+"""
+
+
+def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
+    channels = Channels()
+    router, address = channels.router("tcp://127.0.0.1:*")
+    command = [sys.executable, "-c", _A_HEART, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def stood_still_s() -> float:
+            assert process.stdin is not None and process.stdout is not None
+            print(file=process.stdin, flush=True)
+            return float(process.stdout.readline())
+
+        try:
+            assert router.poll(20_000), "it beats"
+            before = stood_still_s()
+            process.send_signal(signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            time.sleep(1.0)  # is what it is about
+            process.send_signal(signal.SIGCONT)
+            assert 0.9 <= stood_still_s() - before <= time.monotonic() - stopped_at
+        finally:
+            process.kill()
+            channels.close()
 
 
 def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_loses_nothing() -> None:

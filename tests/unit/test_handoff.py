@@ -787,6 +787,20 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
     bench.check(request)
 
 
+def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever waits for this worker would wait as long for one that hangs."""
+    engine = OracleEngine(64)
+    worker = bench.add("decode", engine)
+    monkeypatch.setattr(worker, "clock", lambda: time.monotonic() + 31.0 * engine.steps)
+    monkeypatch.setattr(worker.membership, "stood_still_s", lambda: 30.0 * engine.steps)
+    request = make_request(40, 1)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    assert 1.0 <= worker.pace.longest <= 5.0
+
+
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
     bench.lease_ms = 300
     bench.add("prefill", OracleEngine(512))

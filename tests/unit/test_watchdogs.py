@@ -50,22 +50,6 @@ def test_one_long_step_does_not_excuse_short_ones() -> None:
     assert pace.expect(1, 601) == pace.longest == 0.004
 
 
-def test_a_step_in_which_the_process_was_stopped_is_not_expected_again() -> None:
-    """A second one behind it is: then steps have become slow."""
-    pace = Pace()
-    for _ in range(4):
-        pace.took(8, 8 * 140, 0.1)
-    pace.took(8, 8 * 140, 32.0)
-    assert pace.expect(8, 8 * 140) == pace.longest == pace.last == 0.1
-    pace.took(8, 8 * 140, 0.1)
-    pace.took(8, 8 * 140, 32.0)
-    assert pace.longest == 0.1, "each by itself"
-    pace.took(8, 8 * 140, 3.0)
-    assert pace.expect(8, 8 * 140) == pace.longest == 3.0
-    pace.took(8, 8 * 140, 9.0)
-    assert pace.longest == 9.0, "no more than four times as long"
-
-
 def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> None:
     pace = Pace()
     pace.took(512, 512 * 512, 1.0)
