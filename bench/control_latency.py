@@ -51,7 +51,7 @@ from common.messages import (
 from common.request import Request, SamplingParams
 from common.sequence import Batch, StepResult
 from common.worker import WorkerSettings
-from coordinator.gateway import Gateway
+from coordinator.gateway import Gateway, Loss
 from coordinator.registry import Registry, Worker
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -161,7 +161,7 @@ class House:
         if self.streamed >= self.wanted:
             self.complete.set()
 
-    def lost(self, worker: Worker, *, crashed: bool) -> None:
+    def lost(self, worker: Worker, how: Loss) -> None:
         raise RuntimeError(f"{worker.hello.name} is gone")
 
     def died(self, worker: Incarnation) -> None: ...

@@ -44,7 +44,7 @@ from common.messages import (
 )
 from common.request import FinishReason, Request
 from coordinator.breakers import Alone, Pair
-from coordinator.gateway import Gateway
+from coordinator.gateway import Gateway, Loss
 from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
@@ -135,7 +135,8 @@ class Dispatcher:
         """Takes the requests in, all or none; RequestError says why not."""
         if self.draining:
             raise shutting_down()
-        if (role := self.router.missing_role()) is not None:
+        role = self.router.missing_role()
+        if role is not None and not self.gateway.may_return(role):
             raise no_workers(role, starting=self.registry.starting(role))
         for ticket in tickets:
             if (reason := self._too_large(ticket)) is not None:
@@ -147,7 +148,7 @@ class Dispatcher:
             within_s=tickets[0].deadline_at - self._clock(),
         )
         for ticket in tickets:
-            ticket.order = next(self._orders)
+            ticket.order, ticket.hopes = next(self._orders), role is not None
             self.tickets[ticket.id] = ticket
             ticket.timer = self._loop.call_later(ticket.deadline_at - self._clock(), self._expire, ticket)
             self._enqueue(ticket)
@@ -298,7 +299,7 @@ class Dispatcher:
         life, now = ticket.life, self._clock()
         if life.attempt:
             self.retries.placed(ticket.id)
-        ticket.placement, ticket.path = placement, placement.path
+        ticket.placement, ticket.path, ticket.hopes = placement, placement.path, False
         ticket.promise = self.router.promise(ticket.need(), placement)
         if ticket.placed_at is None:
             ticket.placed_at = now
@@ -420,13 +421,13 @@ class Dispatcher:
         if decode is not None and (trial := self.links.measured(worker, decode, message)) is not None:
             self._try(trial)
 
-    def lost(self, worker: Worker, *, crashed: bool) -> None:
-        """It is gone without a word. What it was doing moves on: at once if it may live, else when it is known who else
+    def lost(self, worker: Worker, how: Loss) -> None:
+        """It is gone without a word. What it was doing moves on: at once if it lives, else when it is known who else
         does. Requests that may be why it and others before it died wait until it is known whether it did."""
         tickets = self._bereaved(worker)
-        if not crashed:
+        if how is not Loss.MISSING:
             for ticket in tickets:
-                self._setback(ticket)
+                self._setback(ticket, free=how is Loss.RECONNECTED and ticket.life.disconnected())
         elif tickets:
             self._lost_by_a_crash(worker, tickets)
         self._look_for_answers()
@@ -443,7 +444,8 @@ class Dispatcher:
         self._asking = self.gateway.ask()
         for ticket in tickets:
             ticket.asked = self._asking
-            self._setback(ticket, free=ticket.id in dead_before, delay_s=ANSWERS_S)
+            free = ticket.id in dead_before or ticket.life.in_doubt(worker.id)
+            self._setback(ticket, free=free, delay_s=ANSWERS_S)
             if ticket.queued:
                 self._asked_for[ticket.id] = ticket
 
@@ -459,6 +461,8 @@ class Dispatcher:
     def died(self, worker: Incarnation) -> None:
         """It does not come back. If one of its requests was there at more crashes than any other, that is held to be
         the reason; several are tried again apart from each other, so that the next crash tells which it is."""
+        for ticket in self.tickets.values():
+            ticket.life.died(worker)
         suspects = self._suspects.pop(worker, [])
         most = max((len(ticket.life.crashes) for ticket in suspects), default=0)
         foremost = [ticket for ticket in suspects if len(ticket.life.crashes) == most]
@@ -472,7 +476,7 @@ class Dispatcher:
         """It has lost its connection, and nothing else."""
         self._suspects.pop(worker, None)
         for ticket in self.tickets.values():
-            ticket.life.crashes.discard(worker)
+            ticket.life.returned(worker)
         waiting = [ticket for ticket in self.tickets.values() if ticket.awaits is not None]
         self._acquit([ticket for ticket in waiting if ticket.awaits == worker or not ticket.life.suspect])
 
@@ -742,9 +746,9 @@ class Dispatcher:
 
     def _give_up_waiting(self, waited_s: float) -> None:
         role = self.router.missing_role()
-        least_s = REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S
-        if role is None or waited_s <= least_s:
+        if role is None or self.gateway.may_return(role):
             return
+        least_s = REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):
             if ticket.queued and waited_s > self._patience_s(ticket, least_s):
                 self.fail(ticket, no_workers(role, starting=self.registry.starting(role)))
@@ -760,6 +764,8 @@ class Dispatcher:
 
     def _patience_s(self, ticket: Ticket, least_s: float) -> float:
         """How long a request waits where nobody can take it."""
+        if ticket.hopes:
+            return 0.0
         if not ticket.life.started:
             return least_s
         return inf if ticket.client.told else self.times.lease_s + WORKERLESS_WAIT_S

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, assert_never
 
 import zmq
@@ -35,6 +36,7 @@ from common.messages import (
     Measured,
     Message,
     Rejoin,
+    Role,
     Timing,
     Tokens,
     Turned,
@@ -64,13 +66,21 @@ _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
 """Names no request: a probe that means nothing to whom it reaches."""
 
 
+class Loss(Enum):
+    """How a worker was lost."""
+
+    MISSING = "its connection broke; it may have died"
+    RECONNECTED = "its connection broke, and it is back"
+    GIVEN_UP = "it is silent, hangs, or makes no sense"
+
+
 class Events(Protocol):
     """Who hears what happened."""
 
     def joined(self, worker: Worker) -> None: ...
 
-    def lost(self, worker: Worker, *, crashed: bool) -> None:
-        """``crashed``: it may have died; whether it did is told by ``died`` or ``returned``."""
+    def lost(self, worker: Worker, how: Loss) -> None:
+        """Of one that is missing ``died`` or ``returned`` tells later whether it died."""
 
     def died(self, worker: Incarnation) -> None: ...
 
@@ -91,10 +101,12 @@ class Events(Protocol):
 
 @dataclass(slots=True)
 class _Missing:
-    """A worker whose connection was closed, and how many looks ago."""
+    """A worker whose connection was closed, and how many looks ago that was or its heart was heard, which is ``alive``:
+    it will say Hello when its step is over."""
 
     worker: Worker
     looks: int = 0
+    alive: bool = False
 
 
 class Gateway:
@@ -135,7 +147,7 @@ class Gateway:
         self._losing: dict[Incarnation, Worker] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
         self._missing: dict[Incarnation, _Missing] = {}
-        """Workers of which it is not known yet whether they died or only lost their connection."""
+        """Workers that have lost their connection and not said Hello again."""
         self._events: Events | None = None
         self.clock = self.channels.clock
         try:
@@ -172,6 +184,11 @@ class Gateway:
         self._monitor.close(0)
         self._socket.close(0)
         self.channels.close()
+
+    def may_return(self, role: Role) -> bool:
+        """Whether a worker of ``role``, or one that does its work, has lost its connection and may be back at once."""
+        lost = [*self._losing.values(), *(missing.worker for missing in self._missing.values())]
+        return any(worker.role in (role, "colocated") for worker in lost)
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +237,7 @@ class Gateway:
     def _miss(self, worker: Worker) -> None:
         if self._events is not None:
             self._missing[worker.id] = _Missing(worker)
-            self._events.lost(worker, crashed=True)
+            self._events.lost(worker, Loss.MISSING)
 
     def _look_for_missing(self) -> None:
         """Counts looks rather than time: while we are away nobody can come back."""
@@ -228,12 +245,14 @@ class Gateway:
             missing.looks += 1
             if missing.looks >= REJOIN_LOOKS:
                 del self._missing[missing.worker.id]
-                assert self._events is not None
-                self._events.died(missing.worker.id)
+                if not missing.alive and self._events is not None:
+                    self._events.died(missing.worker.id)
 
-    def _returned(self, incarnation: Incarnation) -> None:
-        if self._missing.pop(incarnation, None) is not None and self._events is not None:
-            self._events.returned(incarnation)
+    def _lives(self, missing: _Missing) -> None:
+        missing.looks = 0
+        if not missing.alive and self._events is not None:
+            missing.alive = True
+            self._events.returned(missing.worker.id)
 
     def _remove(self, worker: Worker) -> None:
         self.registry.gone(worker)
@@ -255,7 +274,7 @@ class Gateway:
             log.warning("worker %s is gone: silent", worker.hello.name)
             self.sent.pop(worker.id, None)
             if self._events is not None:
-                self._events.lost(worker, crashed=False)
+                self._events.lost(worker, Loss.GIVEN_UP)
         for hang in self.registry.hung.overdue(now_s):
             if self._replace is not None:
                 self._replace(hang.name, hang.pid, hang.why(now_s))
@@ -312,7 +331,7 @@ class Gateway:
             self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
             self._remove(worker)
             if self._events is not None:
-                self._events.lost(worker, crashed=False)
+                self._events.lost(worker, Loss.GIVEN_UP)
 
     def _complain(self, now_s: float) -> None:
         """Tells of the rubbish that has come since the last time."""
@@ -370,7 +389,7 @@ class Gateway:
                     log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
                     self.registry.give_up(worker, now_s)
                     self._remove(worker)
-                    events.lost(worker, crashed=False)
+                    events.lost(worker, Loss.GIVEN_UP)
                 else:
                     events.beat(worker)
             case Timing():
@@ -427,8 +446,9 @@ class Gateway:
             self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
         if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
-            self._events.lost(losing, crashed=False)  # it was only its connection
-        self._returned(hello.incarnation)
+            self._events.lost(losing, Loss.RECONNECTED)
+        if (missing := self._missing.pop(hello.incarnation, None)) is not None:
+            self._lives(missing)
         before = self.registry.get(hello.incarnation)
         verdict = self.registry.join(hello, now_s)
         if isinstance(verdict, Refused):
@@ -441,7 +461,7 @@ class Gateway:
             if before is None:
                 self._miss(old)
             else:
-                self._events.lost(old, crashed=False)
+                self._events.lost(old, Loss.RECONNECTED)
         worker = verdict.worker
         self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
         times = self.registry.times
@@ -453,9 +473,10 @@ class Gateway:
 
     def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
         missing = self._missing.get(incarnation)
-        if missing is not None and (missing.looks or isinstance(message, Goodbye)):
-            self._returned(incarnation)  # before the first look it may be its last words
+        if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
+            self._lives(missing)  # before the first look it may be its last words
         if isinstance(message, Goodbye):
+            self._missing.pop(incarnation, None)
             return
         control = frame.removesuffix(BEAT_SUFFIX.encode())
         if self.registry.was_replaced(incarnation):

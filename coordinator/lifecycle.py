@@ -27,6 +27,9 @@ MAX_MIGRATIONS = 3
 """New attempts after it."""
 MAX_CRASHES = 2
 """A request that computed on this many workers when they crashed is suspected to be the reason."""
+MAX_BREAKS = 8
+"""So many broken connections to workers that live on cost a request nothing. One that breaks more may be the reason
+itself, if something between here and there does not like its message."""
 CLEARED_TOKENS = 16
 """Output that a request gets from workers that live on clears it."""
 
@@ -88,6 +91,7 @@ class Life:
 
     __slots__ = (
         "attempt",
+        "breaks",
         "crashes",
         "decode",
         "finish",
@@ -98,6 +102,7 @@ class Life:
         "retries",
         "state",
         "survived",
+        "uncharged",
     )
 
     def __init__(self, choices: int) -> None:
@@ -113,6 +118,10 @@ class Life:
         """Workers that were lost without a word while they computed the request, and have not come back."""
         self.survived = 0
         """Tokens of this attempt; counted while there are such workers."""
+        self.breaks = 0
+        self.uncharged: dict[Incarnation, bool] = {}
+        """Workers whose connection broke in an attempt, and whether that had any token by then: it costs the budget
+        something once it is known that they died."""
 
     def move(self, to: State) -> None:
         """The only door between states; InvariantBroken for a move that is not in the table."""
@@ -178,6 +187,29 @@ class Life:
         self.crashes.add(worker)
         return self.suspect
 
+    def disconnected(self) -> bool:
+        """The connection to a worker broke that lives on; whether that is free."""
+        self.breaks += 1
+        return self.breaks <= MAX_BREAKS
+
+    def in_doubt(self, worker: Incarnation) -> bool:
+        """The connection to ``worker`` broke, and whether it died will be told; whether that is free until then."""
+        if self.breaks + len(self.uncharged) >= MAX_BREAKS:
+            return False
+        self.uncharged[worker] = self.started
+        return True
+
+    def died(self, worker: Incarnation) -> None:
+        """``worker`` does not come back: what it cost is charged. An attempt that goes on elsewhere does."""
+        if (started := self.uncharged.pop(worker, None)) is not None:
+            self._charge(started)
+
+    def returned(self, worker: Incarnation) -> None:
+        """``worker`` had lost its connection, and nothing else."""
+        self.crashes.discard(worker)
+        if self.uncharged.pop(worker, None) is not None:
+            self.breaks += 1
+
     def survives(self, tokens: int) -> bool:
         """So many more tokens came from workers that live; whether that clears it of the crashes that it was in."""
         self.survived += tokens
@@ -216,20 +248,22 @@ class Life:
     def setback(self, *, on_trial: bool = False, free: bool = False) -> Verdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
         the old one is void; ``spent``: it must fail. ``on_trial``: whether it is refused for the crash of a worker is
-        not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, for a
-        reason that each worker gives once: it leaves, or it fails whatever it is given."""
-        if free:
-            pass
-        elif self.started:
-            self.migrations += 1
-        else:
-            self.retries += 1
+        not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, or not
+        so far, for a reason that each worker gives once, or a bounded number of times."""
+        if not free:
+            self._charge(self.started)
         if self.spent and not on_trial:
             return "spent"
         self.move(State.QUEUED)
         self.attempt += 1
         self.prefill = self.decode = None
         return "retry"
+
+    def _charge(self, started: bool) -> None:
+        if started:
+            self.migrations += 1
+        else:
+            self.retries += 1
 
     def _computed_by(self, worker: Incarnation) -> bool:
         """Whether ``worker`` was at work on the request, rather than holding memory or sending for it: only then may

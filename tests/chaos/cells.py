@@ -30,6 +30,8 @@ HUNG_S = 3.25
 loop by the heartbeat (0.5 s) that tells of it; and a new start."""
 ALIVE_S = 1.0
 """A request that may be why two workers died waits so long until it is known whether they did."""
+BACK_S = 1.0
+"""A worker whose connection broke has joined again, by its next heartbeat if it was idle."""
 SOON_S = 0.5
 """What nobody is to notice may cost so much."""
 BESIDE_S = 1.0
@@ -220,6 +222,8 @@ CELLS: list[Cell] = [
     *_row("coordinator-decode reset", partial(faults.reset, "decode"), "exact", _KILL),
     *_row("coordinator-decode reset, of one after the other", faults.reset_one_after_the_other, "exact",
           _late(KILLED_S + ALIVE_S)),
+    *_row("every connection to the coordinator reset", faults.reset_all, "exact",
+          {"Q": BACK_S, "P": BACK_S + RECOMPUTED_S, "X": BACK_S + RECOMPUTED_S, **_late(BACK_S + RECOMPUTED_S)}),
     *_row("coordinator-prefill half-closed", partial(faults.half_close, "prefill"), "exact", {"P": _KILL["P"]}),
     *_row("coordinator-decode half-closed", partial(faults.half_close, "decode"), "exact", {"S": KILLED_S}),
     *_row("coordinator-decode in slices", partial(faults.slow, "decode", "slice_bytes", 5, "slices"), "exact",
@@ -233,7 +237,7 @@ CELLS: list[Cell] = [
           arranged="idle", house=WAITS),
     *_row("no prefill, policy reject", partial(faults.no_prefill, "reject"), "error no_prefill_workers",
           {"Q": REFUSED_S}, measure="answer", arranged="idle", house=REJECTS),
-    *_row("no decode", faults.no_decode, "error no_decode_workers", {"Q": REFUSED_S}, measure="answer",
+    *_row("no decode", faults.no_decode, "error no_decode_workers", {"Q": ALIVE_S + REFUSED_S}, measure="answer",
           arranged="idle"),
     *_row("every decode killed, none comes", partial(faults.kill_pool, "decode"), "error no_decode_workers",
           {"P": WORKERLESS_S + 1.0}, measure="answer"),

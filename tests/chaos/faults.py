@@ -33,6 +33,8 @@ UNDISTURBED_S = 0.5
 """The longest pause of a stream that a fault does not concern."""
 DEADLINE_S = 1.5
 """After which a request has waited long enough."""
+RESET_EVERY_S = 0.04
+"""From the first packet that one of the connections carries to that of the next."""
 POOL_BLOCKS, FILLS, ALMOST = 130, 700, 102
 """Of a pool that two streams fill: its blocks, the tokens of each stream, and the blocks that both have when
 the request comes, of which they take the next ones with it."""
@@ -530,6 +532,17 @@ async def reset_one_after_the_other(scene: Scene) -> Proof:
     )
     again = other.control.reset()
     return lambda: proof() and again > 0
+
+
+async def reset_all(scene: Scene) -> Proof:
+    """Every worker's connection to the coordinator, one after the other, as when something between forgets them all."""
+    proof = await _cut(Proxy.reset, "decode", scene)
+    others = [worker for worker in scene.house.workers.values() if worker is not scene.decode]
+    struck = 0
+    for worker in others:
+        await asyncio.sleep(RESET_EVERY_S)
+        struck += worker.control.reset() > 0
+    return lambda: proof() and struck == len(others)
 
 
 reset = partial(_cut, Proxy.reset)

@@ -20,6 +20,7 @@ from tests.simulation.situations import (
     Crammed,
     Crowded,
     Disconnected,
+    Forgotten,
     Forlorn,
     Hung,
     Jammed,
@@ -49,6 +50,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Poisonous,
     Sick,
     Crammed,
+    Forgotten,
 )
 
 

@@ -11,6 +11,7 @@ from common.ids import RequestId
 from common.messages import Failed, Tokens
 from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair
 from coordinator.dispatch import Dispatcher
+from coordinator.gateway import Loss
 from coordinator.lifecycle import State
 from coordinator.limits import MIN_RETRIES, RETRY_SHARE
 from coordinator.registry import Worker
@@ -84,10 +85,10 @@ class CheckedDispatcher(Dispatcher):
             if not _too_many(failures):  # those that were on their way then say nothing new
                 failures.append(self._clock())
 
-    def lost(self, worker: Worker, *, crashed: bool) -> None:
+    def lost(self, worker: Worker, how: Loss) -> None:
         for pair in [pair for pair in self._failures if worker.id in pair]:
             del self._failures[pair]
-        super().lost(worker, crashed=crashed)
+        super().lost(worker, how)
 
     def _span(self, worker: Any, ticket: Ticket, message: Tokens, index: int, *rest: Any) -> None:
         attempt, before = ticket.life.attempt, ticket.output_length

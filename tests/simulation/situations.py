@@ -261,6 +261,18 @@ class Disconnected(OneFault):
         self.system.check()
 
 
+class Forgotten(Disconnected):
+    """Something between forgets every connection to the coordinator: each breaks at its next packet, once or twice.
+    Nobody has died, so nobody is refused, either."""
+
+    requests, rate, tokens = 16, 10.0, 50
+
+    def _faults(self) -> None:
+        for at in sorted(self.rng.uniform(0.2, 2.5) for _ in range(self.rng.choice((1, 2)))):
+            for name in self.names:
+                self._plan(at + self.rng.uniform(0.0, 0.2), self._reset_line, self.system.workers[name])
+
+
 class Sick(OneFault):
     """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
 

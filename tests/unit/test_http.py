@@ -41,12 +41,14 @@ from common.messages import (
 from common.request import Request
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
+from coordinator import dispatch
 from coordinator.app import drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES, make_runner
-from coordinator.lifecycle import MAX_MIGRATIONS, MAX_RETRIES, State
+from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
+from coordinator.registry import Worker
 from coordinator.router import Router
 from coordinator.sse import deliver
 from coordinator.ticket import Ticket
@@ -607,6 +609,46 @@ async def test_two_crashes_are_enough(model: Path) -> None:
         assert response.status == 500 and body["error"]["code"] == "request_quarantined"
 
 
+async def test_broken_connections_cost_no_attempt_while_their_workers_live(model: Path) -> None:
+    """But for a request that breaks more than anybody else would meet."""
+    async with open_house(model) as house:
+        for n in range(2):
+            await house.add("colocated", delay_s=30, name=f"c{n}")
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it has come")
+        [ticket] = house.dispatcher.tickets.values()
+
+        def runs_on() -> list[Worker]:
+            known = house.dispatcher.registry
+            return [each for each in known if each.id in ticket.life.workers and each.answered >= ticket.asked]
+
+        for broken in range(MAX_BREAKS + MAX_RETRIES + 1):
+            await until(runs_on, "it runs somewhere")
+            assert ticket.life.retries == max(0, broken - MAX_BREAKS)
+            house.dispatcher.gateway._lose(runs_on()[0])
+            lost = functools.partial(lambda at: ticket.life.attempt > at or ticket.life.over, broken)
+            await until(lost, "it has lost its worker")
+        response, body = await asked
+        assert response.status == 500 and body["error"]["code"] == "worker_lost"
+
+
+async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_connection(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode")
+        [worker] = [each for each in house.dispatcher.registry if each.role == "decode"]
+        house.dispatcher.gateway._lose(worker)
+        assert (await house.post(CHAT, HELLO))[0].status == 200
+        decode.stop()
+        await until(lambda: not house.dispatcher.registry.ready("decode"), "it is missed")
+        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
+        await until(lambda: len(house.dispatcher.tickets) == 2, "they wait")
+        async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # no longer than that is not known
+            for response, body in await asyncio.gather(*asked):
+                assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+        response, _ = await house.post(CHAT, HELLO)
+        assert response.status == 503
+
+
 async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
     """Several workers are killed at once, and the connections of some are closed when the request has moved there."""
     async with open_house(model) as house:
@@ -624,7 +666,7 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         await house.add("colocated", name="new")
         response, _ = await asked
         assert response.status == 200
-        assert ticket.life.retries == 1, "for the one that died with it"
+        assert len(ticket.life.crashes) == 1, "that of the one that died with it"
 
 
 async def test_who_did_not_answer_is_asked_again(model: Path) -> None:

@@ -190,7 +190,7 @@ class Door:
     def beat(self, worker: Any) -> None:
         self.beats += 1
 
-    def lost(self, worker: Any, *, crashed: bool) -> None:
+    def lost(self, worker: Any, how: Any) -> None:
         self.lost_workers.append(worker.hello.name)
 
     def died(self, worker: Incarnation) -> None: ...

@@ -11,6 +11,7 @@ from common.ids import Incarnation, unpack_tokens
 from common.request import FinishReason
 from coordinator.lifecycle import (
     CLEARED_TOKENS,
+    MAX_BREAKS,
     MAX_MIGRATIONS,
     MAX_RETRIES,
     MOVES,
@@ -134,6 +135,29 @@ def test_migrations_have_a_budget_of_their_own() -> None:
         assert life.setback() == "retry"
         life.place("disagg", P, D)
     assert life.setback() == "spent"
+
+
+def test_a_broken_connection_costs_something_when_the_worker_died() -> None:
+    life = placed()
+    assert life.in_doubt(P) and life.setback(free=True) == "retry"
+    life.place("disagg", Q, D)
+    life.accept(0, 1, 0, [1], RUNNING)
+    assert life.in_doubt(D) and life.setback(free=True) == "retry"
+    assert life.retries == life.migrations == 0
+    life.died(P)
+    life.died(D)
+    life.died(D)
+    assert life.retries == life.migrations == 1, "each once, by what it had then"
+    life.returned(P)
+    assert life.retries == 1 and not life.breaks
+
+
+def test_broken_connections_to_workers_that_live_are_free_up_to_a_bound() -> None:
+    life = placed()
+    for _ in range(MAX_BREAKS - 1):
+        assert life.in_doubt(P)
+        life.returned(P)
+    assert life.disconnected() and not life.disconnected() and not life.in_doubt(P)
 
 
 def test_two_crashes_make_a_suspect() -> None:
