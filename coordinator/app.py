@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import uvloop
@@ -34,6 +35,10 @@ from coordinator.router import Router
 from coordinator.served import ServedModel
 
 log = logging.getLogger("tandem.coordinator")
+
+LAG_EVERY_S = 0.05
+"""Between two samples of how late the event loop is: of what holds it up for longer at most so much is not seen. Each
+one wakes an idle loop, so more of them would cost more than they tell."""
 
 
 def run(
@@ -107,7 +112,8 @@ async def running(config: CoordinatorConfig, scale: Scale | None = None) -> Asyn
     metrics.cut_off_peers = lambda: gateway.strikes.cut_off
     dispatcher.start()
     try:
-        yield Services(config, model, dispatcher, registry, metrics, scale)
+        with contextlib.closing(_LagSampler(metrics.loop_lag)):
+            yield Services(config, model, dispatcher, registry, metrics, scale)
     finally:
         dispatcher.close()
         gateway.close()
@@ -133,6 +139,26 @@ async def drain(services: Services, second: asyncio.Event) -> None:
         wait.cancel()
     for ticket in list(dispatcher.tickets.values()):
         dispatcher.fail(ticket, shutting_down())
+
+
+class _LagSampler:
+    """``tell`` hears by how many seconds a timer was late in the running event loop, again and again until ``close``. A
+    timer of its own: what holds the loop up between two of the dispatcher's looks is over before the next is due."""
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell, self._loop = tell, asyncio.get_running_loop()
+        self._wait()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._due = time.monotonic() + LAG_EVERY_S
+        self._timer = self._loop.call_later(LAG_EVERY_S, self._sample)
+
+    def _sample(self) -> None:
+        self._tell(max(0.0, time.monotonic() - self._due))
+        self._wait()
 
 
 class _Stop:

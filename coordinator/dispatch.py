@@ -116,7 +116,7 @@ class Dispatcher:
         self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
         self._ticks: asyncio.TimerHandle | None = None
-        self._due = self._leases_due = 0.0
+        self._leases_due = 0.0
 
     def start(self) -> None:
         self.gateway.start(self, self._loop)
@@ -698,9 +698,7 @@ class Dispatcher:
 
     def _tick(self) -> None:
         now = self._clock()
-        late = max(0.0, now - self._due)
         try:
-            self.metrics.loop_lag(late)
             listened = self.gateway.sweep(now)
             if self.breakers.tick(now):
                 self.pump_soon()
@@ -741,7 +739,6 @@ class Dispatcher:
             self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1))
 
     def _next_tick(self) -> None:
-        self._due = self._clock() + self.times.sweep_s
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)
 
     def _give_up_waiting(self, waited_s: float) -> None:

@@ -42,7 +42,7 @@ from common.request import Request
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch
-from coordinator.app import drain
+from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
 from coordinator.http import INLINE_BYTES, make_runner
@@ -1473,6 +1473,16 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         'tandem_stage_seconds_count{stage="transfer_exposed"} 1.0',
     ):
         assert name in page, name
+
+
+async def test_what_holds_the_event_loop_up_is_measured(house: House) -> None:
+    """Also what is over before anybody's watchdog looks."""
+    lag = functools.partial(house.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
+    before, began = lag(), time.monotonic()
+    assert before is not None
+    time.sleep(0.2)  # noqa: ASYNC251 - this is what holds it up
+    await until(lambda: (lag() or 0.0) - before > 0.195 - LAG_EVERY_S, "it is seen", 1.0)  # timers count milliseconds
+    assert (lag() or 0.0) - before <= time.monotonic() - began + LAG_EVERY_S, "no more than the time that passed"
 
 
 async def test_a_hand_off_counts_though_its_answer_has_ended_before(house: House) -> None:
