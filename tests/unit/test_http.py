@@ -410,6 +410,63 @@ async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> No
         assert migrated and len(migrated[0].request.emitted_tokens(0)) >= 10
 
 
+def as_shown(events: list[Any]) -> list[tuple[str, list[Any], str]]:
+    """Text, log-probabilities and finish reason of each choice of a streamed chat, however its chunks are cut."""
+    shown = []
+    for index in range(1 + max(event["choices"][0]["index"] for event in events)):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        text = "".join(choice["delta"].get("content") or "" for choice in mine)
+        entries = [entry for choice in mine if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        shown.append((text, entries, mine[-1]["finish_reason"]))
+    return shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("before", ["S", "STO"])
+async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
+    model: Path, before: str, n: int, *, stream: bool
+) -> None:
+    """The second choice has met its own before the first worker died."""
+    talks = [letters("some text STOP and more of it"), letters("bySTOP and more of it")]
+    said = len("some text " + before)
+    asked = {**HELLO, "stop": ["xyz", "STOP"], "logprobs": True, "top_logprobs": 1, "n": n}
+
+    def talk(request: Request, choice: int, position: int) -> int:
+        return int(talks[choice](request, choice, position))
+
+    async with open_house(model) as house:
+        await house.add("prefill", script=talk)
+        first = await house.add("decode", script=talk)
+
+        def talk_no_further(request: Request, choice: int, position: int) -> int:
+            if position == said - 1:
+                first.step_s = 30.0  # before the next
+            return talk(request, choice, position)
+
+        async def ask() -> Any:
+            if stream:
+                return as_shown((await house.stream(CHAT, asked))[1])
+            _, body = await house.post(CHAT, asked)
+            return body["choices"], body["usage"]["completion_tokens"]
+
+        undisturbed = await ask()
+        first.script = talk_no_further
+        disturbed = asyncio.create_task(ask())
+        await until(lambda: house.dispatcher.tickets, "it runs")
+        [ticket] = house.dispatcher.tickets.values()
+        await until(lambda: len(ticket.life.output[0]) == said, "its first part is here")
+        await house.add("decode", script=talk)
+        first.stop()
+        assert await disturbed == undisturbed
+        assert house.services.metrics.registry.get_sample_value("tandem_migrations_total") == 1
+    if stream:
+        shown = [(text, finish) for text, _, finish in undisturbed]
+    else:
+        shown = [(choice["message"]["content"], choice["finish_reason"]) for choice in undisturbed[0]]
+    assert shown == [("some text ", "stop"), ("by", "stop")][:n]
+
+
 async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
     async with open_house(model, "prefill", failure_timeout=0.5) as house:
         first = await house.add("decode", step_s=0.01)
