@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,21 @@ class Setup:
 
     def __str__(self) -> str:
         topology = {COLOCATED: "colocated", ONE_ONE: "1P1D", TWO_TWO: "2P2D"}[self.flags]
-        return f"{self.kind}-{topology}" + ("-zmq" if self.link == "zmq" else "")
+        return f"{self.kind}-{topology}" + ("" if self.link == "shm" else f"-{self.link}")
 
 
 FAMILIES = ("llama", "llama-untied", "qwen3", "mistral", "gemma2", "gemma3", "qwen3-moe", "phi3")
 ALSO = ("gpt2", "gpt-oss", "deepseek-v3", "mixtral")
 LINKS = ("shm", "zmq")
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
 SETUPS = [
     *(Setup(kind, COLOCATED, "colocated") for kind in FAMILIES),
     *(Setup(kind, ONE_ONE, "disagg", LINKS[index % 2]) for index, kind in enumerate((*FAMILIES, *ALSO))),
     *(Setup(kind, TWO_TWO, "disagg", LINKS[1 - index % 2]) for index, kind in enumerate(FAMILIES)),
+    pytest.param(Setup("llama", ONE_ONE, "disagg", "nixl"), marks=NEEDS_NIXL),
 ]
-"""Every family in every topology. What one pair sends through one link, two pairs send through the other."""
+"""Every family in every topology. What one pair sends through one link, two pairs send through the other. An optional
+link carries what one of the families needs."""
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 511, 512, 513, 1500)
 SAMPLED: tuple[dict[str, Any], ...] = (
