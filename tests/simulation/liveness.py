@@ -63,11 +63,11 @@ class Attempt:
         met = strike.began <= self.ended and self.began <= strike.ended + LINGERS_S
         return met and strike.ends <= self.workers | {COORDINATOR}
 
-    def bereft_by(self, strike: Strike, strikes: Iterable[Strike], dying_s: float) -> bool:
-        """A worker of it died, at most ``dying_s`` before it began, or the line to one broke while another of
-        ``strikes`` kept it from joining again."""
+    def bereft_by(self, strike: Strike, strikes: Iterable[Strike]) -> bool:
+        """A worker of it died, perhaps so shortly before it began that its sockets were still open, or the line to one
+        broke while another of ``strikes`` kept it from joining again."""
         lost = strike.ends - {COORDINATOR}
-        met = self.began - dying_s <= strike.began <= self.ended + DIES_S
+        met = self.began - DYING_S <= strike.began <= self.ended + DIES_S
         if not lost or not lost <= self.workers or not met:
             return False
         return strike.deadly or any(
@@ -152,17 +152,18 @@ def _touching(record: Record, pause: Pause, strikes: Iterable[Strike]) -> list[S
 def unjustified(record: Record, code: str, strikes: Sequence[Strike]) -> str:
     """Why a request must not have failed with ``code``, or "": its retries are spent by faults that touched them,
     it is suspected for workers that died with it, which one that joins again did not, nor one that was dead before, but
-    for the first, of which nobody could know; and its deadline was too near for recovery. A coordinator that stalls is
-    no reason."""
+    for those of which nobody could know: the first, and one that died while the request waited for room, after it had
+    answered that it lives; and its deadline was too near for recovery. A coordinator that stalls is no reason."""
     if code == "worker_lost":
         real = [strike for strike in strikes if strike.ends != {COORDINATOR}]
         touched = sum(any(attempt.touched_by(strike) for strike in real) for attempt in record.attempts)
         return "" if touched > MAX_RETRIES else f"{touched} of its {len(record.attempts)} attempts met a fault"
     if code == "request_quarantined":
-        losses = 0
+        losses, asked_at = 0, 0.0
         for attempt in record.attempts:
-            dying_s = 0.0 if losses else DYING_S
-            losses += any(attempt.bereft_by(strike, strikes, dying_s) for strike in strikes)
+            later = [strike for strike in strikes if strike.began >= asked_at]
+            if any(attempt.bereft_by(strike, strikes) for strike in later):
+                losses, asked_at = losses + 1, attempt.ended
         return "" if losses >= MAX_CRASHES else f"workers were lost in {losses} of its {len(record.attempts)} attempts"
     if code == "request_timeout":
         return "" if record.timeout_s <= RECOVERED_S else f"there were {record.timeout_s:g} s"
