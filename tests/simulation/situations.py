@@ -375,12 +375,43 @@ class Crammed(OneFault):
     def _faults(self) -> None:
         """None but the lack of room."""
 
-    def _judge(self) -> None:
+    def _count_parked(self) -> int:
+        """Sequences that were parked on workers that are still there."""
         parked = sum(worker.worker.planner.preemptions for worker in self.system.workers.values())
-        if not parked:
-            self.system.complain("no sequence was parked")
         self.system.network.count("parked", parked)
+        return parked
+
+    def _judge(self) -> None:
+        if not self._count_parked():
+            self.system.complain("no sequence was parked")
         for client in self.system.clients:
             if client.ends != ["done"]:
                 self.system.complain(f"request {client.number} ends with {client.ends}, for want of blocks")
         super()._judge()
+
+
+class CrammedForks(Crammed):
+    """Of requests with several choices, some of which their clients end, while workers die, leave or lose a line. There
+    are other workers and time enough, so all are done, but those that were on two workers when these died: they are
+    refused, as poison would be. Whether they were there is for the judge of all histories."""
+
+    requests, tokens = 14, 60
+    blocks = 30
+
+    def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
+        rng, n = self.rng, self.rng.choice((1, 2, 3))
+        stops = {choice: rng.randint(1, self.tokens) for choice in range(n) if rng.random() < 0.4}
+        sampling = replace(sampling, logprobs=rng.choice((None, None, 2)))
+        return SimulatedClient(self.system, number, prompt, sampling, n, stops)
+
+    def _faults(self) -> None:
+        faults = self._kill, self._kill, self._reset, self._drain
+        for _ in range(self.rng.choice((1, 2, 3))):
+            self._plan(self.rng.uniform(0.1, 1.5), self.rng.choice(faults))
+
+    def _judge(self) -> None:
+        self._count_parked()
+        for client in self.system.clients:
+            if client.ends[0] not in ("done", "failed: request_quarantined"):
+                self.system.complain(f"request {client.number} ends with {client.ends} though there is room")
+        History._judge(self)

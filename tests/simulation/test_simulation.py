@@ -13,10 +13,11 @@ import sys
 import pytest
 
 from tests.simulation.mutations import MUTATIONS
+from tests.simulation.play import KINDS
 
 SEEDS, PIECE = 2000, 250
-MUTATED_SEEDS = 300
-"""At most; nearly all bugs are caught by the first twenty, and each by several."""
+MUTATED_SEEDS = 15 * len(KINDS)
+"""At most, as many of each kind; nearly all bugs are caught by the first twenty, and each by several."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
