@@ -75,9 +75,10 @@ STALL_INTERVALS, STALL_STEPS = 20, 4
 to another worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
-ANSWERS_S = 0.2
+ANSWERS_S, STALE_S = 0.2, 0.05
 """Before a retry when a worker died the others are asked whether they live, so that none that died with it is taken for
-the next victim; for at most so long, since one of them may just be silent."""
+the next victim; for at most so long, since one of them may just be silent. Who waits for room longer than the other one
+asks again: who has answered may have died since."""
 
 
 class Dispatcher:
@@ -264,6 +265,10 @@ class Dispatcher:
                 if not isinstance(verdict, Placement):
                     workerless = isinstance(verdict, NoWorkers)
                     break
+                if ticket.life.crashes and now - ticket.not_before > STALE_S:
+                    self._ask_who_lives([ticket])
+                    moments.append(ticket.not_before)
+                    break
                 heapq.heappop(self._queue)
                 ticket.stranded_at = None
                 self._leave_queue(ticket, placed=True)
@@ -441,11 +446,16 @@ class Dispatcher:
             self._suspects[worker.id] = suspects
         for ticket in suspects:
             ticket.awaits = worker.id
-        self._asking = self.gateway.ask()
         for ticket in tickets:
-            ticket.asked = self._asking
             free = ticket.id in dead_before or ticket.life.in_doubt(worker.id)
-            self._setback(ticket, free=free, delay_s=ANSWERS_S)
+            self._setback(ticket, free=free)
+        self._ask_who_lives(tickets)
+
+    def _ask_who_lives(self, tickets: Sequence[Ticket]) -> None:
+        """They are not placed before that is known, or nobody answers any more."""
+        self._asking, now = self.gateway.ask(), self._clock()
+        for ticket in tickets:
+            ticket.asked, ticket.not_before = self._asking, now + ANSWERS_S
             if ticket.queued:
                 self._asked_for[ticket.id] = ticket
 
