@@ -54,7 +54,7 @@ class CheckedDispatcher(Dispatcher):
         failures = self._failures.get(Pair(placement.prefill.id, placement.decode.id), ())
         if _too_many(failures):
             since = self._clock() - failures[-1]
-            if since < FIRST_COOL_DOWN_S:
+            if since < FIRST_COOL_DOWN_S - 1e-6:
                 self.complain(f"a pair is tried {since:.2f} s after its third failure")
 
     def _look_at_retries(self) -> None:

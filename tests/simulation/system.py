@@ -126,6 +126,8 @@ class SimulatedWorker:
         self._busy_until = 0.0
         self._began: tuple[float, float] | None = None
         self._turning = False
+        self._without_room: tuple[float, set[RequestId]] = 0.0, set()
+        """Requests that have had none since a turn without a step."""
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
         settings = WorkerSettings(
@@ -152,6 +154,8 @@ class SimulatedWorker:
         if self.gone:
             return
         self._next, self._turning, clock = None, True, self.system.clock
+        since, without_room = self._without_room
+        self.system.crowds_out(self.name, without_room, since, clock.now)
         self._began, shot = None, self.worker.membership.snapshot
         try:
             if self.worker.finished():
@@ -172,6 +176,7 @@ class SimulatedWorker:
             clock.at(self._busy_until, self.process.run, self._stepped, shot)
         self.process.spent = 0.0
         self.system.look_at(self)
+        self._without_room = clock.now, self._lack_blocks() if self._began is None else set()
         waiting = self.system.network.waits_for(self.process)
         self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
 
@@ -180,7 +185,10 @@ class SimulatedWorker:
         membership = self.worker.membership
         self._began = self.system.clock.now, membership.expected_s
         self.system.slowest_s = max(self.system.slowest_s, seconds)
-        self.system.crowds_out(self.name, self._crowded_out(batch), seconds)
+        now = self.system.clock.now
+        self.system.crowds_out(self.name, self._crowded_out(batch), now, now + seconds)
+        if self.role != "prefill":
+            self.system.leaves_unplaced(now, now + seconds)
         if stuck_s := self.engine.stuck_s:
             self.engine.stuck_s = 0.0
             self.process.spent += stuck_s
@@ -190,10 +198,15 @@ class SimulatedWorker:
     def _crowded_out(self, batch: Batch) -> set[RequestId]:
         """Requests that have no place in this step by right: all of its slots have a higher rank, or blocks are lacking
         for them or for one that waits before them. Counted here: the planner's word is not taken for it."""
-        planner, pool = self.worker.planner, self.worker.cache.pool
+        planner = self.worker.planner
         lowest = max(segment.sequence.request.priority for segment in batch.segments)
         full = len(batch.segments) == planner.max_sequences
         lower = {each.request.id for each in planner.sequences() if full and each.request.priority > lowest}
+        return lower | self._lack_blocks()
+
+    def _lack_blocks(self) -> set[RequestId]:
+        """Requests that wait for more than are free, or behind one that does."""
+        planner, pool = self.worker.planner, self.worker.cache.pool
         queue = [entry.sequence for entry in planner._waiting]
         if isinstance(self.worker, DecodeWorker):
             queue += [reservation.sequence for reservation in self.worker.reservations._waiting.values()]
@@ -202,7 +215,7 @@ class SimulatedWorker:
             blocks = -(-len(sequence.tokens) // self.engine.layout.block_size)
             return blocks + planner.running <= pool.available  # a block of growth for each that runs
 
-        return lower | {each.request.id for each in itertools.dropwhile(fits, queue)}
+        return {each.request.id for each in itertools.dropwhile(fits, queue)}
 
     def _stepped(self, shot: Snapshot) -> None:
         membership = self.worker.membership
@@ -527,14 +540,19 @@ class System:
         if self.problems:
             raise Broken("; ".join(self.problems))
 
-    def crowds_out(self, name: str, requests: set[RequestId], seconds: float) -> None:
-        """A step of the worker ``name`` begins without these, nor has any worker room for what is lost and waits."""
-        now = self.clock.now
-        unplaced = set[RequestId]() if self.shapes[name][0] == "prefill" else self.coordinator.dispatcher.without_room()
-        for client in self.clients if requests or unplaced else ():
-            here = any(name in each.workers and each.ended > now for each in client.record.attempts[-1:])
-            if (here and client.id in requests) or client.id in unplaced:
-                client.crowded_out.append((now, now + seconds))
+    def crowds_out(self, name: str, requests: set[RequestId], began: float, ended: float) -> None:
+        """The worker ``name`` has no room for these meanwhile."""
+        for client in self.clients if requests else ():
+            here = any(name in each.workers and each.ended > began for each in client.record.attempts[-1:])
+            if here and client.id in requests:
+                client.crowded_out.append((began, ended))
+
+    def leaves_unplaced(self, began: float, ended: float) -> None:
+        """A step of a worker that decodes, while none has room for what is lost and waits."""
+        unplaced = self.coordinator.dispatcher.without_room()
+        for client in self.clients if unplaced else ():
+            if client.id in unplaced:
+                client.crowded_out.append((began, ended))
 
     def look_at(self, worker: SimulatedWorker) -> None:
         """After each turn: what is cheap enough to be checked always."""
