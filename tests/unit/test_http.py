@@ -726,6 +726,28 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         assert len(ticket.life.crashes) == 1, "that of the one that died with it"
 
 
+async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
+    """While the request waited for room there."""
+    one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
+    async with open_house(model) as house:
+        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(2)]
+        asked = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(2)]
+        await until(lambda: all(worker.busy for worker in workers), "both run")
+        bereft, leaving = house.dispatcher.tickets.values()
+        dies, dies_too = sorted(workers, key=lambda worker: not on_it(bereft, worker))
+        dies.stop()
+        await until(lambda: bereft.queued and not house.dispatcher._asked_for, "the other one has answered")
+        await until(lambda: house.dispatcher._clock() - bereft.not_before > dispatch.STALE_S, "some time ago")
+        dies_too.answers = False  # what a process that was killed has not sent so far, it does not send
+        asked[1].cancel()
+        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: on_it(bereft, dies_too), "it has that")
+        dies_too.stop()
+        await house.add("colocated", name="new")
+        response, _ = await asked[0]
+        assert response.status == 200
+
+
 async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
     """Else all that it dies of later would be taken for what it got when it was dead. An answer to an earlier
     coordinator, which has asked more often, is none."""
