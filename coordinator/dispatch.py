@@ -75,10 +75,10 @@ STALL_INTERVALS, STALL_STEPS = 20, 4
 to another worker, if its worker does not say why."""
 RETRY_DELAY_S = 0.1
 """Before a retry when a worker said no: something must change there first."""
-ANSWERS_S, STALE_S = 0.2, 0.05
+ANSWERS_S = 0.2
 """Before a retry when a worker died the others are asked whether they live, so that none that died with it is taken for
-the next victim; for at most so long, since one of them may just be silent. Who waits for room longer than the other one
-asks again: who has answered may have died since."""
+the next victim; for at most so long, since one of them may just be silent. Who then waits for room asks again: some who
+have answered may have died since."""
 
 
 class Dispatcher:
@@ -116,6 +116,8 @@ class Dispatcher:
         self._pumping = False
         self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
+        self._shortages = 0
+        """How often the queue stood still for want of room."""
         self._ticks: asyncio.TimerHandle | None = None
         self._leases_due = 0.0
 
@@ -256,6 +258,7 @@ class Dispatcher:
                     continue
                 verdict = self.router.place(self._need(ticket))
                 if ticket.life.suspect and not isinstance(verdict, Placement):
+                    ticket.shortage = -1
                     aside.append(heapq.heappop(self._queue))
                     continue
                 if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
@@ -264,8 +267,9 @@ class Dispatcher:
                     continue
                 if not isinstance(verdict, Placement):
                     workerless = isinstance(verdict, NoWorkers)
+                    self._shortages += 1
                     break
-                if ticket.life.crashes and now - ticket.not_before > STALE_S:
+                if ticket.life.crashes and ticket.shortage != self._shortages:
                     self._ask_who_lives([ticket])
                     moments.append(ticket.not_before)
                     break
@@ -455,7 +459,7 @@ class Dispatcher:
         """They are not placed before that is known, or nobody answers any more."""
         self._asking, now = self.gateway.ask(), self._clock()
         for ticket in tickets:
-            ticket.asked, ticket.not_before = self._asking, now + ANSWERS_S
+            ticket.asked, ticket.not_before, ticket.shortage = self._asking, now + ANSWERS_S, self._shortages
             if ticket.queued:
                 self._asked_for[ticket.id] = ticket
 

@@ -69,6 +69,8 @@ class Ticket:
     asked: int = 0
     """The Ask to the other workers when one that had it died last, 0 if none did. One that dies without an answer to it
     was dead when it was given the request."""
+    shortage: int = 0
+    """The last time, until then, that the queue stood still for want of room."""
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
