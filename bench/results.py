@@ -82,6 +82,28 @@ def _commit() -> str | None:
     return f"{commit}{'+' if changed else ''}"
 
 
+def comparable(earlier: dict[str, Any]) -> bool:
+    """Whether figures that were saved ``earlier`` are of this machine and these sources: nothing that is committed has
+    changed since but documents and results, and nothing that is not."""
+    now = provenance()
+    if earlier.get("machine") != now["machine"] or not now["commit"] or now["commit"].endswith("+"):
+        return False
+    try:
+        _git(
+            "diff",
+            "--quiet",
+            str(earlier.get("commit")),
+            "HEAD",
+            "--",
+            ".",
+            ":(exclude)bench/results",
+            ":(exclude)*.md",
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
 def _git(*words: str) -> str:
     command = ["git", "-C", str(ROOT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,8 +1,9 @@
-"""``python -m bench.goals [--only C1,C4]``: measures the goals and writes the table (see the package)."""
+"""``python -m bench.goals [--only C1,C4] [--resume]``: measures the goals and writes the table (see the package)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from rich.console import Console
 from bench import results
 from bench.goals import checkpoint, coordinator, engine, handoff, serving
 from bench.goals.field import FULL, QUICK, Field, opened
-from bench.goals.figures import Row, as_json, table
+from bench.goals.figures import Row, as_json, of_json, table
 from bench.peers import vllm
 from common.errors import StartError
 
@@ -49,6 +50,8 @@ class Found:
     left: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     """Peers that did not start."""
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    """Of earlier runs that this one goes on with: the goals that each has measured, by date."""
 
     def lines(self) -> list[str]:
         """The table, what is missing in it, and where it comes from."""
@@ -56,18 +59,45 @@ class Found:
         lines += [f"- {name} is missing: {why}" for name, why in self.broken.items()]
         if self.left:
             lines.append(f"- not measured so far: {', '.join(self.left)}")
+        lines += [f"- measured before, by a run of {date}: {', '.join(names)}" for date, names in self.parts.items()]
         return [*lines, "", results.told()]
 
     def as_json(self) -> dict[str, Any]:
-        rest = {"failed": self.failed, "broken": self.broken, "left": self.left}
+        rest = {"failed": self.failed, "broken": self.broken, "left": self.left, "parts": self.parts}
         return rest | {"rows": [as_json(row) for row in self.rows]}
 
 
-def measure(setting: Field, names: Sequence[str], console: Console, keep: Callable[[Found], None]) -> Found:
-    """Measures the goals, and has what was found so far kept after each: one that fails, or an end in the middle, does
-    not cost what the others have found in hours."""
-    found = Found(left=list(names))
-    for name in names:
+def resumed(save: Path) -> Found:
+    """What the run that has saved its figures there has measured. StartError if this one cannot go on with them."""
+    try:
+        kept = json.loads(save.read_text(encoding="utf-8"))
+        rows = [of_json(each) for each in kept["rows"]]
+        parts, date = dict(kept["parts"]), str(kept["date"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartError(
+            f"cannot go on with {save}", str(error) or type(error).__name__, "leave --resume out"
+        ) from error
+    if not results.comparable(kept):
+        raise StartError(
+            f"cannot go on with {save}",
+            "its figures are of another machine or of other sources, or what is here is not committed",
+            "leave --resume out",
+        )
+    before = {name for names in parts.values() for name in names}
+    if new := [name for name in GOALS if name in {row.goal for row in rows} - before]:
+        parts[date] = new
+    return Found(rows, parts=parts)
+
+
+def measure(
+    setting: Field, names: Sequence[str], console: Console, keep: Callable[[Found], None], found: Found | None = None
+) -> Found:
+    """Measures those of the goals that ``found`` lacks, and has what was found so far kept after each: one that fails,
+    or an end in the middle, does not cost what the others have found in hours."""
+    found = found or Found()
+    known = {row.goal for row in found.rows}
+    found.left = [name for name in names if name not in known]
+    for name in list(found.left):
         began = time.monotonic()
         found.left.remove(name)
         try:
@@ -101,6 +131,7 @@ def main() -> int:
         "--save", type=Path,
         help="JSON file, the table goes beside it (default: bench/results/goals.json if all goals are measured)",
     )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on with the goals that the file to be saved lacks")
     options = parser.parse_args()
     console = Console(stderr=True, highlight=False)
     try:
@@ -112,6 +143,9 @@ def main() -> int:
         model = (options.model or checkpoint.make(results.ROOT / ".cache" / "llama-82m")).resolve()
         whole = len(names) == len(GOALS) and not options.quick
         save: Path | None = options.save or (FOLDER / "goals.json" if whole else None)
+        if options.resume and save is None:
+            raise StartError("cannot go on", "there is no file whose figures to go on with", "name it with --save")
+        before = resumed(save) if options.resume and save else None
         if save and find_spec("matplotlib") is None:
             console.print("there will be no pictures: matplotlib is not installed (make bench does that)")
 
@@ -120,14 +154,13 @@ def main() -> int:
                 figures = {"quick": options.quick, "peers": peers and vllm.version(peers)}
                 results.save(save, figures | found.as_json())
                 save.with_suffix(".md").write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
+                for name in list(setting.pictures) if find_spec("matplotlib") else ():
+                    setting.pictures.pop(name)(save.with_name(f"{save.stem}-{name}.png"))
 
         cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
         with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as setting:
-            found = measure(setting, names, console, keep)
+            found = measure(setting, names, console, keep, before)
         print("\n".join(found.lines()))
-        if save and find_spec("matplotlib"):
-            for name, draw in setting.pictures.items():
-                draw(save.with_name(f"{save.stem}-{name}.png"))
     except StartError as error:
         print(error, file=sys.stderr)
         return 1

@@ -142,6 +142,19 @@ def _number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def of_json(kept: dict[str, Any]) -> Row:
+    """The inverse of :func:`as_json`."""
+    same = {name: kept[name] for name in ("goal", "what", "unit", "value", "limit", "share", "peer")}
+    ratio = kept["ratio"]
+    return Row(
+        **same,
+        targets=tuple(Target(**each) for each in kept["targets"]),
+        against=kept["against"] or "",
+        ratio=None if ratio is None else Spread(**{name: float(figure) for name, figure in ratio.items()}),
+        note=kept["note"] or "",
+    )
+
+
 def as_json(row: Row) -> dict[str, Any]:
     spread = row.ratio
     return {

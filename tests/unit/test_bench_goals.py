@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench import results
 from bench.client import Record
 from bench.cost import CostModel
 from bench.goals import __main__ as command
@@ -436,6 +437,52 @@ def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
     figures = json.loads(saved.read_text())
     assert [each["goal"] for each in figures["rows"]] == ["C1"] and figures["left"] == ["C2", "C3"]
     assert "- not measured so far: C2, C3" in saved.with_suffix(".md").read_text()
+
+
+def test_a_run_goes_on_with_what_an_earlier_one_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def goal(name: str) -> command.Goal:
+        def measured(_: Field) -> list[Row]:
+            asked.append(name)
+            if name == "C2" and len(asked) == 2:
+                raise KeyboardInterrupt
+            peer = against("vLLM", [1.0], [0.0])
+            return [Row(name, "something", "ms", 1.0, (Target("value", 2.0, at_most=True),), **peer)]
+
+        return measured
+
+    monkeypatch.setattr(command, "GOALS", {name: goal(name) for name in ("C1", "C2", "C3")})
+    monkeypatch.setattr(results, "comparable", lambda earlier: earlier["machine"]["cores"] > 0)
+    monkeypatch.delenv("PEERS", raising=False)
+    saved = tmp_path / "goals.json"
+    words = ["goals", "--quick", "--model", str(tmp_path), "--save", str(saved)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
+    assert command.main() == 0 and asked == ["C1", "C2", "C2", "C3"]
+    figures = json.loads(saved.read_text())
+    assert [each["goal"] for each in figures["rows"]] == ["C1", "C2", "C3"] and list(figures["parts"].values()) == [
+        ["C1"]
+    ]
+    assert figures["rows"][0] == figures["rows"][1] | {"goal": "C1"}, "what was kept is what was measured"
+    assert "- measured before, by a run of" in saved.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("why", ["No such file", "another machine", "no file"])
+def test_a_run_that_cannot_go_on_says_why(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "goals.json"
+    if why == "another machine":
+        results.save(saved, {"machine": {"cores": 1000}} | command.Found([row()]).as_json())
+    monkeypatch.delenv("PEERS", raising=False)
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
+    words = ["goals", "--quick", "--resume", "--model", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words if why == "no file" else [*words, "--save", str(saved)])
+    assert command.main() == 1
+    assert why in capsys.readouterr().err
 
 
 def test_peers_that_are_not_installed_are_said_so(
