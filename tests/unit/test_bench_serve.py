@@ -178,6 +178,15 @@ def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+
+def commit_all(folder: Path) -> None:
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all")
+
+
 def test_the_commit_is_marked_where_files_differ_other_than_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +196,40 @@ def test_the_commit_is_marked_where_files_differ_other_than_figures(
     code, figures = tmp_path / "code.py", tmp_path / "bench" / "results" / "goals.json"
     for path in (code, figures):
         path.write_text("1")
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    git(tmp_path, "init", "-q")
+    commit_all(tmp_path)
     figures.write_text("2")
     (tmp_path / "new").touch()
     clean = provenance()["commit"]
     assert len(clean) == 12 and f"commit {clean}" in results.told()
     code.write_text("2")
     assert provenance()["commit"] == f"{clean}+"
+
+
+def test_figures_of_other_sources_or_machines_are_not_comparable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert not results.comparable(provenance()), "nobody knows of which sources they are"
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    code, text, figures = tmp_path / "code.py", tmp_path / "README.md", tmp_path / "bench" / "results" / "goals.json"
+    for path in (code, text, figures):
+        path.write_text("1")
+    git(tmp_path, "init", "-q")
+    commit_all(tmp_path)
+    earlier = provenance()
+    assert results.comparable(earlier)
+    assert not results.comparable(earlier | {"machine": earlier["machine"] | {"cores": 1000}})
+    assert not results.comparable(earlier | {"commit": "0123456789ab"})
+    for path in (text, figures):
+        path.write_text("2")
+    commit_all(tmp_path)
+    assert results.comparable(earlier), "documents and figures are no sources"
+    code.write_text("2")
+    assert not results.comparable(earlier), "not committed"
+    commit_all(tmp_path)
+    assert not results.comparable(earlier)
+    assert results.comparable(provenance())
 
 
 def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
