@@ -278,46 +278,16 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
 }
 
 #if HAS_AMX
-/* weigh for 16 * ``vectors`` scores that are all within and have no cap. */
-INLINE float NAME(weigh_all)(int vectors, float scale, const float *scores, uint16_t *weights, float *highest,
-                             float *sums)
-{
-    floats x[SPAN / LANES];
-    UNROLL16 for (int v = 0; v < vectors; v++)
-        x[v] = *(const floats *)(scores + v * LANES);
-    floats best = NAME(larger)(x[0], x[1]), other = NAME(larger)(x[2], x[3]);
-    UNROLL16 for (int v = 4; v < vectors; v += 2) {
-        best = NAME(larger)(x[v], best);
-        other = NAME(larger)(x[v + 1], other);
-    }
-    best = NAME(larger)(best, other) * scale;
-    float shrink = 1, top = *highest;
-    if (NAME(any_above)(best, top)) {
-        top = NAME(largest)(best);
-        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
-        *highest = top;
-    }
-    floats sum = *(floats *)sums * shrink, more = {};
-    UNROLL16 for (int v = 0; v < vectors; v += 2) {
-        floats low = NAME(rough_power)(x[v] * scale - top), high = NAME(rough_power)(x[v + 1] * scale - top);
-        _mm512_storeu_si512(weights + v * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-        sum += low;
-        more += high;
-    }
-    *(floats *)sums = sum + more;
-    return shrink;
-}
-
 /* Up to SPAN_ROWS rows of one head on their way through SPAN positions. */
 struct NAME(block) {
     const struct layer *layer;
     const struct task *task;
     const struct scratch *s;
-    long row, first, valid, here, done; /* here: positions that are worked on; done: PIECES of rows that have weights */
-    int head, rows, each;               /* each: pieces that get weights between products and products */
-    float *scores, *out;                /* [rows][SPAN], [rows][padded] */
-    uint16_t *weights;                  /* [rows][SPAN] */
-    floats sum;                         /* of the pieces of a row that have weights */
+    long row, first, valid, here; /* here: positions that are worked on */
+    int head, rows, each, done;   /* each: rows that get weights between products and products; done: those that have */
+    long position, query;         /* of the next row: positions behind ``first``, place in the group */
+    float *scores, *out;          /* [rows][SPAN], [rows][padded] */
+    uint16_t *weights;            /* [rows][SPAN] */
 };
 
 /* Scores of one row to weights; what was summed before shrinks. */
@@ -329,10 +299,7 @@ static __attribute__((noinline)) void NAME(weigh_row)(const struct NAME(block) *
     float *scores = block->scores + r * SPAN, *out = block->out + r * padded, shrink;
     float *highest = block->s->highest + place, *sums = block->s->sums + place * LANES;
     uint16_t *weights = block->weights + r * SPAN;
-    if (low <= 0 && high >= SPAN && layer->softcap <= 0)
-        shrink = NAME(weigh_all)(SPAN / LANES, layer->scaling * LOG2_E, scores, weights, highest, sums);
-    else
-        shrink = NAME(weigh)(layer, scores, weights, some, low, high, 1, highest, sums);
+    shrink = NAME(weigh)(layer, scores, weights, some, low, high, 1, highest, sums);
     if (some < block->here)
         memset(weights + some, 0, (block->here - some) * 2);
     if (shrink != 1)
@@ -340,52 +307,65 @@ static __attribute__((noinline)) void NAME(weigh_row)(const struct NAME(block) *
             *(floats *)(out + d) *= shrink;
 }
 
-#define PIECES 2     /* of a row that get weights at a time */
 #define MOST 0x1p60f /* that weights of a row may add up to: sums of many such are still finite */
 
-/* The next piece of a row of scores to weights. Where all are within, these are powers against the highest score of
- * the spans before, which nobody has to wait for: they are as exact above 1 as below. */
-INLINE void NAME(weigh_piece)(struct NAME(block) *block)
+/* Weights of ``count`` positions, whole pairs of vectors: all of them are within, or only those before ``high``.
+ * Returns their sum. */
+INLINE floats NAME(weigh_against)(const float *scores, uint16_t *weights, long count, long high, int all, float scale,
+                                  float highest)
 {
-    const struct layer *layer = block->layer;
-    const struct task *task = block->task;
-    long r = block->done / PIECES, piece = block->done % PIECES, row = block->row + r;
-    long position = task->position + row / layer->group - block->first;
-    long place = block->head * task->rows * layer->group + row;
-    long low = layer->window ? position - layer->window + 1 : 0;
-    long high = position + 1 < block->valid ? position + 1 : block->valid;
-    float highest = block->s->highest[place], scale = layer->scaling * LOG2_E;
-    floats *sums = (floats *)(block->s->sums + place * LANES), sum = {};
-    if (low > 0 || high < SPAN || layer->softcap > 0 || highest == -FLT_MAX) {
-        NAME(weigh_row)(block, r, place, low, high);
-        block->done += PIECES;
-        return;
-    }
-    const float *scores = block->scores + r * SPAN + piece * (SPAN / PIECES);
-    uint16_t *weights = block->weights + r * SPAN + piece * (SPAN / PIECES);
-    UNROLL for (int t = 0; t < SPAN / PIECES; t += 2 * LANES) {
+    floats sum = {};
+    UNROLL for (long t = 0; t < count; t += 2 * LANES) {
         floats first = NAME(rough_power)(*(const floats *)(scores + t) * scale - highest);
         floats second = NAME(rough_power)(*(const floats *)(scores + t + LANES) * scale - highest);
+        if (!all) {
+            uint32_t within = high >= t + 2 * LANES ? ~0u : high > t ? ~(~0u << (high - t)) : 0;
+            first = (floats)_mm512_maskz_mov_ps((__mmask16)within, (__m512)first);
+            second = (floats)_mm512_maskz_mov_ps((__mmask16)(within >> LANES), (__m512)second);
+        }
         _mm512_storeu_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
         sum += first + second;
     }
-    if (piece)
-        sum += block->sum;
-    block->sum = sum;
-    block->done++;
-    if (piece < PIECES - 1)
-        return;
-    if (NAME(any_above)(sum, MOST))
-        NAME(weigh_row)(block, r, place, low, high);
-    else
-        *sums += sum;
+    return sum;
+}
+
+/* The next row of scores to weights. These are powers against the highest score of the spans before, or against the
+ * first score of all, so that nobody has to look for the highest first: they are as exact above 1 as below. */
+INLINE void NAME(weigh_next)(struct NAME(block) *block)
+{
+    const struct layer *layer = block->layer;
+    long r = block->done++, position = block->position;
+    long place = block->head * block->task->rows * layer->group + block->row + r;
+    long low = layer->window ? position - layer->window + 1 : 0;
+    long high = position + 1 < block->valid ? position + 1 : block->valid;
+    const float *scores = block->scores + r * SPAN;
+    uint16_t *weights = block->weights + r * SPAN;
+    float *highest = block->s->highest + place, scale = layer->scaling * LOG2_E;
+    if (++block->query == layer->group) {
+        block->query = 0;
+        block->position++;
+    }
+    if (low <= 0 && high > 0 && layer->softcap <= 0) {
+        floats sum;
+        if (*highest == -FLT_MAX && fabsf(scores[0] * scale) < FLT_MAX)
+            *highest = scores[0] * scale;
+        if (high >= SPAN)
+            sum = NAME(weigh_against)(scores, weights, SPAN, high, 1, scale, *highest);
+        else
+            sum = NAME(weigh_against)(scores, weights, block->here, high, 0, scale, *highest);
+        if (!NAME(any_above)(sum, MOST)) {
+            *(floats *)(block->s->sums + place * LANES) += sum;
+            return;
+        }
+    }
+    NAME(weigh_row)(block, r, place, low, high);
 }
 
 static void NAME(weigh_some)(void *of, long)
 {
     struct NAME(block) *block = of;
-    for (int i = 0; i < block->each && block->done < block->rows * PIECES; i++)
-        NAME(weigh_piece)(block);
+    for (int i = 0; i < block->each && block->done < block->rows; i++)
+        NAME(weigh_next)(block);
 }
 
 /* Scores of a block; meanwhile ``other``, if not NULL, gets weights. */
@@ -432,20 +412,23 @@ static void NAME(attend_span)(const struct layer *layer, const struct task *task
                 continue;
             block = blocks + n % 3;
             *block = (struct NAME(block)){
-                layer, task, s, row, first, valid, here, 0, head, rows, 0, s->scores + n % 2 * SPAN_ROWS * SPAN,
-                s->out + (head * count + row) * padded, (uint16_t *)s->weights + n % 2 * SPAN_ROWS * SPAN};
+                .layer = layer, .task = task, .s = s, .row = row, .first = first, .valid = valid, .here = here,
+                .head = head, .rows = rows, .position = task->position + row / layer->group - first,
+                .query = row % layer->group, .scores = s->scores + n % 2 * SPAN_ROWS * SPAN,
+                .out = s->out + (head * count + row) * padded,
+                .weights = (uint16_t *)s->weights + n % 2 * SPAN_ROWS * SPAN};
             n++;
         }
         if (scored) {
             long parts = (block ? block->here / LANES * (steps / AMX_STEPS) : 0) +
                          (weighed ? (padded + LANES) / (2 * LANES) * (weighed->here / AMX_STEPS) : 0);
-            scored->each = parts ? (int)((scored->rows * PIECES + parts - 1) / parts) : 1;
+            scored->each = parts ? (int)((scored->rows + parts - 1) / parts) : 1;
         }
         if (block)
             NAME(score_block)(&now, block, scored);
         if (weighed)
             NAME(add_block)(&now, weighed, scored);
-        while (scored && scored->done < scored->rows * PIECES)
+        while (scored && scored->done < scored->rows)
             NAME(weigh_some)(scored, 0);
         weighed = scored;
         scored = block;

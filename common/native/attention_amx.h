@@ -147,6 +147,35 @@ INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *
         _tile_stored(FLAT_2, out + d / 2 + 16, v_dim * 2);
 }
 
+/* weigh for a tile of positions that are all within, with no cap. */
+INLINE float NAME(weigh_all)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
+{
+    floats x[TOKENS / LANES];
+    UNROLL16 for (int v = 0; v < TOKENS / LANES; v++)
+        x[v] = *(const floats *)(scores + v * LANES);
+    floats best = NAME(larger)(x[0], x[1]), other = NAME(larger)(x[2], x[3]);
+    UNROLL16 for (int v = 4; v < TOKENS / LANES; v += 2) {
+        best = NAME(larger)(x[v], best);
+        other = NAME(larger)(x[v + 1], other);
+    }
+    best = NAME(larger)(best, other) * scale;
+    float shrink = 1, top = *highest;
+    if (NAME(any_above)(best, top)) {
+        top = NAME(largest)(best);
+        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
+        *highest = top;
+    }
+    floats sum = *(floats *)sums * shrink, more = {};
+    UNROLL16 for (int v = 0; v < TOKENS / LANES; v += 2) {
+        floats low = NAME(rough_power)(x[v] * scale - top), high = NAME(rough_power)(x[v + 1] * scale - top);
+        _mm512_storeu_si512(weights + v * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        sum += low;
+        more += high;
+    }
+    *(floats *)sums = sum + more;
+    return shrink;
+}
+
 /* A row's weights as words in which the other half is zero: what meets elements of even and of odd dimensions. */
 INLINE void NAME(spread_weights)(const uint16_t *weights, long tokens, float *even, float *odd)
 {
@@ -190,7 +219,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
         float *even = s->out + place * half, *odd = even + rows * half;
         float *scores = s->scores + row * TOKENS, *highest = s->highest + row, *sums = s->sums + row * LANES, shrink;
         if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
-            shrink = NAME(weigh_all)(TOKENS / LANES, layer->scaling * LOG2_E, scores, weights, highest, sums);
+            shrink = NAME(weigh_all)(layer->scaling * LOG2_E, scores, weights, highest, sums);
         else
             shrink = NAME(weigh)(layer, scores, weights, groups * GROUP, low, high, 1, highest, sums);
         NAME(spread_weights)(weights, groups * GROUP, s->weights + place * TOKENS,

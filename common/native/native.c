@@ -29,7 +29,7 @@ enum type { FLOAT32, BFLOAT16, FLOAT16 };
 /* -- attention: what Python gives ---------------------------------------------------------------------------------- */
 
 #define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
-#define SPAN 256     /* positions that many rows meet in tile registers at a time, whole tiles */
+#define SPAN 128     /* positions that many rows meet in tile registers at a time, whole tiles */
 #define SPAN_ROWS 32 /* of these rows, how many at a time */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
 #define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */

@@ -171,17 +171,19 @@ def test_few_rows_of_bfloat16_in_whole_vectors(
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("dims", [(64, 64), (32, 96), (40, 24)], ids=str)
-@pytest.mark.parametrize("growth", [1.0, 30.0])
+@pytest.mark.parametrize(("growth", "first"), [(1.0, 1.0), (30.0, 1.0), (1.0, 60.0)])
 @pytest.mark.parametrize("fast", VARIANTS[:2], indirect=True)
 def test_many_rows_of_bfloat16_over_many_positions(
     option: str,
     group: int,
     dims: tuple[int, int],
     growth: float,
+    first: float,
     fast: Callable[[KvStore], AttentionBackend],
     make_store: MakeStore,
 ) -> None:
-    """Chunks of prompts; where scores grow from position to position, weights against those before would overflow.
+    """Chunks of prompts; where scores grow from position to position, weights against those before would overflow, as
+    they would against the first one where that is far below all others; where it is far above, it is all that counts.
     Chunks of one row more than a run of them have a task of few rows that sees one head."""
     torch.manual_seed(group)
     store = make_store(LayerLayout(2, *dims), 200, "bfloat16")
@@ -190,6 +192,7 @@ def test_many_rows_of_bfloat16_over_many_positions(
         last = span.end - 1
         for place, block in enumerate(span.blocks):
             store.k(0)[block] *= 1 + (growth - 1) * place * BLOCK / last
+        store.k(0)[span.blocks[0], 0] *= first
         store.k(0)[span.blocks[-1], last % BLOCK + 1 :] = torch.nan
         store.v(0)[span.blocks[-1], last % BLOCK + 1 :] = torch.nan
     fields = dict(OPTIONS[option])
