@@ -409,6 +409,11 @@ class CrammedForks(Crammed):
         for _ in range(self.rng.choice((1, 2, 3))):
             self._plan(self.rng.uniform(0.1, 1.5), self.rng.choice(faults))
 
+    def _drain(self) -> None:
+        """One at a time: who has left stays away for longer than anybody may wait for it, so others must be there."""
+        if not any(each.gone or each.worker.draining_until is not None for each in self.system.workers.values()):
+            super()._drain()
+
     def _judge(self) -> None:
         self._count_parked()
         for client in self.system.clients:
