@@ -258,6 +258,7 @@ class Dispatcher:
                     continue
                 verdict = self.router.place(self._need(ticket))
                 if ticket.life.suspect and not isinstance(verdict, Placement):
+                    workerless |= isinstance(verdict, NoWorkers)
                     ticket.shortage = -1
                     aside.append(heapq.heappop(self._queue))
                     continue
@@ -414,6 +415,9 @@ class Dispatcher:
 
     def joined(self, worker: Worker) -> None:
         self.returned(worker.id)
+        if self.router.missing_role() is None:
+            for ticket in self.tickets.values():
+                ticket.hopes = False
         for trial in self.links.trials(worker, self.registry):
             self._try(trial)
         self.pump_soon()

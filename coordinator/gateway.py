@@ -232,6 +232,7 @@ class Gateway:
         self._read()
         self._rearm()
         if self._losing.pop(worker.id, None) is not None:
+            self.registry.misses(worker, self.clock())
             self._miss(worker)
 
     def _miss(self, worker: Worker) -> None:
@@ -475,6 +476,10 @@ class Gateway:
         missing = self._missing.get(incarnation)
         if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
             self._lives(missing)  # before the first look it may be its last words
+            if isinstance(message, Heartbeat) and self.registry.endless(message):
+                name, turn_ms = missing.worker.hello.name, message.turn_ms
+                log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
+                del self._missing[incarnation]
         if isinstance(message, Goodbye):
             self._missing.pop(incarnation, None)
             return

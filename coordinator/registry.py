@@ -116,6 +116,8 @@ class Registry:
         self.expected: dict[Role, int] = {"prefill": 0, "decode": 0, "colocated": 0}
         """How many of each must have been ready once before the system is."""
         self._workers: dict[Incarnation, Worker] = {}
+        self._last: dict[Role, Hello] = {}
+        """Of each role, who went last."""
         self._replaced: dict[Incarnation, None] = {}
         self.lags = Lags(self.times.sweep_s)
         self.hung = Hung(self.times.lease_s, self.lags)
@@ -131,6 +133,12 @@ class Registry:
 
     def ready(self, role: Role) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
+
+    def hellos(self) -> list[Hello]:
+        """Of all workers, and of who went last of a role that has none: it may be back before a request is placed."""
+        here = [worker.hello for worker in self]
+        roles = {hello.role for hello in here}
+        return here + [hello for role, hello in self._last.items() if role not in roles]
 
     def starting(self, role: Role) -> bool:
         """Whether fewer workers of ``role`` have been ready so far than the system was started with."""
@@ -175,15 +183,20 @@ class Registry:
 
     def hangs(self, worker: Worker) -> bool:
         """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
-        return worker.beat is not None and self._endless(worker.beat)
+        return worker.beat is not None and self.endless(worker.beat)
 
     def stranger_beats(self, name: str, beat: Heartbeat, now_s: float) -> None:
         """Who is not registered (any more) lives, and will say Hello when its turn is over."""
-        if not self._endless(beat):
+        if not self.endless(beat):
             self.hung.busy(name, beat.turn_ms / 1000, now_s)
 
-    def _endless(self, beat: Heartbeat) -> bool:
+    def endless(self, beat: Heartbeat) -> bool:
+        """Whether the turn that it tells of will never end."""
         return beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
+
+    def misses(self, worker: Worker, now_s: float) -> None:
+        """Its connection broke: it has died, or a lease to say Hello."""
+        self.hung.add(Hang.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
 
     def give_up(self, worker: Worker, now_s: float) -> None:
         """It hangs in the turn that it told of last."""
@@ -206,6 +219,7 @@ class Registry:
         if worker.state is not WorkerState.GONE:
             worker.move(WorkerState.GONE)
         self._workers.pop(worker.id, None)
+        self._last[worker.role] = worker.hello
 
     def sweep(self, now_s: float) -> list[Worker]:
         """Removes and returns workers that have been silent too long. To be called every ``times.sweep_s``, when what

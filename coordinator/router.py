@@ -181,7 +181,8 @@ class Router:
         return (pool.kv_blocks - shared) // choices * pool.block_size - partial
 
     def _largest_pool(self) -> Hello | None:
-        pools = (worker.hello for role in _HOLDERS for worker in self.registry.ready(role))
+        ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
+        pools = ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
         return max(pools, key=lambda hello: hello.kv_blocks * hello.block_size, default=None)
 
     def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:

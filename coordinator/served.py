@@ -85,7 +85,7 @@ class ServedModel:
     @property
     def context_length(self) -> int:
         """The longest prompt plus output, as the least capable worker knows it."""
-        return min((worker.hello.max_model_len for worker in self.workers), default=self._limit)
+        return min((hello.max_model_len for hello in self.workers.hellos()), default=self._limit)
 
     # -- prompts --------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ServedModel:
     async def prefix_chains(self, ids: Sequence[int], cache_salt: str) -> Chains:
         """The prefix keys under which this prompt's KV is cached, by the element type in which it was computed: of
         every type that a worker has."""
-        hellos = [worker.hello for worker in self.workers]
+        hellos = self.workers.hellos()
         roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
 
         def extended() -> Chains:

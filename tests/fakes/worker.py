@@ -81,6 +81,9 @@ class FakeWorker:
     beat_s: float = 0.1
     answers: bool = True
     """Whether it beats when it is asked to, or the question is lost."""
+    rejoins: bool = True
+    """Whether it says Hello when it is told to, or hangs."""
+    turn_ms: int = -1
     drop: set[type[Message]] = field(default_factory=set)
     refuse: Failed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
@@ -192,7 +195,7 @@ class FakeWorker:
             case Turned(reason=reason):
                 self.turned = reason
                 self.joined.set()
-            case Rejoin():
+            case Rejoin() if self.rejoins:
                 self._acted_on = 0
                 self._jobs.clear()
                 send(control, self.hello)
@@ -271,7 +274,8 @@ class FakeWorker:
             "leaked_blocks": 1.0,
         }
         return Heartbeat(
-            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, -1, False, counters,
+            self.hello.incarnation, self._acted_on, live, free, 0, held, len(self._jobs), 0, 7, self.turn_ms, False,
+            counters,
             asked=asked,
         )  # fmt: skip
 

@@ -706,6 +706,73 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
         assert response.status == 503
 
 
+async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(model: Path) -> None:
+    """As long as its heart tells of a turn that may end it is waited for; then it is left to the launcher."""
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        decode = await house.add("decode", rejoins=False)
+        gateway, replaced = house.dispatcher.gateway, []
+        gateway.supervise(lambda name, pid, why: replaced.append((name, why)), {})
+        [worker] = house.dispatcher.registry.ready("decode")
+        gateway._lose(worker)
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        decode.turn_ms = 10_000
+        async with asyncio.timeout(5):
+            response, body = await asked
+        assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+        assert (await house.post(CHAT, HELLO))[0].status == 503
+        await until(lambda: replaced, "it is replaced")
+        [(name, why)] = replaced
+        assert name == decode.name and why.startswith("no Hello since its connection broke for 2")
+
+
+async def test_a_request_that_waits_for_a_missing_worker_gets_what_that_one_holds(model: Path) -> None:
+    """Who asks for no length gets what fits, as of a worker that is there."""
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", changes={"kv_blocks": 16, "max_model_len": 200})
+        usages = []
+        for lost in (False, True):
+            for worker in list(house.dispatcher.registry) if lost else ():
+                house.dispatcher.gateway._lose(worker)
+            response, body = await house.post(CHAT, {**HELLO, "n": 2})
+            assert response.status == 200, body
+            usages.append(body["usage"])
+        assert usages[0] == usages[1]
+
+
+async def test_who_waited_for_a_missing_worker_that_came_back_waits_for_the_next_as_others_do(model: Path) -> None:
+    async with open_house(model) as house:
+        worker = await house.add("colocated", delay_s=30, changes={"max_num_seqs": 1})
+        [known] = house.dispatcher.registry
+        house.dispatcher.gateway._lose(known)
+        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
+        await until(lambda: worker.busy == 1 and len(house.dispatcher.tickets) == 2, "one runs, the other waits")
+        worker.stop()
+        await until(lambda: not len(house.dispatcher.registry), "it is missed")
+        await until(lambda: not house.dispatcher.gateway.may_return("decode"), "it has died")
+        looked_at = house.dispatcher._clock() + 2 * house.dispatcher.times.sweep_s
+        await until(lambda: house.dispatcher._clock() > looked_at, "who may not wait is told so")
+        await house.add("colocated")
+        assert [(await each)[0].status for each in asked] == [200, 200]
+
+
+async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.2)
+    async with open_house(model) as house:
+        first = await house.add("colocated", delay_s=30)
+        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
+        await until(lambda: first.busy == 2, "both run")
+        second = await house.add("colocated", delay_s=30)
+        first.stop()
+        await until(lambda: second.busy == 2, "both run elsewhere")
+        second.stop()
+        async with asyncio.timeout(10):
+            for response, body in await asyncio.gather(*asked):
+                assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+
+
 async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
     """Several workers are killed at once, and the connections of some are closed when the request has moved there."""
     async with open_house(model) as house:
