@@ -48,6 +48,8 @@ class Membership:
         self.snapshot = Snapshot()
         self.turning_since: float | None = None
         """When the running turn of the worker's loop began; None while it waits."""
+        self.stood_still_before_s = 0.0
+        """What :meth:`stood_still_s` was when that began: a process that is stopped in a turn does not hang in it."""
         self.expected_s = 0.0
         """How long the running step, if there is one, is expected to take."""
         self.acted_on = 0
@@ -150,6 +152,7 @@ class Membership:
 
     def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot
+        stood_still_s = max(0.0, self.stood_still_s() - self.stood_still_before_s)  # another heart begins at nothing
         return Heartbeat(
             self.hello.incarnation,
             shot.acted_on,
@@ -160,7 +163,7 @@ class Membership:
             shot.running,
             shot.waiting,
             shot.waiting_tokens,
-            -1 if since is None else int((now - since) * 1000),
+            -1 if since is None else max(0, int((now - since - stood_still_s) * 1000)),
             shot.draining,
             shot.counters,
             int(1000 * (self.expected_s or shot.longest_step_s)),

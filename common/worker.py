@@ -202,6 +202,7 @@ class Worker(abc.ABC):
 
     def turn(self) -> float:
         """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
+        self.membership.stood_still_before_s = self.membership.stood_still_s()  # first: the heart reads it last
         now = self.membership.turning_since = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)

@@ -54,6 +54,7 @@ from common.messages import (
     Welcome,
 )
 from common.request import FinishReason, Request, SamplingParams
+from common.sequence import Batch, StepResult
 from common.wire import decode, seal
 from common.worker import PUBLISH_S, Worker, WorkerSettings
 from decode.worker import BUDGET_S, BUDGET_SHARE, MOST_BUDGET_SHARE, DecodeWorker
@@ -799,6 +800,29 @@ def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
     bench.tell("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     assert 1.0 <= worker.pace.longest <= 5.0
+
+
+def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heart stood still as well, and whoever was stopped together with it has not missed that."""
+    bench.lease_ms = 100_000
+    engine = OracleEngine(64)
+    worker = bench.add("decode", engine)
+    bench.until(lambda: worker.membership.joined)
+    step, stood_still_s, told = engine.step, [0.0], []
+
+    def stopped(batch: Batch) -> StepResult:
+        stood_still_s[0] += 3.0
+        told.append(worker.membership._heartbeat(0).turn_ms)
+        return step(batch)
+
+    for part, clock in ((worker, "clock"), (worker.membership, "_clock")):
+        monkeypatch.setattr(part, clock, lambda: time.monotonic() + 1.1 * stood_still_s[0])
+    monkeypatch.setattr(worker.membership, "stood_still_s", lambda: stood_still_s[0])
+    monkeypatch.setattr(engine, "step", stopped)
+    request = make_request(40, 3)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    assert len(told) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in told)
 
 
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
