@@ -178,9 +178,12 @@ def connect_dealer(
     secure: _Secure = _in_plain_text,
     watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
 ) -> BoundedSocket:
-    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address.
-    ``watch`` gets the socket before it dials."""
-    socket: BoundedSocket = context.socket(zmq.DEALER, socket_class=BoundedSocket)
+    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address, or
+    without a free descriptor. ``watch`` gets the socket before it dials."""
+    try:
+        socket: BoundedSocket = context.socket(zmq.DEALER, socket_class=BoundedSocket)
+    except zmq.ZMQError as error:
+        raise WireError(f"no socket for {address!r}: {error}") from error
     socket.most_parts = MESSAGE_PARTS
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.IDENTITY, name)

@@ -28,6 +28,7 @@ from common.channel import (
     is_local,
     send,
 )
+from common.errors import WireError
 from common.keys import PARTIES, Party
 from common.messages import Ask, ToHeart
 from common.wire import decode
@@ -284,3 +285,11 @@ def test_who_dials_anew_in_the_middle_of_its_message_of_too_many_parts_is_heard(
                 pass
             assert parts == [b"name", b"after"]
         router.disable_monitor()
+
+
+def test_who_cannot_open_a_socket_says_so_as_of_an_address_that_is_none() -> None:
+    """A worker gives one hand-off up for that, not itself."""
+    with zmq.Context() as context:
+        context.max_sockets = 1
+        with context.socket(zmq.PAIR), pytest.raises(WireError, match="Too many open files"):
+            connect_dealer(context, "tcp://127.0.0.1:1", b"name")
