@@ -463,7 +463,8 @@ class Worker(abc.ABC):
     def _signals(self) -> Iterator[socket.socket]:
         """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll and is acted on there, since a handler runs
         in the middle of anything. Under a launcher SIGINT is already ignored and stays so: a terminal sends it to
-        everybody, and only the launcher knows the order."""
+        everybody, and only the launcher knows the order. Nor does a second SIGTERM stop there: the first may have been
+        meant for all processes of a service, and the launcher passes on its own."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
@@ -482,7 +483,7 @@ class Worker(abc.ABC):
             writer.close()
 
     def _stop_asked(self) -> None:
-        if self.draining_until is not None:
+        if self.draining_until is not None and not self.settings.supervised:
             self._stopped = True
         self.drain(self.settings.drain_timeout_s)
 

@@ -162,17 +162,22 @@ class _LagSampler:
 
 
 class _Stop:
-    """SIGTERM and SIGINT as two events."""
+    """SIGTERM and SIGINT as two events. Under a launcher, which keeps Ctrl-C for itself, there is no second: who ends a
+    service sends SIGTERM to all of its processes, and then the launcher passes on its own. In a hurry it kills."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:  # a supervisor keeps Ctrl-C for itself
                 loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+        if not self.first.is_set():
+            self.first.set()
+        elif self._alone:
+            self.second.set()
 
 
 def _listen(host: str, port: int) -> socket.socket:

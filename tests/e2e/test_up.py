@@ -129,6 +129,19 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     assert not any(child.is_running() for child in family)
 
 
+def test_a_signal_to_all_of_its_processes_drains_as_one_to_it_does(start: Callable[..., Up]) -> None:
+    """As systemd and timeout send it: each child gets two."""
+    up = start()
+    running = ask(up.server(), 800)
+    next(running)
+    family = up.children()
+    for process in (*family, up.process):
+        process.send_signal(signal.SIGTERM)
+    assert len(list(running)) >= 799
+    assert up.process.wait(30) == 0
+    assert not any(child.is_running() for child in family)
+
+
 @pytest.mark.alone
 def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callable[..., Up]) -> None:
     up = start("--failure-timeout", "0.5")
