@@ -66,7 +66,7 @@ async def _serve(
     workers: Mapping[WorkerName, int],
 ) -> int:
     config.check_binds()
-    stop = _Stop()
+    stop = _Stop(alone=replace is None)
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         async with running(config, scale) as services, serving(make_app(services), listener):
@@ -162,12 +162,12 @@ class _LagSampler:
 
 
 class _Stop:
-    """SIGTERM and SIGINT as two events. Under a launcher, which keeps Ctrl-C for itself, there is no second: who ends a
-    service sends SIGTERM to all of its processes, and then the launcher passes on its own. In a hurry it kills."""
+    """SIGTERM and SIGINT as two events. There is a second only without a launcher: who ends a service sends SIGTERM to
+    all of its processes, and then the launcher passes on its own. In a hurry it kills."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
-        self._alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        self._alone = alone
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:  # a supervisor keeps Ctrl-C for itself

@@ -209,6 +209,8 @@ CELLS: list[Cell] = [
     *_row("coordinator stalls for 0.5 s", partial(faults.stall_coordinator, 0.5), "exact", _NONE),
     *_row("coordinator stalls for 2.6 s", partial(faults.stall_coordinator, 2.6), "exact",
           dict.fromkeys("PXDS", 2.6 + SOON_S)),
+    *_row("everything stopped for 2.6 s", partial(faults.stop_everybody, 2.6), "exact",
+          {"P": 2.6 + SOON_S + RECOMPUTED_S, "X": 2.6 + SOON_S, **_late(2.6 + SOON_S)}),
     *_row("coordinator drains", faults.terminate_coordinator, "exact", _NONE),
     *_row("coordinator-prefill partition", partial(faults.black_hole, "prefill"), "exact",
           _STOP | _UNMOVED),

@@ -275,6 +275,25 @@ async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
     return lambda: stalled and unmoved
 
 
+async def stop_everybody(seconds: float, scene: Scene) -> Proof:
+    """All processes, as of a container that is paused: who goes on finds nobody silent, and no step too long."""
+    process, setbacks, workers = _coordinator(scene), await scene.house.setbacks(), scene.house.workers.values()
+    _struck(scene)
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGSTOP)
+    _let_go(scene)
+    await asyncio.sleep(seconds)  # the length of the fault itself
+    pids = [process.pid, *(worker.process.pid for worker in workers if worker.process is not None)]
+    stopped = all(state_of(pid) == "T" for pid in pids)
+    for worker in workers:
+        worker.signal(signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
+    await scene.over()
+    unmoved = await scene.house.setbacks() == setbacks
+    return lambda: stopped and unmoved
+
+
 async def kill_pool(role: str, scene: Scene) -> Proof:
     """Every worker of a role."""
     _struck(scene)
