@@ -123,6 +123,7 @@ class Dispatcher:
 
     def start(self) -> None:
         self.gateway.start(self, self._loop)
+        self.registry.lags.look(self._clock())  # the first look of the timer may be late, too
         self._next_tick()
 
     def close(self) -> None:

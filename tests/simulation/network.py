@@ -442,15 +442,18 @@ class SimulatedHeart:
 
     def __init__(self, channels: SimulatedChannels, socket: Dealer, interval_s: float, beat: Callable[[int], Message]):
         self._channels, self._socket, self._interval_s, self._beat = channels, socket, interval_s, beat
+        self._late_s, self._due = 0.0, channels.process.clock.now
         self._stopped = False
         socket.wake = self._answer
         self._tick()
 
     def _tick(self) -> None:
         if not self._stopped:
-            self._send(0)
             process = self._channels.process
-            process.clock.after(self._interval_s, process.run, self._tick)
+            self._late_s = self.stood_still_s()
+            self._due = process.clock.now + self._interval_s
+            self._send(0)
+            process.clock.at(self._due, process.run, self._tick)
 
     def _answer(self) -> None:
         while not self._stopped and (ask := receive(self._socket, ToHeart)) is not None:
@@ -463,8 +466,7 @@ class SimulatedHeart:
         process.spent = spent
 
     def stood_still_s(self) -> float:
-        """A simulated step is over at once, and its time passes then: nobody is stopped in its middle."""
-        return 0.0
+        return self._late_s + max(0.0, self._channels.process.clock.now - self._due)
 
     def stop(self) -> None:
         self._stopped = True

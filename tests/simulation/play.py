@@ -27,6 +27,7 @@ from tests.simulation.situations import (
     Jammed,
     Muted,
     OneFault,
+    Paused,
     Poisonous,
     Sick,
     Unheard,
@@ -53,6 +54,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Crammed,
     CrammedForks,
     Forgotten,
+    Paused,
 )
 """One after the other; a new one comes last."""
 STRIDE = 20

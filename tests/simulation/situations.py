@@ -273,6 +273,33 @@ class Forgotten(Disconnected):
                 self._plan(at + self.rng.uniform(0.0, 0.2), self._reset_line, self.system.workers[name])
 
 
+class Paused(OneFault):
+    """Everything is stopped together, once or twice, as a container that is paused, in the middle of long steps, too.
+    Those that go on first hear nothing of the others for a moment, but nobody is silent and nobody hangs."""
+
+    requests, rate, tokens = 16, 10.0, 50
+
+    def _faults(self) -> None:
+        for at in (0.2, 5.0)[: self.rng.choice((1, 2))]:
+            self._plan(self.rng.uniform(at, at + 1.5), self._pause)
+
+    def _pause(self) -> None:
+        system, seconds = self.system, self.rng.uniform(2.1, 3.0)
+        system.network.count("paused")
+        system.struck(COORDINATOR)
+        for process in (system.coordinator.process, *(worker.process for worker in system.workers.values())):
+            process.stop()
+            self._plan(seconds + self.rng.uniform(0.0, 0.1), process.go_on)
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"] or len(client.record.attempts) > 1:
+                how = f"{client.ends} after {len(client.record.attempts)} attempts"
+                self.system.complain(f"request {client.number} ends with {how}, though all that was stopped went on")
+        self.system.check()
+
+
 class Sick(OneFault):
     """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
 
