@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,12 @@ def test_an_ipv6_host_makes_an_url_that_works(model: Path) -> None:
             worker.stop()
 
 
-def test_a_second_signal_does_not_wait_for_what_runs(model: Path) -> None:
+@pytest.mark.parametrize("ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_a_second_signal_does_not_wait_for_what_runs(
+    model: Path, ctrl_c: signal.Handlers, request: pytest.FixtureRequest
+) -> None:
+    """Nor without Ctrl-C, which a shell keeps from what a script starts in the background: there is no launcher."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, ctrl_c)))
     with coordinator(model, drain_timeout=60) as (process, url, address):
         worker = FakeWorker("colocated", address, fingerprint(model), delay_s=60).start()
         try:
