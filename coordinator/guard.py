@@ -27,6 +27,8 @@ from coordinator.reply import error_body
 log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+WRITTEN = web.RequestKey("written", asyncio.Future)
+"""Of a stream: done when its last event was written, after which a client has no reason to stay."""
 HEARD = web.AppKey("heard", set)
 """Connections that have sent a request."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -70,7 +72,8 @@ def guard(config: CoordinatorConfig) -> Middleware:
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = error.headers["Allow"]
         except asyncio.CancelledError:
-            if request.transport is None:
+            written = request.get(WRITTEN)
+            if request.transport is None and not (written and written.done()):
                 log.info("499 %s %s: the client has left (%s)", request.method, request.path, request[REQUEST_ID])
             raise
         except Exception:

@@ -23,7 +23,7 @@ from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
-from coordinator.guard import HEARD, REQUEST_ID, guard, json_response
+from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, guard, json_response
 from coordinator.metrics import Metrics
 from coordinator.openai import Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
@@ -279,6 +279,7 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
         raise reply.error
     stream = EventStream(request, _headers(request, reply), *_patience(request.app[SERVICES]))
     await stream.open()
+    request[WRITTEN] = reply.finished
     stream.send(reply.open(stream.send))
     await stream.until(reply.finished)
     return await stream.close()

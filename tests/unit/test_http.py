@@ -41,7 +41,7 @@ from common.messages import (
 from common.request import Request
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
-from coordinator import dispatch
+from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import parse_json
@@ -373,6 +373,28 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
             assert time.monotonic() - started < 0.2
         await until(lambda: not decode.busy, "decode is free")
     assert sum("499 POST /v1/chat/completions: the client has left" in line for line in caplog.messages) == 2
+
+
+async def test_a_client_that_has_read_its_stream_to_the_end_leaves_without_a_word(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many do not wait for the end of the response behind the last event."""
+    caplog.set_level(logging.INFO, "tandem.http")
+    at_its_end = asyncio.Event()
+
+    async def never_ends(*_: object) -> web.StreamResponse:
+        at_its_end.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async with open_house(model, "colocated") as house:
+        monkeypatch.setattr(sse, "deliver", never_ends)
+        async with house.client.post(f"{house.url}{CHAT}", json={**HELLO, "max_tokens": 3, "stream": True}) as response:
+            while b"[DONE]" not in await response.content.readany():
+                pass
+            await at_its_end.wait()
+            response.close()
+        await until(lambda: not house.services.answers.count, "it has left")
+    assert not [line for line in caplog.messages if "499" in line]
 
 
 # -- workers come and go ----------------------------------------------------------------------------------------------
