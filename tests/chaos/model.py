@@ -22,7 +22,7 @@ from typing import Any
 
 from common.request import SamplingParams
 from tests.chaos.host import undisturbed
-from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock, state_of
+from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock
 from tests.chaos.load import Break, Figures, answered, only_late, reset_links, signalled, swallow_link
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
@@ -30,6 +30,8 @@ BUILTIN = ROOT / "common" / "builtin" / "model"
 LOAD_S = 180.0
 NOTICED_S, SILENT_S = 0.2, 2.25
 """A death or a reset is noticed so soon; silence, of a process or a link, after 2 s by a look every 0.25 s."""
+IN_A_STEP_S = 0.005
+"""Steps compute for longer, a worker without work for less at a time."""
 PROMPTS, OUTPUTS = range(80, 120), range(32, 48)
 FLAGS = ("--threads", "1", "--num-kv-blocks", "600", "--max-model-len", "1024", "--no-enable-prefix-caching")
 _LISTENS = re.compile(r"^listens at (\S+) as (\S+)$", re.M)
@@ -105,9 +107,15 @@ class ModelHouse(House):
         return clock()
 
     async def until_busy(self, worker: Worker, within_s: float = LOAD_S) -> None:
-        """Its one thread runs: when it has nothing to do it only looks about for a moment now and then."""
-        deadline = clock() + within_s
-        while state_of(worker.process.pid) != "R":  # type: ignore[union-attr]
+        """It is in a step: its one thread computes without a pause, which it does for a moment only when it looks about
+        in vain."""
+        deadline, waits, since_s = clock() + within_s, -1, 0.0
+        while True:
+            computed_s, now_waits = _computed(worker.process.pid)  # type: ignore[union-attr]
+            if now_waits != waits:
+                waits, since_s = now_waits, computed_s
+            elif computed_s - since_s >= IN_A_STEP_S:
+                return
             assert clock() < deadline, f"{worker.name} has nothing to do"
             await asyncio.sleep(0.001)
 
@@ -115,6 +123,13 @@ class ModelHouse(House):
         prompt = [self.rng.randrange(self.reference.vocab_size) for _ in range(tokens)]
         judged = {"reference": self.reference, "tolerance": self.tolerance}
         return ModelAsk(prompt, max_tokens, 0, extra={"temperature": 0.0}, **judged, **options)
+
+
+def _computed(pid: int) -> tuple[float, int]:
+    """Seconds for which its main thread has had a core, and how often it gave one back to wait for something."""
+    task = Path(f"/proc/{pid}/task/{pid}")
+    waits = task.joinpath("status").read_text().partition("\nvoluntary_ctxt_switches:")[2]
+    return int(task.joinpath("schedstat").read_text().split()[0]) / 1e9, int(waits.split()[0])
 
 
 async def _prompts_alone(house: ModelHouse, load: Sequence[Ask]) -> float:
