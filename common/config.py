@@ -163,7 +163,7 @@ class EngineOptions:
         "transfer",
     )
     threads: int | None = option(
-        None, "compute threads per worker", count(1, 4096), "cores", shown_default="one per core it may use"
+        None, "compute threads per worker", count(1, 4096), "cores", shown_default="one per core of its share"
     )
     cpus: str | None = option(
         None, "cores to run on, such as 0-3,5 (tandem up deals them out)", CPUS, "cores", shown_default="all"
@@ -269,7 +269,7 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         "transfer",
         shown_default="curve with --cluster-key-file, else none",
     )
-    workers_on_host: int = option(1, "workers that share this machine's memory", count(1, 4096), "memory")
+    workers_on_host: int = option(1, "workers that share this machine's memory and cores", count(1, 4096), "memory")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -298,6 +298,12 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         dialled = self.coordinator.rpartition(":")[0]
         for host, flag in ((self.host, "--host"), (dialled, "--coordinator")):
             _check_cluster(host, flag, self)
+
+    @property
+    def out_of_reach(self) -> bool:
+        """Whether other machines take part, whose prefill workers could not send KV here."""
+        others = not is_loopback(self.coordinator.rpartition(":")[0])
+        return self.role != "prefill" and others and is_loopback(self.host)
 
     @property
     def encrypts_kv(self) -> bool:

@@ -91,3 +91,12 @@ def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None if limit == "max" else max(1, -(-int(limit) // int(period)))
     except (OSError, ValueError):
         return None
+
+
+def own_threads(chosen: Sequence[int] | None, workers: int) -> int:
+    """Threads of a worker that is started by itself: one for each of the cores ``chosen`` for it; of all cores that
+    this process may use, or as many as its container's limit gives, for one of ``workers`` that share them."""
+    if chosen:
+        return len(chosen)
+    usable = len(usable_cores())
+    return max(1, min(usable, core_quota() or usable) // workers)

@@ -35,6 +35,8 @@ DECODE_ROWS_HINT = 16
 def run(config: WorkerConfig) -> int:
     """Serves one role; 0 after a drain. StartError says in words why it cannot start."""
     config.check_binds()
+    if config.out_of_reach:
+        log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
     heap.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint)
@@ -48,7 +50,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
-    device.pin(cores.choose(config.cores), config.threads)
+    own = cores.choose(config.cores)
+    device.pin(own, config.threads or cores.own_threads(own, config.workers_on_host))
     threads.compute()
     from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
 

@@ -173,6 +173,19 @@ def test_other_addresses_than_loopback_need_a_word() -> None:
 
 
 @pytest.mark.parametrize(
+    ("role", "coordinator", "host", "expected"),
+    [
+        ("decode", "10.0.0.1:8001", "127.0.0.1", True),
+        ("decode", "10.0.0.1:8001", "10.0.0.2", False),
+        ("decode", "127.0.0.1:8001", "127.0.0.1", False),
+        ("prefill", "10.0.0.1:8001", "127.0.0.1", False),  # it dials
+    ],
+)
+def test_a_worker_that_others_could_not_reach_is_known(role: Any, coordinator: str, host: str, expected: bool) -> None:
+    assert WorkerConfig(role=role, model="m", coordinator=coordinator, host=host).out_of_reach == expected
+
+
+@pytest.mark.parametrize(
     ("host", "here"),
     [
         ("127.0.0.1", True),

@@ -62,6 +62,23 @@ def test_a_quota_or_a_wish_changes_the_threads() -> None:
     assert cores.Share((1, 2), 2).cpus == "1,2"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "usable", "quota", "workers", "expected"),
+    [((3, 4, 5), 8, 2, 4, 3), (None, 8, None, 1, 8), (None, 8, None, 2, 4), (None, 64, 4, 2, 2), (None, 2, None, 3, 1)],
+)
+def test_who_is_started_by_itself_takes_its_share(
+    chosen: tuple[int, ...] | None,
+    usable: int,
+    quota: int | None,
+    workers: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: tuple(range(usable)))
+    monkeypatch.setattr(cores, "core_quota", lambda: quota)
+    assert cores.own_threads(chosen, workers) == expected
+
+
 def test_workers_that_join_later_get_what_is_free_or_least_crowded() -> None:
     running = cores.deal(range(4), 2)[:1]  # (0, 1)
     assert cores.deal_more(range(4), running, 1) == [cores.Share((2, 3), 2)]
