@@ -426,15 +426,19 @@ class Whole:
 
 def request(model: str, requests: int, prompt: int, output: int, concurrency: int) -> Whole:
     """The average over a load of ``requests``, ``concurrency`` at a time; each is handed over."""
-    command = [sys.executable, "-m", "deploy.cli", "up", model, "--port", "0", "--no-enable-prefix-caching"]
+    command = [sys.executable, "-m", "deploy.cli", "up", model, "--port", "0", "--control-port", "0"]
+    command.append("--no-enable-prefix-caching")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as up:
         try:
-            url = ""
+            url, said = "", []
             assert up.stdout is not None
             for line in up.stdout:
+                said.append(line)
                 if found := re.search(r"http://127\.0\.0\.1:\d+", line):
                     url = found[0]
                     break
+            if not url:
+                raise SystemExit(f"tandem up does not start:\n{''.join(said)}")
             asyncio.run(ready(url))
             asyncio.run(load(url, concurrency, prompt, output, concurrency))  # warm
             size, count = asyncio.run(handed_over(url))

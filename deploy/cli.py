@@ -46,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. 1 for a failed start, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read it has seen enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the interpreter write what is left
+        return 128 + signal.SIGPIPE
     except StartError as error:
         if "--debug" in words or os.environ.get("TANDEM_DEBUG", "0").lower() in ("1", "true", "yes", "on"):
             traceback.print_exc()

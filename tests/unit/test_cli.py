@@ -237,6 +237,16 @@ def test_config_says_where_each_value_comes_from() -> None:
     assert "port " in tandem("config").stdout
 
 
+def test_whoever_reads_may_have_seen_enough() -> None:
+    """As head has, after ten lines."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "deploy.cli", "config", "up"]
+    with os.fdopen(writing) as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGPIPE and not done.stderr
+
+
 def test_config_of_a_mistyped_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
