@@ -117,7 +117,7 @@ class Registry:
         """How many of each must have been ready once before the system is."""
         self._workers: dict[Incarnation, Worker] = {}
         self._last: dict[Role, Hello] = {}
-        """Of each role, who went last."""
+        """Of each role, who went last, if it did not leave but its connection broke."""
         self._replaced: dict[Incarnation, None] = {}
         self.lags = Lags(self.times.sweep_s)
         self.hung = Hung(self.times.lease_s, self.lags)
@@ -135,7 +135,8 @@ class Registry:
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
 
     def hellos(self) -> list[Hello]:
-        """Of all workers, and of who went last of a role that has none: it may be back before a request is placed."""
+        """Of all workers, and of who was lost last of a role that has none: it may be back before a request is placed.
+        Who left, as all do when a system gets other workers, counts no more."""
         here = [worker.hello for worker in self]
         roles = {hello.role for hello in here}
         return here + [hello for role, hello in self._last.items() if role not in roles]
@@ -196,6 +197,7 @@ class Registry:
 
     def misses(self, worker: Worker, now_s: float) -> None:
         """Its connection broke: it has died, or a lease to say Hello."""
+        self._last[worker.role] = worker.hello
         self.hung.add(Hang.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
 
     def give_up(self, worker: Worker, now_s: float) -> None:
@@ -219,7 +221,7 @@ class Registry:
         if worker.state is not WorkerState.GONE:
             worker.move(WorkerState.GONE)
         self._workers.pop(worker.id, None)
-        self._last[worker.role] = worker.hello
+        self._last.pop(worker.role, None)
 
     def sweep(self, now_s: float) -> list[Worker]:
         """Removes and returns workers that have been silent too long. To be called every ``times.sweep_s``, when what

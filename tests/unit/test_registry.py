@@ -72,6 +72,18 @@ def test_a_worker_is_ready_once_it_was_welcomed() -> None:
     assert registry.seen["decode"] == {"d0"}
 
 
+def test_only_who_did_not_leave_is_reckoned_with_when_nobody_of_its_role_is_there() -> None:
+    registry = Registry("f")
+    prefill, lost = join(registry, "p0", "i0", "prefill"), join(registry, "d0", "i1")
+    registry.gone(lost)
+    registry.misses(lost, 0.0)
+    assert registry.hellos() == [prefill.hello, lost.hello]
+    back = join(registry, "d0", "i2", max_model_len=77)
+    assert registry.hellos() == [prefill.hello, back.hello]
+    registry.gone(back)  # it leaves
+    assert registry.hellos() == [prefill.hello]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
