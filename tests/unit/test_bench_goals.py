@@ -377,13 +377,14 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
     seconds = {OURS: 10.0, COLOCATED[0]: 12.0, COLOCATED[1]: 9.8, VLLM: 15.0, VLLM_1P1D: 30.0}
     scripted = Scripted(lambda system, ask, at: record(1.0, seconds[system] - 1.0))
     scripted.remembered["balance"] = 48
-    own, vllm, apart = serving.c10(scripted)
-    assert own.value == QUICK.requests / 10 and own.against == "2c" and own.ratio
+    own, vllm = serving.c10(scripted)
+    assert own.value == QUICK.sustained / 10 and own.against == "2c" and own.ratio
     assert own.ratio.median == pytest.approx(0.98) and own.met is False and own.held is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(1.5) and vllm.met is True
-    assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
     assert "512/48" in own.what
-    assert [each.against for each in serving.c11(scripted)] == [str(VLLM), "2c", str(VLLM_1P1D)]
+    vllm, own, apart = serving.c11(scripted)
+    assert [vllm.against, own.against, apart.against] == [str(VLLM), "2c", str(VLLM_1P1D)]
+    assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
