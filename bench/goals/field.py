@@ -60,7 +60,7 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
-    that are sent all at once (``sustained`` where the time between the first answers and the last prompts counts),
+    that are sent all at once (``sustained``: so many that start and end of the run hardly count),
     ``paced`` ones at each rate of a search, streams that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3

@@ -250,8 +250,8 @@ def saturation(
 def c10(field: Field) -> list[Row]:
     """On a load that keeps both pools equally busy, two pools serve as much as one. Neither is busy all the time:
     decode waits for the first prompts, and the last answers are decoded when no prompt is left. Of 96 requests that is
-    a fifth of the time: a burst, not saturation. So there are more of them here, without vLLM 1P1D, which has no goal
-    here and would need longer than all others together: it is measured in C11."""
+    a fifth of the time: a burst, not saturation. So there are more of them here, without vLLM 1P1D, which is slow and
+    has no goal here: it is measured in C11."""
 
     def balance() -> int:
         field.open()
