@@ -81,7 +81,7 @@ def test_one_ways_weights_are_gone_before_the_next_ones_are_made(monkeypatch: py
 
     monkeypatch.setattr(roofline, "best_s", timed_once)
     monkeypatch.setattr(roofline, "ways", lambda *how: {name: watched(make) for name, make in ways(*how).items()})
-    product([Shape("a", 64, 32, 3)], torch.bfloat16, 4)
+    product([Shape("a", 64, 32, 3)], torch.float32, 4)  # of this type every CPU has several ways
     assert made == 3 * len(passes) >= 6
 
 
