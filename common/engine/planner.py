@@ -178,6 +178,8 @@ class Planner:
         """The next step, with room for all its tokens in the tables; None when nothing can run now."""
         segments: list[Segment] = []
         self._short = False
+        if not self._entries:  # most turns of a worker that waits for KV or for a request
+            return None
         budget = self._plan_decodes(segments)
         budget = self._plan_chunks(segments, budget)
         self._plan_waiting(segments, budget)
