@@ -26,13 +26,9 @@ from common.kv.memory import KvMemory, Table
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
-_PARTS = [
-    (struct.pack("<III", index, part, 0), layer.kv_heads * width)
-    for index, layer in enumerate(LAYERS)
-    for part, width in enumerate((layer.k_dim, layer.v_dim))
-]
-"""Keys (part 0) and values (1) of each layer: a name, and how many elements (at most 8) they have at one position."""
-_ELEMENTS = sum(width for _, width in _PARTS)
+_WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim, layer.v_dim)]
+"""How many elements keys and values of each layer have at one position."""
+_ELEMENTS = sum(_WIDTHS)
 VOCABULARY = 1000
 _NOISE, _SCALE = (int.from_bytes(bits.to_bytes(2, "little") * _ELEMENTS, "little") for bits in (0x87FF, 0x3800))
 """Of all bfloat16 numbers of a position: what is random (sign, low exponent, mantissa) and what is fixed, so that each
@@ -43,6 +39,7 @@ def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32") -> KvLayout:
     return KvLayout(LAYERS, dtype, block_size)
 
 
+@functools.lru_cache(1 << 13)
 def _roll(before: int, token: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QI", before, token), 7)
 
@@ -51,15 +48,16 @@ def _roll(before: int, token: int) -> int:
 def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
     """Keys and values of each layer of the position with this rolling hash; made once for all that compute it."""
     key, size, columns, at = struct.pack("<Q", rolled), ELEMENT_BYTES[dtype], [], 0
-    noise = b"".join([xxhash.xxh3_128_digest(key + name)[: 2 * width] for name, width in _PARTS])
-    numbers = (int.from_bytes(noise, "little") & _NOISE | _SCALE).to_bytes(2 * _ELEMENTS, "little")
+    # two digests have bits enough for all of them
+    noise = xxhash.xxh3_128_intdigest(key, 0) | xxhash.xxh3_128_intdigest(key, 1) << 128
+    numbers = (noise & _NOISE | _SCALE).to_bytes(2 * _ELEMENTS, "little")
     if dtype == "float32":  # bfloat16 is its upper half; for so few numbers quicker than an array
         wide = bytearray(4 * _ELEMENTS)
         wide[2::4], wide[3::4] = numbers[::2], numbers[1::2]
         numbers = bytes(wide)
     else:
         numbers = converted(np.frombuffer(numbers, np.uint8), "bfloat16", dtype).tobytes()
-    for _, width in _PARTS:
+    for width in _WIDTHS:
         columns.append(numbers[at : at + width * size])
         at += width * size
     return columns
