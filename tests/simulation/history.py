@@ -14,7 +14,7 @@ from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, Sim
 
 PATIENCE_S = 120.0
 """Virtual seconds from the last request to its end at the latest; deadlines are shorter."""
-QUIET_S = 12.0
+QUIET_S = 10.5
 """... and from there until nothing is left: the lease (8 s), and detection."""
 
 
@@ -117,7 +117,7 @@ class History:
         at, impatient, leaving = 0.0, rng.choice((0, 0, 0, 0.3)), rng.choice((0.1, 0.1, 0.5))
         if self.flavour == "deaf":
             leaving = 0.7
-        for number in range(1, 30 if self.flavour == "torn" else rng.randint(4, 14)):
+        for number in range(1, 20 if self.flavour == "torn" else rng.randint(4, 14)):
             at += rng.expovariate(rng.choice((5.0, 50.0)))
             prompt = rng.choices(range(1000), k=rng.choice((1, rng.randint(2, 40), rng.randint(20, 110))))
             if rng.random() < 0.3:

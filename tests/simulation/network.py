@@ -133,8 +133,10 @@ class Network:
 
     def waits_for(self, process: Process) -> bool:
         """Whether something has arrived that the process has not read; its predecessor's sockets may still be open."""
-        sockets = self._sockets.get(process.name, ())
-        return any(each.inbox for each in sockets if each.process is process and not each.closed)
+        for each in self._sockets.get(process.name, ()):  # the most often asked of all questions: no generator
+            if each.inbox and each.process is process and not each.closed:
+                return True
+        return False
 
     def opened(self, socket: Socket) -> None:
         self._sockets.setdefault(socket.process.name, []).append(socket)
@@ -217,7 +219,10 @@ class Connection:
 
     def carry(self, sender: Socket, receiver: Socket, parts: Parts) -> None:
         """Leaves when the sender has come to it, arrives a delay later."""
-        self.network.clock.after(sender.process.spent, sender.process.run, self._depart, receiver, parts)
+        if spent := sender.process.spent:
+            self.network.clock.after(spent, sender.process.run, self._depart, receiver, parts)
+        else:
+            self._depart(receiver, parts)
 
     def _depart(self, receiver: Socket, parts: Parts) -> None:
         if not self.open:

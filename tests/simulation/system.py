@@ -177,8 +177,8 @@ class SimulatedWorker:
         self.process.spent = 0.0
         self.system.look_at(self)
         self._without_room = clock.now, self._lack_blocks() if self._began is None else set()
-        waiting = self.system.network.waits_for(self.process)
-        self._turn_at(self._busy_until if waiting or not sleep else max(self._busy_until, clock.now + sleep))
+        goes_on = not sleep or self.system.network.waits_for(self.process)
+        self._turn_at(self._busy_until if goes_on else max(self._busy_until, clock.now + sleep))
 
     def _begins(self, seconds: float, batch: Batch) -> None:
         self.system.poison(batch)
@@ -210,6 +210,8 @@ class SimulatedWorker:
         queue = [entry.sequence for entry in planner._waiting]
         if isinstance(self.worker, DecodeWorker):
             queue += [reservation.sequence for reservation in self.worker.reservations._waiting.values()]
+        if not queue:
+            return set()
 
         def fits(sequence: Sequence) -> bool:
             blocks = -(-len(sequence.tokens) // self.engine.layout.block_size)
