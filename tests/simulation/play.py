@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,11 +26,13 @@ from tests.simulation.situations import (
     Forlorn,
     Hung,
     Jammed,
+    Misled,
     Muted,
     OneFault,
     Paused,
     Poisonous,
     Sick,
+    Unaborted,
     Unheard,
     Unladen,
 )
@@ -55,6 +58,8 @@ KINDS: tuple[Callable[..., History], ...] = (
     CrammedForks,
     Forgotten,
     Paused,
+    Unaborted,
+    Misled,
 )
 """One after the other; a new one comes last."""
 STRIDE = 20
@@ -141,8 +146,8 @@ def _alarmed(system: System) -> Iterator[None]:
 @contextmanager
 def _chance(rng: Random) -> Iterator[None]:
     """Ids come from the seed too, and the secrets of hand-offs are the same in every history."""
-    source = mock.Mock(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
-    tokens = mock.Mock(token_bytes=Random(0).randbytes)  # compared, never looked at
+    source = SimpleNamespace(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
+    tokens = SimpleNamespace(token_bytes=Random(0).randbytes)  # compared, never looked at
     with mock.patch.object(ids, "secrets", source), mock.patch.object(dispatch, "secrets", tokens):
         yield
 

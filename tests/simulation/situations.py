@@ -16,7 +16,7 @@ from coordinator.lifecycle import MAX_CRASHES, State
 from coordinator.router import FAILED_PAIRS
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
-from tests.simulation.liveness import CALM_STEPS, COORDINATOR, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
+from tests.simulation.liveness import CALM_STEPS, COORDINATOR, DYING_S, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
 from tests.simulation.network import Frameless, Losing, Mute
 from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
@@ -31,7 +31,7 @@ class OneFault(History):
     """Roomy pools, requests that nobody hangs up on, ``tokens`` of output each."""
 
     roles = ("prefill", "prefill", "decode", "decode")
-    requests, rate, tokens = 8, 20.0, 40
+    requests, rate, tokens = 8, 20.0, 30
     pace = 2.0
 
     def _build(self) -> None:
@@ -52,7 +52,7 @@ class OneFault(History):
         rng, at = self.rng, 0.0
         for number in range(1, self.requests + 1):
             at += rng.expovariate(self.rate)
-            prompt = rng.choices(range(1000), k=rng.randint(20, 110))
+            prompt = rng.choices(range(1000), k=rng.randint(20, 90))
             sampling = SamplingParams(self.tokens, rng.randrange(1 << 32))
             client = self._client(number, prompt, sampling)
             self.system.clients.append(client)
@@ -159,6 +159,8 @@ class Forlorn(OneFault):
 class Unladen(OneFault):
     """Announcements and grants pass, frames never do: each request ends by a prompt that decode computes itself."""
 
+    requests = 5
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.noticed_s = FAILED_PAIRS * NOTICED_S
@@ -191,11 +193,11 @@ class Poisonous(OneFault):
     have died of it."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 24, 40
+    requests, tokens = 14, 30
 
     def _faults(self) -> None:
         raised, poison = self.rng.random() < 0.5, self.rng.choice(self.system.clients)
-        self.poison, deadly = poison.id, len(poison.prompt) + self.rng.choice((0, 1, 2, 30))
+        self.poison, deadly = poison.id, len(poison.prompt) + self.rng.choice((0, 1, 2, 20))
 
         def look(batch: Batch) -> None:
             if any(each.sequence.request.id == self.poison and each.end >= deadly for each in batch.segments):
@@ -230,7 +232,7 @@ class Disconnected(OneFault):
     middle of long steps, in which only their hearts can tell that nobody has died. Nobody is blamed."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens, pace = 8, 50, 8.0
+    requests, tokens, pace = 6, 40, 8.0
 
     def _faults(self) -> None:
         first = self.system.workers["decode-2"]
@@ -265,7 +267,8 @@ class Forgotten(Disconnected):
     """Something between forgets every connection to the coordinator: each breaks at its next packet, once or twice.
     Nobody has died, so nobody is refused, either."""
 
-    requests, rate, tokens = 16, 10.0, 50
+    roles = OneFault.roles
+    requests, rate, tokens = 8, 5.0, 32
 
     def _faults(self) -> None:
         for at in sorted(self.rng.uniform(0.2, 2.5) for _ in range(self.rng.choice((1, 2)))):
@@ -277,7 +280,7 @@ class Paused(OneFault):
     """Everything is stopped together, once or twice, as a container that is paused, in the middle of long steps, too.
     Those that go on first hear nothing of the others for a moment, but nobody is silent and nobody hangs."""
 
-    requests, rate, tokens = 16, 10.0, 50
+    requests, rate, tokens = 8, 5.0, 32
 
     def _faults(self) -> None:
         for at in (0.2, 5.0)[: self.rng.choice((1, 2))]:
@@ -304,7 +307,7 @@ class Sick(OneFault):
     """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
 
     roles = ("prefill", "prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 40, 10
+    requests, tokens = 16, 10
 
     def _faults(self) -> None:
         role = self.rng.choice(("prefill", "decode"))
@@ -346,7 +349,7 @@ class Unheard(Careless):
     there is a slot for each, so none of them ever waits."""
 
     tags = "tokens", "last tokens"
-    requests, tokens, pace = 4, 125, 8.0
+    requests, tokens, pace = 3, 125, 8.0
 
     def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
         n = self.rng.choice((1, 2, 3))
@@ -366,11 +369,56 @@ class Unheard(Careless):
         self.system.check()
 
 
+class Unaborted(OneFault):
+    """Clients leave in the middle of long answers, and what tells the worker so never arrives: only its lease does, by
+    not listing them."""
+
+    requests, tokens, pace = 4, 100, 20.0
+
+    def _faults(self) -> None:
+        worker = self.system.workers[self.rng.choice([name for name in self.names if name.startswith("decode")])]
+
+        def leave() -> None:
+            self.system.network.losing = Mute(worker.name, "abort")
+            held = {transfer.request for transfer in worker.worker.holdings()}
+            for client in [client for client in self.system.clients if client.id in held]:
+                client.leave()
+
+        self._when(lambda: self._streams(worker), leave)
+
+
+class Misled(OneFault):
+    """Two workers of a pool die at once, but of one of them it is known later: meanwhile it is sent what the other had.
+    Who comes to a worker that has died already did not kill it."""
+
+    roles = ("prefill", "prefill", "decode", "decode", "decode")
+    requests, rate, tokens, pace = 8, 60.0, 30, 4.0
+
+    def _faults(self) -> None:
+        known, unknown = self.rng.sample([name for name in self.names if name.startswith("decode")], 2)
+
+        def kill() -> None:
+            for name, lingers_s in ((known, 0.0), (unknown, DYING_S)):
+                self.system.kill_worker(name, 1.0, lingers_s)
+                self._plan(1.0, self.system.start_worker, name)
+
+        self._when(lambda: self._streams(self.system.workers[known]), kill)
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(
+                    f"request {client.number} ends with {client.ends}, though it met one death at most"
+                )
+        self.system.check()
+
+
 class Crowded(OneFault):
     """The only prefill worker dies while it has more requests than may be tried again at once."""
 
     roles = ("prefill", "decode", "decode", "decode")
-    requests, rate, tokens = 40, 400.0, 10
+    requests, rate, tokens = 30, 400.0, 10
 
     def _faults(self) -> None:
         def many() -> bool:
@@ -388,7 +436,7 @@ class Crammed(OneFault):
     """Decode workers promise more than they have blocks for: sequences are parked in the middle of their answers, and
     computed again when there is room."""
 
-    requests, rate, tokens = 12, 200.0, 48
+    requests, rate, tokens = 11, 200.0, 44
     blocks = 22
     """Of one decode worker: for two or three whole answers, but for twice as many prompts."""
 
@@ -422,8 +470,8 @@ class CrammedForks(Crammed):
     are other workers and time enough, so all are done, but those that were on two workers when these died: they are
     refused, as poison would be. Whether they were there is for the judge of all histories."""
 
-    requests, tokens = 14, 60
-    blocks = 30
+    requests, tokens = 9, 40
+    blocks = 22
 
     def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
         rng, n = self.rng, self.rng.choice((1, 2, 3))
