@@ -20,7 +20,7 @@ up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (A
 
 test: check ## all checks, then all tests: most side by side, and by themselves those that bound times closely
 	@$(BIN)/python -m pytest -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; \
-	 beside=$$?; $(BIN)/python -m pytest -m alone && exit $$beside
+	 beside=$$?; $(BIN)/python -m pytest -m alone --durations 3 && exit $$beside
 
 check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff check --quiet .
