@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from common.ids import TransferId
 from common.request import SamplingParams
 from common.sequence import Batch
 from coordinator.lifecycle import MAX_CRASHES, State
@@ -22,6 +23,8 @@ from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
 LONG_S = 20.0
 """A fault that nobody must wait for."""
+UNLISTED_S = 0.6
+"""Leases come twice a second, and take their way."""
 LOOK_S = 0.003
 BEGUN_S = 0.05
 """Later than any step that is asked to be long has begun."""
@@ -193,7 +196,7 @@ class Poisonous(OneFault):
     have died of it."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 14, 30
+    requests, rate, tokens = 16, 60.0, 30
 
     def _faults(self) -> None:
         raised, poison = self.rng.random() < 0.5, self.rng.choice(self.system.clients)
@@ -268,23 +271,29 @@ class Forgotten(Disconnected):
     Nobody has died, so nobody is refused, either."""
 
     roles = OneFault.roles
-    requests, rate, tokens = 8, 5.0, 32
+    requests, rate, tokens = 8, 6.0, 32
 
     def _faults(self) -> None:
-        for at in sorted(self.rng.uniform(0.2, 2.5) for _ in range(self.rng.choice((1, 2)))):
+        for at in sorted(self.rng.uniform(0.1, 1.2) for _ in range(self.rng.choice((1, 2)))):
             for name in self.names:
                 self._plan(at + self.rng.uniform(0.0, 0.2), self._reset_line, self.system.workers[name])
 
 
 class Paused(OneFault):
-    """Everything is stopped together, once or twice, as a container that is paused, in the middle of long steps, too.
-    Those that go on first hear nothing of the others for a moment, but nobody is silent and nobody hangs."""
+    """Everything is stopped together, as a container that is paused: once between short steps, once or twice in the
+    middle of long ones. Those that go on first hear nothing of the others for a moment, but nobody is silent and nobody
+    hangs."""
 
-    requests, rate, tokens = 8, 5.0, 32
+    requests, rate = 8, 6.0
+
+    def _build(self) -> None:
+        self.pace, self.tokens = self.rng.choice(((2.0, 32), (60.0, 12), (60.0, 12)))
+        super()._build()
 
     def _faults(self) -> None:
-        for at in (0.2, 5.0)[: self.rng.choice((1, 2))]:
-            self._plan(self.rng.uniform(at, at + 1.5), self._pause)
+        long_steps = self.pace > 2.0
+        for at in (0.2, 4.5)[: self.rng.choice((1, 2)) if long_steps else 1]:
+            self._plan(self.rng.uniform(at, at + 1.0), self._pause)
 
     def _pause(self) -> None:
         system, seconds = self.system, self.rng.uniform(2.1, 3.0)
@@ -371,7 +380,7 @@ class Unheard(Careless):
 
 class Unaborted(OneFault):
     """Clients leave in the middle of long answers, and what tells the worker so never arrives: only its lease does, by
-    not listing them."""
+    not listing them, within half a second and a step."""
 
     requests, tokens, pace = 4, 100, 20.0
 
@@ -380,9 +389,14 @@ class Unaborted(OneFault):
 
         def leave() -> None:
             self.system.network.losing = Mute(worker.name, "abort")
-            held = {transfer.request for transfer in worker.worker.holdings()}
-            for client in [client for client in self.system.clients if client.id in held]:
+            held = worker.worker.holdings()
+            for client in [client for client in self.system.clients if client.id in {each.request for each in held}]:
                 client.leave()
+            self._plan(UNLISTED_S + 2 * self.system.slowest_s, look, held)
+
+        def look(held: set[TransferId]) -> None:
+            if kept := held & worker.worker.holdings():
+                self.system.complain(f"{worker.name}: {kept} are held though no lease has listed them")
 
         self._when(lambda: self._streams(worker), leave)
 

@@ -17,7 +17,7 @@ from tests.simulation.play import KINDS
 
 SEEDS = 2000
 MUTATED_SEEDS = 15 * len(KINDS)
-"""At most, as many of each kind; nearly all bugs are caught by the first twenty, and each by several."""
+"""At most, as many of each kind; two of three bugs are caught by the first twenty, and each by several."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
