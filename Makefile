@@ -29,7 +29,8 @@ check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
-	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json
+	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json \
+	    --report bench/results/simulation.md
 
 chaos: $(VENV)/.installed-test ## break real processes in every phase of a request, and under load (a quarter of an hour on two cores)
 	@$(BIN)/python -m tests.chaos all --report bench/results/chaos.md

@@ -4,6 +4,7 @@
 --jobs N                 processes
 --keep FILE              remember which seeds have passed; the same command goes on where it was,
                              if the code is the same
+--report FILE            write what became of them there
 --mutation NAME          bring a known bug back: succeeds when the first seed notices it in the right words
 --trace                  print every message that arrives; --log what the parts say
 """
@@ -23,6 +24,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date
 from pathlib import Path
 
 from common.wire import DIGEST_BYTES
@@ -47,7 +49,7 @@ def main() -> int:
     gc.freeze()  # what is here for ever need not be looked at for garbage in each history
     if options.mutation:
         return _mutated(options.mutation, seeds, options.jobs)
-    return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep)
+    return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep, options.report)
 
 
 def _options() -> argparse.Namespace:
@@ -57,15 +59,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--report", type=Path)
     parser.add_argument("--mutation", choices=MUTATIONS)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--log", action="store_true")
     return parser.parse_args()
 
 
-def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
+def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None) -> int:
     total, failures, began = Outcome(), list[Failure](), time.monotonic()
-    start, sources = seeds.start, _sources() if keep else ""
+    start, sources = seeds.start, _sources()
     if keep is not None and keep.exists():
         kept = json.loads(keep.read_text())
         if kept["first"] == seeds.start and kept["sources"] == sources:  # other code has other histories
@@ -92,12 +95,22 @@ def _histories(seeds: range, jobs: int, keep: Path | None) -> int:
                 keep.with_suffix(".part").replace(keep)
     for seed, text in failures[:20]:
         print(f"seed {seed}: {text}")
-    seconds = time.monotonic() - began
-    print(f"{len(seeds)} seeds in {seconds:.1f} s; failed: {[seed for seed, _ in failures] or 'none'}")
-    print(f"requests {dict(total.ends)}, {total.tokens} tokens")
-    print(f"longest pause of a stream {total.longest_gap:.2f} s (seed {total.widest})")
-    print(f"faults {dict(total.faults)}, {total.seconds:.0f} virtual seconds")
+    told = [f"{len(seeds):,} histories; failed: {[seed for seed, _ in failures] or 'none'}", *_told(total)]
+    print(*told, f"{seeds.stop - start:,} of them now, in {time.monotonic() - began:.1f} s", sep="\n")
+    if report is not None:
+        words = f"`python -m tests.simulation --seeds {seeds.start}:{seeds.stop}`, {date.today()}, sources {sources}"
+        report.write_text("\n".join(["# Simulation", "", words, "", *(f"- {line}" for line in told)]) + "\n")
     return 1 if failures else 0
+
+
+def _told(total: Outcome) -> list[str]:
+    ends = ", ".join(f"{count:,} {how}" for how, count in total.ends.most_common())
+    faults = ", ".join(f"{count:,} {fault}" for fault, count in total.faults.most_common())
+    return [
+        f"{total.ends.total():,} requests, {total.tokens:,} tokens: {ends}",
+        f"{total.faults.total():,} faults: {faults}",
+        f"longest pause of a stream {total.longest_gap:.2f} s (seed {total.widest}), {total.seconds:,.0f} s simulated",
+    ]
 
 
 def _sources() -> str:
