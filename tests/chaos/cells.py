@@ -135,12 +135,13 @@ _CUT_S = 0.5
 _NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0), "D": _UNMOVED["D"]}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
-# What has no cell. Faults of a frame or a message of a hand-off: all but X. A link that is slow or late: whoever has no
-# hand-off (Q, D, S); that this costs nothing is shown by one that is reset. "every decode killed, none comes" in S: a
-# stream waits for new ones, and until its deadline, which both have cells; so does one in X whose client has its first
-# token, and therefore that cell is of an answer in one piece. "no decode", "no prefill" and "overload" meet a request
-# when it comes (Q); what they mean later is "every ... killed". A fault of the engine meets a prompt (P), a poisonous
-# token of an answer D and S.
+# What has no cell. Faults of a frame or a message of a hand-off: all but X (prefill waits for a lost Accept while
+# decode already computes: it is freed in that cell). A link that is slow, late or black: whoever has no hand-off (Q,
+# D, S); that this costs nothing is shown by one that is reset. A client that stops reading before it is sent anything
+# (Q, P, X, D): all clients do. "every decode killed, none comes" in S: a stream waits for new ones, and until its
+# deadline, which both have cells; so does one in X whose client has its first token, and therefore that cell is of an
+# answer in one piece. "no decode", "no prefill" and "overload" meet a request when it comes (Q); what they mean later
+# is "every ... killed". A fault of the engine meets a prompt (P), a poisonous token of an answer D and S.
 CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone",
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),
