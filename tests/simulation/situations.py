@@ -221,8 +221,10 @@ class Poisonous(OneFault):
     def _judge(self) -> None:
         super()._judge()
         deaths = sum(strike.deadly for strike in self.system.strikes)
-        if deaths > MAX_CRASHES + 1:
-            self.system.complain(f"{deaths} workers have died of one request")
+        known = max(len(each.ticket.life.crashes) for each in self.system.clients if each.ticket is not None)
+        # one more where it had company, and one of whom nobody had heard yet that the request had come there
+        if known > MAX_CRASHES + 1 or deaths > MAX_CRASHES + 2:
+            self.system.complain(f"{deaths} workers have died of one request, {known} of them known to have had it")
         for client in self.system.clients:
             ends = "failed: request_quarantined" if client.id == self.poison else "done"
             if client.ends != [ends]:
@@ -396,7 +398,7 @@ class Unaborted(OneFault):
 
         def look(held: set[TransferId]) -> None:
             if kept := held & worker.worker.holdings():
-                self.system.complain(f"{worker.name}: {kept} are held though no lease has listed them")
+                self.system.complain(f"{worker.name}: {kept} are still held though no lease has listed them")
 
         self._when(lambda: self._streams(worker), leave)
 
