@@ -576,6 +576,11 @@ class System:
 
     def look_at_quiet(self) -> None:
         """At the end nothing is left anywhere."""
+        if wrong := self.left_behind():
+            raise Broken(f"left behind: {wrong}")
+
+    def left_behind(self) -> dict[str, Any]:
+        """What is not over yet, by its name."""
         dispatcher = self.coordinator.dispatcher
         left = {
             "tickets": dict(dispatcher.tickets), "queued requests": self.coordinator.admission.requests,
@@ -604,8 +609,7 @@ class System:
                 left[f"the breaker of {pair} is still open"] = True
         for who, on in dispatcher._on.items():
             left[f"index of {who}"] = on
-        if wrong := {what: value for what, value in left.items() if value}:
-            raise Broken(f"left behind: {wrong}")
+        return {what: value for what, value in left.items() if value}
 
 
 def _ended(stream: list[int], sampling: SamplingParams) -> list[int]:
