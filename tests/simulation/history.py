@@ -49,7 +49,7 @@ class History:
         to do is taken for dead."""
         system, watches = self.system, self.rng.random() < 0.25
         until = system.clock.now + QUIET_S
-        while system.clock.now < until and (watches or system.left_behind()):
+        while system.clock.now < until and (watches or system.left_behind() or system.sore()):
             self._pass(min(1.0, until - system.clock.now))
         system.look_at_quiet()
 
@@ -341,4 +341,4 @@ class History:
         for worker in self.system.workers.values():
             if not worker.gone:
                 worker.engine.close()
-        gc.collect(0)
+        gc.collect()

@@ -579,6 +579,10 @@ class System:
         if wrong := self.left_behind():
             raise Broken(f"left behind: {wrong}")
 
+    def sore(self) -> bool:
+        """Whether some pair is not tried at present, as it has failed."""
+        return any(each.state is BreakerState.OPEN for each in self.coordinator.router.breakers._breakers.values())
+
     def left_behind(self) -> dict[str, Any]:
         """What is not over yet, by its name."""
         dispatcher = self.coordinator.dispatcher
