@@ -49,6 +49,7 @@ class History:
         to do is taken for dead."""
         system, watches = self.system, self.rng.random() < 0.25
         until = system.clock.now + QUIET_S
+        self._pass(NOTICED_S)  # the last fault may have struck just now
         while system.clock.now < until and (watches or system.left_behind() or system.sore()):
             self._pass(min(1.0, until - system.clock.now))
         system.look_at_quiet()
