@@ -181,7 +181,7 @@ def checked_integer(value: object, param: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(param, "an integer", value)
     if not low <= value <= high:
-        bounds = f"at least {low}" if high >= INT64 - 1 else f"between {low} and {high}"
+        bounds = f"at least {low}" if value < low and high >= INT64 - 1 else f"between {low} and {high}"
         refuse(f"{param!r} must be {bounds}, not {value if abs(value) < INT64 else 'a huge number'}.", param)
     return value
 

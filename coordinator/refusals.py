@@ -16,7 +16,7 @@ def no_workers(role: str, starting: bool = False) -> RequestError:
     todo = "they are still starting"
     if not starting:
         todo = "tandem up starts a lost one again by itself, another starts with: "
-        todo += f"tandem {role} MODEL --coordinator HOST:PORT"
+        todo += f"tandem {role} MODEL --coordinator HOST:PORT, and the keys if the others have any"
     return RequestError(
         f"No {role} worker is ready: {todo}.",
         status=503,

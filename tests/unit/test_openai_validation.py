@@ -234,6 +234,18 @@ def test_out_of_range_and_wrong_types_name_the_field(fields: dict[str, Any], par
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"seed": 1 << 63}, "between -9223372036854775808 and 9223372036854775807"),
+        ({"seed": -(1 << 63) - 1}, "at least -9223372036854775808"),
+        ({"n": 10**30}, "between 1 and"),
+    ],
+)
+def test_the_bound_that_was_passed_is_told(fields: dict[str, Any], words: str) -> None:
+    assert words in str(refusal(lambda: chat(**fields)))
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"top_logprobs": 2}, "top_logprobs"),
