@@ -110,9 +110,9 @@ def _step_s(backend: AttentionBackend, spans: list[Span], query: torch.Tensor, p
     return best_s(lambda: [backend.attend(plan, layer, query, params) for layer in range(layers)], 2) / layers
 
 
-def served(found: Product) -> float:
-    """Seconds of the way in which a worker computes linear layers, by its rule: the last of those there are."""
-    return next(reversed(found.seconds.values()))
+def served(found: Product) -> str:
+    """The way in which a worker computes linear layers, by its rule: the last of those there are."""
+    return next(reversed(found.seconds))
 
 
 def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -139,17 +139,17 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         linear = [product(shapes(LLAMA_82M), torch_dtype, rows) for rows in (1, 4, 16, 64, 512)]
         top = max(each.flops_per_s for each in linear)
         for each in linear:
-            used = each.seconds[each.way] / served(each)
-            share = used * max(each.flops_per_s / top, each.bytes_per_s / read(256 * MIB))
+            flops_per_s, bytes_per_s = each.rates(served(each))
+            share = max(flops_per_s / top, bytes_per_s / read(256 * MIB))
             say(
-                f"linear     {each.rows:4d} rows  {used * each.bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {used * each.flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
-                f"  {each.seconds['torch'] / served(each):5.2f} x torch"
+                f"linear     {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
+                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
+                f"  {each.seconds['torch'] / each.seconds[served(each)]:5.2f} x torch"
                 + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in each.seconds.items())
             )
     behind = [each for each in attention if each.gain < 1]
     slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
-    gains = {each.rows: each.seconds["torch"] / served(each) for each in linear}
+    gains = {each.rows: each.seconds["torch"] / each.seconds[served(each)] for each in linear}
     slower += [f"linear layers of {rows} rows ({gain:.2f})" for rows, gain in gains.items() if gain < 1]
     say(f"slower than torch: {', '.join(slower)}" if slower else "nothing is slower than torch")
     return {

@@ -31,6 +31,8 @@ from common.model.linears import NativeLinear, PackedLinear, gather, native_pays
 MIB = 1 << 20
 READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROWS = (1, 4, 16, 64, 512, 1024)
+HALVES = "native, bfloat16 kept"
+"""A way of computing linear layers of float32: with weights of a checkpoint in bfloat16, kept so."""
 _COPY_BYTES, _SOCKET_BYTES = 256 * MIB, 512 * MIB
 _LEAST_S = 0.02
 """A round repeats what it times until this long, so that the clock does not count."""
@@ -165,7 +167,14 @@ def ways(dtype: torch.dtype, rows: int) -> dict[str, Callable[[torch.Tensor], Ca
         found["onednn"] = lambda weight: PackedLinear(weight, None, rows)
     if native_pays(dtype):
         found["native"] = lambda weight: NativeLinear(weight, None)
+        if dtype == torch.float32:
+            found[HALVES] = lambda weight: NativeLinear(weight.bfloat16().float(), None)
     return found
+
+
+def weight_bytes(way: str, dtype: torch.dtype) -> int:
+    """Bytes of a weight in that way of computing with ``dtype``."""
+    return 2 if way == HALVES else dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -176,8 +185,14 @@ class Product:
     rows: int
     flops_per_s: float
     bytes_per_s: float
+    """Of the weights, as that way keeps them."""
     way: str
     seconds: dict[str, float]
+
+    def rates(self, way: str) -> tuple[float, float]:
+        """Operations, and bytes of weights, per second in that ``way``."""
+        flops_per_s = self.flops_per_s * self.seconds[self.way] / self.seconds[way]
+        return flops_per_s, flops_per_s / (2 * self.rows) * weight_bytes(way, getattr(torch, self.dtype))
 
 
 def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -205,12 +220,11 @@ def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
         del run  # and its weights, before the next way's are made
     elements = sum(layer.outputs * layer.inputs * layer.count for layer in layers)
     way = min(seconds, key=seconds.__getitem__)
-    size = torch.empty((), dtype=dtype).element_size()
     return Product(
         str(dtype).removeprefix("torch."),
         rows,
         2 * elements * rows / seconds[way],
-        elements * size / seconds[way],
+        elements * weight_bytes(way, dtype) / seconds[way],
         way,
         seconds,
     )

@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 7
+INTERFACE = 8
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -45,7 +45,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("packed", "bias", "scale")),
         *((name, _I64) for name in ("in_features", "columns", "out")),
-        *((name, _I32) for name in ("type", "activation")),
+        *((name, _I32) for name in ("type", "activation", "halves")),
     )
 
 
@@ -100,7 +100,7 @@ _SIGNATURES = {
     "tandem_lanes": (ctypes.c_int, []),
     "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
-    "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
+    "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, ctypes.c_int, _P]),
     "tandem_pack_bytes": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_peaks": (None, [_P, _I64, _I64, ctypes.c_int, _P]),
     "tandem_read": (ctypes.c_uint64, [_P, _I64, ctypes.c_int]),

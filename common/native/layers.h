@@ -1,20 +1,5 @@
 /* The parts of a transformer layer outside attention: linear layers over packed weights, norms, rotary embeddings. */
 
-INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
-{
-    if (type == FLOAT32)
-        return *(const floats *)((const float *)from + at);
-#if LANES == 16
-    __m256i halves = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at));
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
-#else
-    floats x;
-    for (int i = 0; i < LANES; i++)
-        x[i] = NAME(load)(from, at + i, BFLOAT16);
-    return x;
-#endif
-}
-
 INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 {
     if (type == FLOAT32)
@@ -27,17 +12,21 @@ INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 
 #define AMX_PANEL (2 * LANES) /* columns that tiles of rows meet at a time */
 
-/* The weight [columns, in] as panels of words, [in words][width] each; columns behind the last are zero. */
-static void NAME(pack_weight)(const void *weight, long columns, long in, int pairs, uint32_t *to)
+/* The weight [columns, in] as panels of words or halves, [in words][width] each; columns behind the last are zero. */
+static void NAME(pack_weight)(const void *weight, long columns, long in, enum words_as as, void *to)
 {
-    long steps = pairs ? in / 2 : in, padded = ROUND_UP(columns, LANES), most = HAS_AMX && pairs ? AMX_PANEL : PANEL;
-    const uint32_t *from = weight;
+    long steps = as == PAIRS ? in / 2 : in, padded = ROUND_UP(columns, LANES);
+    long most = HAS_AMX && as == PAIRS ? AMX_PANEL : PANEL;
     for (long first = 0; first < padded; first += most) {
-        long width = padded - first < most ? padded - first : most;
-        uint32_t *panel = to + first * steps;
+        long width = padded - first < most ? padded - first : most, panel = first * steps;
         for (long c = 0; c < width; c++)
-            for (long s = 0; s < steps; s++)
-                panel[s * width + c] = first + c < columns ? from[(first + c) * steps + s] : 0;
+            for (long s = 0; s < steps; s++) {
+                long at = panel + s * width + c, from = (first + c) * steps + s;
+                if (as == HALVES)
+                    ((uint16_t *)to)[at] = first + c < columns ? ((const uint16_t *)weight)[from] : 0;
+                else
+                    ((uint32_t *)to)[at] = first + c < columns ? ((const uint32_t *)weight)[from] : 0;
+            }
     }
 }
 
@@ -296,14 +285,15 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         NAME(byte_panels)(linear, product, first, last);
         return;
     }
-    int pairs = linear->type == BFLOAT16;
+    enum words_as as = words_of(linear->type, linear->halves);
 #if HAS_AMX
-    if (pairs) {
+    if (as == PAIRS) {
         NAME(amx_panels)(linear, product, first, last);
         return;
     }
 #endif
-    long steps = pairs ? linear->in / 2 : linear->in, stride = pairs ? product->in_row / 2 : product->in_row;
+    long each = as == PAIRS ? 2 : 1, steps = linear->in / each, stride = product->in_row / each;
+    long word = as == HALVES ? 2 : 4; /* bytes that become one */
     long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
     run = run < TILE_ROWS ? TILE_ROWS : run;
     floats sums[FEW_TILES][TILE_ROWS][TILE_VECTORS];
@@ -311,21 +301,21 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         long end = start + run < product->rows ? start + run : product->rows;
         long tiles = (end - start + TILE_ROWS - 1) / TILE_ROWS;
         long ahead = tiles <= FEW_TILES ? SOME_STEPS : steps, some = tiles > 1 ? ahead : steps;
-        int lines = tiles == 1 ? 4 : tiles <= 3 ? 2 : 1;
+        int lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == PAIRS ? TILE_VECTORS : 1;
         for (long panel = first; panel < last; panel++) {
             long column = panel * PANEL;
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
-            const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
+            const char *weight = (const char *)linear->packed + column * steps * word;
             for (long done = 0; done < steps; done += some) {
                 long now = steps - done < some ? steps - done : some, tile = 0;
                 for (long row = start; row < end; row += TILE_ROWS, tile++) {
                     int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
                     float *own = (float *)sums[tile % FEW_TILES];
-                    const uint32_t *here = weight + done * width * LANES;
-                    const char *next = (const char *)(here + ahead * width * LANES) + tile * now * lines * 64;
-                    NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)product->from + row * stride + done,
+                    const char *here = weight + done * width * LANES * word;
+                    const char *next = here + ahead * width * LANES * word + tile * now * lines * 64;
+                    NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done,
                                         stride, here, now, own, PANEL, done ? NAME(all) : NULL, next,
-                                        tile * lines < TILE_VECTORS ? lines : 0);
+                                        tile * lines < most ? lines : 0);
                     if (done + now == steps)
                         NAME(finish_tile)(linear, product, row, rows, column, width, (floats (*)[TILE_VECTORS])own);
                 }

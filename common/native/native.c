@@ -25,6 +25,9 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
+enum words_as { FLOATS, PAIRS, HALVES }; /* float32; two bfloat16; float32 that lie in memory as one bfloat16 */
+
+static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
 /* -- attention: what Python gives ---------------------------------------------------------------------------------- */
 
@@ -100,11 +103,12 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 enum activation { NONE, SILU, GELU_TANH };
 
 struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
-    const void *packed; /* words, or with a scale bytes: an int8 for each element of a word */
+    const void *packed; /* words, or halves of them; with a scale bytes: an int8 for each element of a word */
     const float *bias;  /* [columns] or NULL */
     const float *scale; /* [columns] or NULL: what the weights of a column are multiples of */
     int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
+    int32_t halves; /* whether a float32 is packed as the bfloat16 that it equals */
 };
 
 struct product {
@@ -161,7 +165,7 @@ struct variant {
     int lanes, panel, rows;
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
-    void (*pack_weight)(const void *, long, long, int, uint32_t *);
+    void (*pack_weight)(const void *, long, long, enum words_as, void *);
     void (*pack_bytes)(const int8_t *, long, long, int, int8_t *);
     void (*linear_panels)(const struct linear *, const struct product *, long, long);
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
@@ -284,7 +288,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 7; }
+EXPORT int tandem_interface(void) { return 8; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -519,10 +523,11 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
 /* Floats per vector of the variant that runs: weights are packed for it. */
 EXPORT int tandem_lanes(void) { return active->lanes; }
 
-/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements; ``in`` is even for bfloat16. */
-EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, uint32_t *to)
+/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too, or
+ * as ``halves`` bfloat16 for rows of float32. ``in`` is even for rows of bfloat16. */
+EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
-    active->pack_weight(weight, columns, in, type == BFLOAT16, to);
+    active->pack_weight(weight, columns, in, words_of(type, halves), to);
 }
 
 /* The same of int8 [columns, in], for rows of ``type``. */

@@ -1,13 +1,19 @@
 /* The one product that everything here is made of: a few rows times a packed panel, accumulated in registers.
  *
  * Rows are ``steps`` words each (a word is a float32 or a pair of bfloat16, see words.h). A panel holds ``steps`` times
- * ``width * LANES`` words, so it is read once from front to back.
+ * ``width * LANES`` of them, so it is read once from front to back. Where they lie as HALVES each becomes a float32 when
+ * it is read, beside the products, which other units of the processor do.
  */
 
-INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, int pairs)
+INLINE words NAME(load_words)(const char *panel, long at, enum words_as as)
+{
+    return as == HALVES ? (words)NAME(load_floats)(panel, at, BFLOAT16) : *(const words *)((const uint32_t *)panel + at);
+}
+
+INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 {
     words row = (words){} + a;
-    if (!pairs)
+    if (as != PAIRS)
         return sum + (floats)row * (floats)b;
 #if HAS_DOT
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)b);
@@ -18,13 +24,14 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, int pairs)
 }
 
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
- * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step; more than one are not
- * kept beyond first-level cache, since few rows want them: what the rest of the process works on stays in the
+ * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
+ * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of the process works on stays in the
  * others. */
-INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long row_stride, const uint32_t *panel,
+INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
     floats acc[TILE_ROWS][TILE_VECTORS];
+    const int step = width * LANES * (as == HALVES ? 2 : 4);
     if (keep) {
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < width; v++)
@@ -37,12 +44,16 @@ INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long
     for (long s = 0; s < steps; s++) {
         words b[TILE_VECTORS];
         UNROLL for (int v = 0; v < width; v++)
-            b[v] = *(const words *)(panel + (s * width + v) * LANES);
-        UNROLL for (int line = 0; line < lines; line++)
-            __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 1 ? 0 : 3);
+            b[v] = NAME(load_words)(panel, (s * width + v) * LANES, as);
+        if (as == PAIRS)
+            UNROLL for (int line = 0; line < lines; line++)
+                __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 1 ? 0 : 3);
+        else if (lines)
+            UNROLL for (int byte = 0; byte < step; byte += 64)
+                __builtin_prefetch(next + s * step + byte, 0, 3);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < width; v++)
-                acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], pairs);
+                acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], as);
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < width; v++)
@@ -51,7 +62,7 @@ INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long
 
 #define TILE_CASE(r, v)                                                                                               \
     case (r) * 8 + (v):                                                                                               \
-        NAME(tile)(r, v, pairs, row, row_stride, panel, steps, sums, sums_row, keep, next, lines);                    \
+        NAME(tile)(r, v, as, row, row_stride, panel, steps, sums, sums_row, keep, next, lines);                       \
         break;
 #if TILE_VECTORS == 4
 #define TILE_WIDTHS(r) TILE_CASE(r, 1) TILE_CASE(r, 2) TILE_CASE(r, 3) TILE_CASE(r, 4)
@@ -60,8 +71,9 @@ INLINE void NAME(tile)(int rows, int width, int pairs, const uint32_t *row, long
 #endif
 
 /* The same with a number of rows and vectors that is only known now: one loop per pair of them. */
-INLINE void NAME(any_tile)(int rows, int width, int pairs, const uint32_t *row, long row_stride, const uint32_t *panel,
-                           long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
+INLINE void NAME(any_tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride,
+                           const void *panel, long steps, float *sums, long sums_row, const float *keep,
+                           const char *next, int lines)
 {
     switch (rows * 8 + width) {
         TILE_WIDTHS(1)
@@ -75,18 +87,22 @@ INLINE void NAME(any_tile)(int rows, int width, int pairs, const uint32_t *row, 
     }
 }
 
-static void NAME(tile_of_words)(int rows, int width, int pairs, const uint32_t *row, long row_stride,
-                                const uint32_t *panel, long steps, float *sums, long sums_row, const float *keep,
+static void NAME(tile_of_words)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride,
+                                const void *panel, long steps, float *sums, long sums_row, const float *keep,
                                 const char *next, int lines)
 {
-    if (!pairs)
-        NAME(any_tile)(rows, width, 0, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
+    if (as == FLOATS) /* fetching ahead gains nothing where so many bytes are read for each product */
+        NAME(any_tile)(rows, width, FLOATS, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
+    else if (as == HALVES && lines)
+        NAME(any_tile)(rows, width, HALVES, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
+    else if (as == HALVES)
+        NAME(any_tile)(rows, width, HALVES, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
     else if (!lines)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
+        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
     else if (lines <= 1)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
+        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
     else if (lines <= 2)
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 2);
+        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 2);
     else
-        NAME(any_tile)(rows, width, 1, row, row_stride, panel, steps, sums, sums_row, keep, next, 4);
+        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 4);
 }

@@ -187,6 +187,24 @@ INLINE void NAME(store)(void *to, long at, enum type type, float x)
         ((uint16_t *)to)[at] = NAME(narrow_one)(x);
 }
 
+INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
+{
+    if (type == FLOAT32)
+        return *(const floats *)((const float *)from + at);
+#if LANES == 16
+    __m256i halves = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + at));
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#elif LANES == 8
+    __m128i halves = _mm_loadu_si128((const __m128i *)((const uint16_t *)from + at));
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+    floats x;
+    for (int i = 0; i < LANES; i++)
+        x[i] = NAME(load)(from, at + i, BFLOAT16);
+    return x;
+#endif
+}
+
 INLINE uint32_t NAME(float_word)(float x)
 {
     uint32_t bits;

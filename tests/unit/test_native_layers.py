@@ -69,6 +69,22 @@ def test_a_linear_layer(
     assert linear(x[:0]).shape == (0, out)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 7, 16, 77, 400])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_float32_weights_that_are_bfloat16_take_half_of_the_room_and_give_the_same_bits(
+    variant: str, threads: int, rows: int, activation: str | None
+) -> None:
+    torch.manual_seed(7)
+    weight, x = torch.randn(2 * 112, 514).bfloat16().float(), torch.randn(rows, 514)
+    more = torch.cat([weight[:112], torch.randn(16, 514), weight[112:], torch.randn(16, 514)])  # of many bits
+    half, whole = NativeLinear(weight, None, activation), NativeLinear(more, None, activation)
+    assert (half.packed.dtype, whole.packed.dtype) == (torch.bfloat16, torch.float32)
+    expected = whole.rows(x)
+    if activation is None:
+        expected = torch.cat([expected[:, :112], expected[:, 128:240]], dim=1)
+    assert torch.equal(half.rows(x), expected[:, : half.out_features])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (230, 150, 130)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
@@ -95,7 +111,7 @@ def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[i
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, int8: bool) -> None:
     torch.manual_seed(6)
-    weight, x = torch.randn(2 * 48, 322).to(dtype), torch.randn(80, 322).to(dtype)
+    weight, x = torch.randn(2 * 48, 322).bfloat16().to(dtype), torch.randn(80, 322).to(dtype)
     for activation in (None, "silu"):
         linear = NativeLinear(weight, None, activation, int8=int8)
         together = linear.rows(x)
