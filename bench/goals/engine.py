@@ -48,7 +48,7 @@ class Calibration:
     """What a core did, by round."""
 
     weight_bytes: int
-    """That a decode step reads."""
+    """That a decode step reads, as the engine keeps them."""
     kv_bytes: int
     """Of one token."""
     layer_weights: int
@@ -68,6 +68,12 @@ class Calibration:
     def step_bytes(self, batch: int) -> int:
         """Bytes that a decode step cannot do without: all weights once, the KV of every sequence."""
         return self.weight_bytes + batch * CONTEXT * self.kv_bytes
+
+    def step_s(self, batch: int, bytes_per_s: float) -> float:
+        """The least that a decode step takes: for what it reads, or where that is longer for what it multiplies."""
+        flops_per_s = statistics.median(run.rate for runs in self.prefill.values() for run in runs)
+        multiplied = 2 * batch * (self.layer_weights + self.head_weights)
+        return max(self.step_bytes(batch) / bytes_per_s, multiplied / flops_per_s)
 
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a prompt: its rows through all layers, causal attention, one row through the last layer."""
@@ -90,6 +96,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
 
     from bench import kernels, roofline
     from common.engine.runner import load_engine
+    from common.model.linears import weight_bytes
 
     checkpoint = open_checkpoint(model)
     longest = max(*prompts, BATCH * CONTEXT)
@@ -103,9 +110,8 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     config = checkpoint.config
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    element = engine.store.dtype.itemsize
     found = Calibration(
-        weight_bytes=element * (sum(weights.values()) + head),
+        weight_bytes=weight_bytes(engine.model),
         kv_bytes=engine.layout.token_bytes,
         layer_weights=sum(weights.values()),
         head_weights=head,
@@ -224,6 +230,9 @@ def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
     size, steps = core.step_bytes(batch), core.decode[batch]
     seen = gaps(field, batch)
     served = [size / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
+    least = [core.step_s(batch, step.rate) for step in steps]
+    multiplied = [least_s > size / step.rate for least_s, step in zip(least, steps, strict=True)]
+    bound = ", the limit is what the core multiplies" if all(multiplied) else ""
     peer = [size / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
     return Row(
         goal,
@@ -231,9 +240,9 @@ def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
         "GB/s",
         size / statistics.median(step.seconds for step in steps) / 1e9,
         targets,
-        limit=statistics.median(step.rate for step in steps) / 1e9,
-        share=statistics.median(step.share(size) for step in steps),
-        note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about",
+        limit=statistics.median(size / least_s for least_s in least) / 1e9,
+        share=statistics.median(least_s / step.seconds for least_s, step in zip(least, steps, strict=True)),
+        note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about{bound}",
         **against(str(VLLM_ONE_CORE), served, peer),
     )
 
