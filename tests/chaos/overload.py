@@ -1,11 +1,13 @@
 """Two and three times what the house can take: who is served is served in time, and nearly as many as at its best.
 
 Goodput is what ends exact and within the deadline, per second. The others are refused at the door at once, or time out.
+Who streams does not notice them: tokens follow one another as at the peak.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from tests.chaos.load import Figures, crowd
 DEADLINE_S = 3.0
 SECONDS = 20.0
 SHARE = 0.9
+SLOWER = 1.5
+"""Times the gap between tokens at the peak (p99) that is allowed beyond it."""
 FLAGS = ("--max-num-seqs", "8", "--step-s", "0.02", "--blocks", "2048", "--max-num-batched-tokens", "256")
 DOOR = ("--request-timeout", str(DEADLINE_S))
 IN_FLIGHT = 24
@@ -47,7 +51,7 @@ async def overload(
     """The peak, found with as many clients as are served at once, then open-loop arrivals at multiples of it."""
     figures = []
     async with House.running(directory / "overload", flags=FLAGS, door=DOOR) as house:
-        peak = 0.0
+        peak = usual_s = 0.0
         for factor in (0.0, *factors):
             name = f"{factor:g} times the peak" if factor else "the peak, closed loop"
             done = Figures(name)
@@ -74,6 +78,8 @@ async def overload(
             if factor >= 2 and goodput < SHARE * peak:
                 done.late.append(f"goodput {goodput / peak:.0%} of the peak")
             _judge_refusals(done, asks, due=factor >= 2)
+            itl_s = judge_gaps(done, asks, usual_s if factor >= 2 else 0.0)
+            usual_s = usual_s or itl_s
             done.free_s = max(0.0, await house.until_free() - ended)
             print(done.row(), flush=True)
             figures.append(done)
@@ -90,3 +96,18 @@ def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None
     figures.faults[f"ms to a refusal (p99, of {1000 * REFUSED_S:.0f})"] = round(1000 * p99_s)
     if p99_s > REFUSED_S:
         figures.late.append(f"refusals took {p99_s:.2f} s (p99)")
+
+
+def judge_gaps(figures: Figures, asks: Sequence[Ask], usual_s: float) -> float:
+    """How tokens followed one another for who was served, which is returned (p99); beside ``usual_s``, if any."""
+    served = [ask for ask in asks if ask.verdict() == "exact"]
+    gaps = sorted(after - before for ask in served for before, after in itertools.pairwise(ask.arrivals))
+    if not gaps:
+        return 0.0
+    p99_s = gaps[math.ceil(0.99 * len(gaps)) - 1]
+    figures.gap_s = gaps[-1]
+    figures.first_s = max(ask.arrivals[0] - ask.started_at for ask in served)
+    figures.faults["ms between tokens (p99)"] = round(1000 * p99_s)
+    if usual_s and p99_s > SLOWER * usual_s:
+        figures.late.append(f"{1000 * p99_s:.0f} ms between tokens, {1000 * usual_s:.0f} at the peak (p99)")
+    return p99_s

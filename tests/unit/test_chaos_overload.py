@@ -1,0 +1,41 @@
+"""What is said of streams beside an overload: that they went on as before, or that they did not."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.chaos.house import Ask
+from tests.chaos.load import Figures
+from tests.chaos.overload import judge_gaps
+from tests.fakes.oracle import oracle_stream
+
+
+def served(*gaps_s: float) -> Ask:
+    """An exact answer whose first token took a second."""
+    count = len(gaps_s) + 1
+    arrivals = list(itertools.accumulate(gaps_s, initial=11.0))
+    return Ask([1, 2], count, 7, ids=oracle_stream([1, 2], 7, 0, count), arrivals=arrivals, done=True, started_at=10.0)
+
+
+def refused() -> Ask:
+    return Ask([1, 2], 4, 7, status=429, error="server_is_overloaded", arrivals=[], started_at=10.0, ended_at=40.0)
+
+
+def test_the_gaps_of_who_is_served_are_told_and_compared_with_the_peak() -> None:
+    for last_s, late in ((0.04, False), (0.2, True)):
+        figures = Figures("twice")
+        p99_s = judge_gaps(figures, [served(0.03, 0.03), served(0.02, last_s), refused()], 0.03)
+        assert abs(p99_s - last_s) < 1e-9 and abs(figures.gap_s - last_s) < 1e-9 and figures.first_s == 1.0
+        assert bool(figures.late) is late and not figures.wrong
+        assert f"{1000 * last_s:.0f} ms between tokens (p99)" in figures.row()
+
+
+def test_the_peak_itself_is_only_told() -> None:
+    figures = Figures("peak")
+    judge_gaps(figures, [served(0.5)], 0.0)
+    assert figures.passed and figures.gap_s == 0.5
+
+
+def test_nobody_served_has_no_gaps() -> None:
+    figures = Figures("thrice")
+    assert judge_gaps(figures, [refused()], 0.03) == 0.0 and figures.gap_s == 0.0
