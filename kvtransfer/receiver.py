@@ -328,19 +328,16 @@ class Receiver:
             self._acknowledge(incoming)
 
     def _pull(self, incoming: _Incoming, now: float) -> None:
-        """Takes the frames that are there, in order, until one is still on its way. One that cannot be taken was
-        damaged: it comes again, and so does all behind it."""
+        """Takes the frames that are there, in order, until one is still on its way. One that cannot be taken comes
+        again, and so does all behind it."""
         session, link = incoming.session, incoming.link
         while incoming.pulls and link is not None:
             header, payload = incoming.pulls[0]
             try:
                 if session.judge(header, now) is not Verdict.TAKE:
                     raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
-                try:
-                    if not link.place(header, payload, incoming.table):
-                        return
-                except WireError as error:
-                    raise Damaged(str(error)) from error
+                if not link.place(header, payload, incoming.table):
+                    return
             except WireError as error:
                 incoming.pulls.clear()
                 if link.lost:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import BlockId
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
@@ -44,7 +44,8 @@ class ReceiveLink(Protocol):
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
         """Puts the cells into the blocks of ``table``; False while they are on their way: call it again with the same,
-        and with nothing else before. WireError, nothing written, if they are not what was said."""
+        and with nothing else before. If they are not what was said nothing is written: Damaged if they are not what
+        was sent either, WireError if that made no sense or cannot be had."""
         ...
 
     def close(self) -> None:
@@ -54,8 +55,8 @@ class ReceiveLink(Protocol):
 
 def placed(header: FrameHeader, data: Bytes, dtype: KvDtype, memory: KvMemory, table: Sequence[BlockId]) -> None:
     """Checks the receiver's own copy of the cells, elements of ``dtype``, and writes it into its blocks."""
+    if checksum_of(data) != header.checksum:
+        raise Damaged(f"frame {header.number} of {header.transfer} fails its checksum")
     if data.nbytes != header.size_bytes:
         raise WireError(f"a frame of {data.nbytes} bytes, {header.size_bytes} announced")
-    if checksum_of(data) != header.checksum:
-        raise WireError(f"frame {header.number} of {header.transfer} fails its checksum")
     memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)

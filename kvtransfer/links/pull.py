@@ -13,8 +13,9 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import BlockId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
@@ -23,6 +24,7 @@ from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 from kvtransfer.links.base import Payload, placed
 
 T = TypeVar("T")
+_CHECKSUM_BYTES = 8
 
 
 class Reading(ABC, Generic[T]):
@@ -38,7 +40,7 @@ class Reading(ABC, Generic[T]):
 
 
 class PullSendLink:
-    """Sends directions instead of bytes: per block its id (uint32) and generation (uint64), in columns."""
+    """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed."""
 
     grain = 2
 
@@ -51,7 +53,18 @@ class PullSendLink:
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
         data = self.memory.read(table, cells.tokens, cells.layers)
-        return generations.tobytes() + ids.tobytes(), data.nbytes, checksum_of(data)
+        checksum = checksum_of(data)
+        return signed(generations.tobytes() + ids.tobytes(), checksum), data.nbytes, checksum
+
+
+def signed(directions: bytes, checksum: int) -> bytes:
+    """Directions to bytes of this checksum, and behind them their own: who reads it knows whether the line or the
+    sender is at fault when they lead nowhere."""
+    return directions + _signature(directions, checksum)
+
+
+def _signature(directions: Payload, checksum: int) -> bytes:
+    return xxhash.xxh3_64_intdigest(directions, checksum).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 class SourcePool(Protocol):
@@ -110,10 +123,13 @@ class PullReceiveLink:
         cells, block_size = header.cells, self.source.layout.block_size
         first = cells.first_token // block_size
         count = -(-cells.last_token // block_size) - first
-        if len(payload) != 12 * count:
-            raise WireError(f"directions of {len(payload)} bytes for {count} blocks")
-        generations = np.frombuffer(payload, "<u8", count)
-        ids = np.frombuffer(payload, "<u4", count, 8 * count).astype(np.int64)
+        directions = payload[:-_CHECKSUM_BYTES]
+        if payload[-_CHECKSUM_BYTES:] != _signature(directions, header.checksum):
+            raise Damaged(f"the directions of frame {header.number} of {header.transfer} fail their checksum")
+        if len(directions) != 12 * count:
+            raise WireError(f"directions of {len(directions)} bytes for {count} blocks")
+        generations = np.frombuffer(directions, "<u8", count)
+        ids = np.frombuffer(directions, "<u4", count, 8 * count).astype(np.int64)
         if int(ids.max()) >= self.source.blocks:
             raise WireError(f"block {int(ids.max())} of a pool of {self.source.blocks}")
         shift = first * block_size
@@ -126,7 +142,7 @@ class PullReceiveLink:
     def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Generator[None]:
         now = yield from _had(self.source.generations_of(ids))
         if not np.array_equal(now, generations):
-            raise WireError("the sender has reused a block that was to be read")
+            raise Damaged("the sender has reused a block that was to be read")
 
 
 def _had(what: T | Reading[T]) -> Generator[None, None, T]:

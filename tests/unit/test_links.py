@@ -23,7 +23,7 @@ import pytest
 from zmq.utils import garbage
 
 from common.channel import MAX_FRAME_BYTES, Channels
-from common.errors import StartError, WireError
+from common.errors import Damaged, StartError, WireError
 from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
@@ -34,7 +34,7 @@ from kvtransfer.links import memory as memory_link
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
-from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T
+from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
 from kvtransfer.session import Limits
@@ -165,9 +165,9 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pa
     faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
     pair.sending = faulty
     if fault == "swap":
-        faulty.payload(SOURCE_TABLE, Rectangle(0, 3, 64, 96))  # what will come in place of the next
+        faulty.payload(SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # what will come in place of the next
     for _ in range(50 if fault != "swap" else 1):
-        with pytest.raises(WireError):
+        with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32))
     assert faulty.happened[fault] and not pair.written()
     pair.sending = right
@@ -177,7 +177,7 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pa
 
 def test_payloads_of_any_length_are_survived(pair: Pair) -> None:
     for length in (0, 1, 11, 12, 13, 24, 5000):
-        with pytest.raises(WireError):
+        with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32), os.urandom(length))
     assert not pair.written()
 
@@ -194,7 +194,7 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
     pair.source.generations[SOURCE_TABLE[1]] += 1
-    with pytest.raises(WireError, match="reused"):
+    with pytest.raises(Damaged, match="reused"):
         pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), bytes(payload))
     assert not pair.written()
 
@@ -210,9 +210,48 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: p
         return data
 
     monkeypatch.setattr(mapped, "read", read_and_reuse)
-    with pytest.raises(WireError, match="reused"):
+    with pytest.raises(Damaged, match="reused"):
         pair.carry(Rectangle(0, 3, 0, 32))
     assert not pair.written()
+
+
+NOWHERE = {
+    "a block that is none": lambda blocks: blocks - 1 + [[0], [1 << 20]],
+    "too few blocks": lambda blocks: blocks[:, :-1],
+    "too many blocks": lambda blocks: np.hstack([blocks, blocks]),
+}
+"""What directions may say in place of generations and ids."""
+
+
+def leading(payload: Payload, checksum: int, to: str) -> bytes:
+    """Directions that their sender has signed, although they lead nowhere."""
+    count = (len(payload) - 8) // 12
+    generations, ids = np.frombuffer(payload, "<u8", count), np.frombuffer(payload, "<u4", count, 8 * count)
+    generations, ids = NOWHERE[to](np.stack([generations.astype(np.int64), ids]))
+    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), checksum)
+
+
+@pytest.mark.parametrize("to", NOWHERE)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: str) -> None:
+    cells = Rectangle(0, 3, 0, 32)
+    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    with pytest.raises(WireError, match="block") as caught:
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, checksum, to))
+    assert not isinstance(caught.value, Damaged) and not pair.written()
+    pair.carry(cells)
+    assert pair.written()
+
+
+class Lying:
+    """A link whose directions lead nowhere."""
+
+    def __init__(self, inner: SendLink, to: str) -> None:
+        self.name, self.grain, self.inner, self.to = inner.name, inner.grain, inner, to
+
+    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(table, cells)
+        return leading(payload, checksum, self.to), size, checksum
 
 
 class Failing:
@@ -293,6 +332,21 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
         assert isinstance(sent, Lost) and not sent.told and isinstance(received, Failed) and received.told
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("to", NOWHERE)
+@pytest.mark.parametrize("link", LINKS[1:])
+def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, Limits(resend_s=0.05))
+    try:
+        handoff.sender._links[link] = Lying(handoff.sender._links[link], to)
+        handoff.go()
+        [sent], [received] = handoff.sent, handoff.received
+        assert isinstance(received, Failed) and "make no sense" in received.reason and not received.told
+        assert isinstance(sent, Lost) and sent.told
+        assert handoff.receiver.strikes.cut_off == 1
     finally:
         handoff.close()
 
