@@ -25,7 +25,7 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory, Table
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
-LAYERS = (LayerLayout(1, 2, 1), LayerLayout(2, 1, 2), LayerLayout(1, 3, 3))
+LAYERS = (LayerLayout(2, 2, 1), LayerLayout(2, 1, 2), LayerLayout(2, 1, 1))
 _WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim, layer.v_dim)]
 """How many elements keys and values of each layer have at one position."""
 _ELEMENTS = sum(_WIDTHS)
@@ -35,8 +35,8 @@ _NOISE, _SCALE = (int.from_bytes(bits.to_bytes(2, "little") * _ELEMENTS, "little
 lies between 2^-15 and 2 and is a float16 number, too."""
 
 
-def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32") -> KvLayout:
-    return KvLayout(LAYERS, dtype, block_size)
+def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32", head_shards: int = 1) -> KvLayout:
+    return KvLayout(LAYERS, dtype, block_size, head_shards)
 
 
 @functools.lru_cache(1 << 13)
@@ -93,21 +93,24 @@ class OracleEngine:
         block_size: int = 16,
         *,
         dtype: KvDtype = "float32",
+        head_shards: int = 1,
         max_model_len: int = 4096,
         step_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
-        self.layout = oracle_layout(block_size, dtype)
+        self.layout = oracle_layout(block_size, dtype, head_shards)
         self.memory = KvMemory(self.layout, blocks)
         self.fingerprint, self.vocab_size, self.max_model_len = "oracle", VOCABULARY, max_model_len
         self.on_layer: Callable[[int], None] | None = None
         self.step_s, self.token_s = step_s, token_s
         self._rolled: dict[SequenceId, list[int]] = {}
         self._places: list[tuple[int, int]] = []
-        """Where keys and values of each layer begin in a block, and how many bytes of them a position has."""
+        """Where keys and values of each layer begin in a shard, and how many bytes of them a position has there."""
         for at, layer in zip(self.layout.layer_offsets, LAYERS, strict=True):
-            keys, values = (layer.kv_heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
+            heads = layer.kv_heads // head_shards
+            keys, values = (heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
             self._places += [(at, keys), (at + keys * block_size, values)]
+        self._shards = range(head_shards)
         self.steps = 0
 
     def step(self, batch: Batch) -> StepResult:
@@ -139,14 +142,25 @@ class OracleEngine:
             positions = [_columns(value, self.layout.dtype) for value in rolled[at:end]]
             for column in range(2 * layers.start, 2 * layers.stop):
                 offset, width = self._places[column]
-                first = table[block] * block_bytes + offset + row * width
-                pool[first : first + (end - at) * width] = b"".join([position[column] for position in positions])
+                for shard in self._shards:
+                    first = table[block] * block_bytes + shard * self.layout.shard_bytes + offset + row * width
+                    heads = slice(shard * width, (shard + 1) * width)
+                    rows = b"".join([position[column][heads] for position in positions])
+                    pool[first : first + (end - at) * width] = rows
             at = end
 
     def _read(self, table: Table, end: int) -> bytes:
         """Canonical bytes of the positions before ``end``."""
         pool, size, block_bytes = self._pool(), self.layout.block_size, self.layout.block_bytes
         blocks = [block * block_bytes for block in table[: self.layout.blocks_for(end)]]
+        if len(self._shards) > 1:
+            shards = [shard * self.layout.shard_bytes for shard in self._shards]
+            return b"".join(
+                pool[(at := blocks[token // size] + shard + offset + token % size * width) : at + width]
+                for offset, width in self._places
+                for token in range(end)
+                for shard in shards
+            )
         unused, parts = len(blocks) * size - end, list[memoryview]()
         for offset, width in self._places:
             parts += [pool[block + offset : block + offset + size * width] for block in blocks]

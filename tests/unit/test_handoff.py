@@ -296,6 +296,22 @@ def test_kv_of_one_element_type_is_placed_as_another(bench: Bench, dtypes: tuple
         assert sent.values["kv_bytes"] == length * bench.workers["prefill-0"].engine.layout.token_bytes
 
 
+@pytest.mark.parametrize("link", ["shm", "zmq"])
+@pytest.mark.parametrize("shards", [(1, 2), (2, 1), (2, 2)], ids=lambda shards: f"{shards[0]} to {shards[1]}")
+def test_kv_in_shards_of_heads_is_placed_in_another_number_of_them(
+    bench: Bench, shards: tuple[int, int], link: str
+) -> None:
+    """And from blocks of one size into blocks of another."""
+    for role, head_shards, block_size in zip(("prefill", "decode"), shards, (32, 16), strict=True):
+        bench.add(role, OracleEngine(128, block_size, head_shards=head_shards), kv_transport=link)
+    for length in (1, 40, 200):
+        request = make_request(length, 20)
+        bench.place(request, "prefill-0", "decode-1")
+        bench.until(lambda request=request: bench.done(request))
+        bench.check(request)
+        assert bench.shipped(request)[0].link == link
+
+
 def test_kv_is_found_again_only_where_it_was_computed_in_the_same_type(bench: Bench) -> None:
     """What a float32 worker computed and what was widened from bfloat16 are different KV, in one and the same pool."""
     bench.add("prefill", OracleEngine(128))
