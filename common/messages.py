@@ -23,7 +23,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 9
+PROTOCOL = 10
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
