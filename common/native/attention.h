@@ -451,89 +451,21 @@ static void NAME(attend_heads)(const struct layer *layer, const struct task *tas
 }
 #endif
 
-/* -- few rows of float32 ------------------------------------------------------------------------------------------- */
-
-/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for ``width`` vectors of dimensions from ``column``
- * on. */
-INLINE void NAME(add_floats)(const struct layer *layer, const struct NAME(places) *at, const struct scratch *s,
-                             float *out, long padded, long column, long valid, int head, int rows, int width)
-{
-    long stride = (long)layer->kv_heads * layer->v_dim, inside = (long)head * layer->v_dim + column;
-    floats sums[FEW_ROWS][4];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < width; v++)
-            sums[r][v] = *(const floats *)(out + r * padded + column + v * LANES) * s->shrink[r];
-    for (long t = 0; t < valid; t++) {
-        const float *from = (const float *)at->values[t / GROUP] + t % GROUP * stride + inside;
-        const char *next = at->next_values[t / GROUP];
-        NAME(bring)(next ? next + (t % GROUP * stride + inside) * 4 : NULL, width * LANES * 4);
-        UNROLL for (int v = 0; v < width; v++)
-            UNROLL for (int r = 0; r < rows; r++)
-                sums[r][v] += *(const floats *)(from + v * LANES) * s->weights[r * TOKENS + t];
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < width; v++)
-            *(floats *)(out + r * padded + column + v * LANES) = sums[r][v];
-}
-
-/* One tile of positions for the few rows of one key-value head, of whole vectors: packing would cost more than it
- * saves. */
-INLINE void NAME(attend_floats)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                const struct NAME(places) *at, long first, long tokens, long valid, int head, int rows)
-{
-    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), stride = (long)layer->kv_heads * dim, column = 0;
-    const float *query = (const float *)(s->query + (long)head * rows * dim);
-    float *out = s->out + (long)head * rows * padded;
-    for (long t = 0; t < tokens; t++) {
-        long inside = t % GROUP * stride + head * dim;
-        const float *key = (const float *)at->keys[t / GROUP] + inside;
-        const char *next = at->next_keys[t / GROUP];
-        NAME(bring)(next ? next + inside * 4 : NULL, dim * 4);
-        floats sums[FEW_ROWS] = {};
-        for (long d = 0; d < dim; d += LANES)
-            UNROLL for (int r = 0; r < rows; r++)
-                sums[r] += *(const floats *)(query + r * dim + d) * *(const floats *)(key + d);
-        UNROLL for (int r = 0; r < rows; r++)
-            s->scores[r * TOKENS + t] = NAME(sum)(sums[r]);
-    }
-    for (int r = 0; r < rows; r++) {
-        long position = task->position + r / layer->group, place = head * rows + r;
-        long low = layer->window ? position - layer->window + 1 - first : 0;
-        long high = position + 1 - first < valid ? position + 1 - first : valid;
-        s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, s->weights + r * TOKENS, tokens, low, high, 0,
-                                   s->highest + place, s->sums + place * LANES);
-    }
-    for (; column + 4 * LANES <= padded; column += 4 * LANES)
-        NAME(add_floats)(layer, at, s, out, padded, column, valid, head, rows, 4);
-    for (; column < padded; column += LANES)
-        NAME(add_floats)(layer, at, s, out, padded, column, valid, head, rows, 1);
-}
-
-static void NAME(attend_few_floats)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                    const struct NAME(places) *at, long first, long tokens, long valid, int head,
-                                    long rows)
-{
-    switch (rows) {
-        case 1: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 1); break;
-        case 2: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 2); break;
-        case 3: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 3); break;
-        case 4: NAME(attend_floats)(layer, task, s, at, first, tokens, valid, head, 4); break;
-    }
-}
-
 #if HAS_AMX
 #include "attention_amx.h"
-#elif HAS_DOT
-/* -- few rows of bfloat16 -------------------------------------------------------------------------------------------
+#endif
+
+/* -- few rows --------------------------------------------------------------------------------------------------------
  *
  * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
- * where they lie, one vector of partial sums per position, and 16 of these are added up to one of scores; values
- * are paired in registers. Keys of 16 positions of all heads are worked on, then their values: pieces that follow one
- * another in memory, since only what is read in a row is read fast. What comes next is fetched in the same order, and
- * again when it is nearer: the processor drops what it is asked for while too much is under way. */
+ * where they lie, one vector of partial sums per position, and these are added up to scores, one in a lane; values
+ * of bfloat16 are paired in registers. Keys of 16 positions of all heads are worked on, then their values: pieces that
+ * follow one another in memory, since only what is read in a row is read fast. What comes next is fetched in the same
+ * order, and again when it is nearer: the processor drops what it is asked for while too much is under way. */
 
 #define FAR (24 << 10) /* bytes from what is worked on to what is fetched, little enough to wait in first-level cache */
 #define NEAR (8 << 10) /* the same where it is fetched again */
+#define FEW_PAIRS (HAS_DOT && !HAS_AMX) /* whether bfloat16 comes here too */
 
 /* The pieces of a tile in the order in which they are read, then those of the next tile. */
 struct NAME(pieces) {
@@ -544,7 +476,8 @@ struct NAME(pieces) {
 static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *at, long groups,
                           struct NAME(pieces) *pieces)
 {
-    long head = (long)GROUP * layer->k_dim * 2, heads = layer->kv_heads, most = heads * 2 * TOKENS / GROUP;
+    long head = (long)GROUP * layer->k_dim * layer->element_bytes, heads = layer->kv_heads;
+    long most = heads * 2 * TOKENS / GROUP;
     long far = FAR / head < most ? FAR / head : most, near = NEAR / head < most ? NEAR / head : most;
     pieces->heads = heads;
     pieces->far = far / heads;
@@ -588,6 +521,65 @@ INLINE void NAME(fetch_share)(struct NAME(fetch) *fetch)
     fetch->near += fetch->share;
 }
 
+/* -- of float32 */
+
+/* The lanes of four vectors added up, to four floats. */
+INLINE void NAME(sum_of_four)(const floats *a, float *to)
+{
+#if LANES == 8
+    __m256 low = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]), high = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
+    __m256 halves = _mm256_hadd_ps(low, high);
+    _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+#else
+    for (int i = 0; i < 4; i++)
+        to[i] = NAME(sum)(a[i]);
+#endif
+}
+
+/* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
+ * into registers. */
+INLINE void NAME(score_floats)(const float *query, const char *keys, long stride, long dim, float *scores, int rows,
+                               struct NAME(fetch) fetch)
+{
+    for (int t = 0; t < GROUP; t += 4, keys += 4 * stride) {
+        floats sums[FEW_ROWS][4] = {};
+        NAME(fetch_share)(&fetch);
+        for (long d = 0; d < dim; d += LANES)
+            UNROLL for (int i = 0; i < 4; i++) {
+                floats key = *(const floats *)((const float *)(keys + i * stride) + d);
+                UNROLL for (int r = 0; r < rows; r++)
+                    sums[r][i] += *(const floats *)(query + r * dim + d) * key;
+            }
+        UNROLL for (int r = 0; r < rows; r++)
+            NAME(sum_of_four)(sums[r], scores + r * GROUP + t);
+    }
+}
+
+/* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for ``width`` vectors of dimensions and the first
+ * ``live`` positions of a group. */
+INLINE void NAME(add_floats)(const char *values, long stride, int live, const float *weights, const float *shrink,
+                             float *out, long padded, int rows, int width, struct NAME(fetch) *fetch)
+{
+    floats sums[FEW_ROWS][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < width; v++)
+            sums[r][v] = *(const floats *)(out + r * padded + v * LANES) * shrink[r];
+    for (int t = 0; t < live; t++, values += stride) {
+        NAME(fetch_share)(fetch);
+        UNROLL for (int v = 0; v < width; v++) {
+            floats value = *(const floats *)((const float *)values + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++)
+                sums[r][v] += value * weights[r * GROUP + t];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < width; v++)
+            *(floats *)(out + r * padded + v * LANES) = sums[r][v];
+}
+
+#if FEW_PAIRS
+/* -- of bfloat16 */
+
 /* Four vectors, each added up to its 128-bit lanes, as the elements of every lane of one. */
 INLINE __m512 NAME(sums_of_4)(const __m512 *a)
 {
@@ -607,7 +599,7 @@ INLINE __m512 NAME(sums_of_lanes)(const __m512 *a)
 
 /* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
  * into registers. */
-INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stride, long dim, float *scores, int rows,
+INLINE void NAME(score_pairs)(const uint16_t *query, const char *keys, long stride, long dim, float *scores, int rows,
                               struct NAME(fetch) fetch)
 {
     __m512 fours[FEW_ROWS][4];
@@ -630,8 +622,8 @@ INLINE void NAME(score_group)(const uint16_t *query, const char *keys, long stri
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions and the first ``live``
  * positions of a group. */
-INLINE void NAME(add_values)(const char *values, long stride, int live, const int *weights, const float *shrink,
-                             float *out, long padded, int rows, int parts, struct NAME(fetch) *fetch)
+INLINE void NAME(add_pairs)(const char *values, long stride, int live, const int *weights, const float *shrink,
+                            float *out, long padded, int rows, int parts, struct NAME(fetch) *fetch)
 {
     __m512 sums[FEW_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
@@ -652,69 +644,115 @@ INLINE void NAME(add_values)(const char *values, long stride, int live, const in
         UNROLL for (int v = 0; v < 2 * parts; v++)
             _mm512_storeu_ps(out + r * padded + v * 16, sums[r][v]);
 }
+#endif
 
-/* The same for all dimensions of a head. */
-INLINE void NAME(add_head)(const struct layer *layer, const char *values, int live, const int *weights,
-                           const float *shrink, float *out, int rows, struct NAME(fetch) fetch)
+/* score_floats, or the same of bfloat16. */
+INLINE void NAME(score_group)(const uint32_t *query, const char *keys, long stride, long dim, float *scores, int rows,
+                              int pairs, struct NAME(fetch) fetch)
 {
-    long stride = (long)layer->kv_heads * layer->v_dim * 2, padded = ROUND_UP(layer->v_dim, LANES), column = 0;
-    for (; column + 64 <= layer->v_dim; column += 64)
-        NAME(add_values)(values + column * 2, stride, live, weights, shrink, out + column, padded, rows, 2,
-                         &fetch);
-    if (column < layer->v_dim)
-        NAME(add_values)(values + column * 2, stride, live, weights, shrink, out + column, padded, rows, 1,
-                         &fetch);
+#if FEW_PAIRS
+    if (pairs) {
+        NAME(score_pairs)((const uint16_t *)query, keys, stride, dim, scores, rows, fetch);
+        return;
+    }
+#endif
+    NAME(score_floats)((const float *)query, keys, stride, dim, scores, rows, fetch);
+}
+
+/* add_floats, or the same of bfloat16, for all dimensions of a head. */
+INLINE void NAME(add_head)(const struct layer *layer, const char *values, int live, const float *weights,
+                           const float *shrink, float *out, int rows, int pairs, struct NAME(fetch) fetch)
+{
+    long dim = layer->v_dim, stride = layer->kv_heads * dim * layer->element_bytes, column = 0;
+    long padded = ROUND_UP(dim, LANES);
+#if FEW_PAIRS
+    if (pairs) {
+        const int *pair = (const int *)weights;
+        for (; column + 64 <= dim; column += 64)
+            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 2, &fetch);
+        if (column < dim)
+            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 1, &fetch);
+        return;
+    }
+#endif
+    for (; column + 4 * LANES <= dim; column += 4 * LANES)
+        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 4, &fetch);
+    for (; column < dim; column += LANES)
+        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 1, &fetch);
 }
 
 /* One tile of positions for the few rows of all heads of a task: what attend_tile does, without packing, 16 positions
  * at a time. */
 INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                             const struct NAME(places) *at, long first, long tokens, long valid, int rows)
+                             const struct NAME(places) *at, long first, long tokens, long valid, int rows, int pairs)
 {
-    long dim = layer->k_dim, padded = ROUND_UP(layer->v_dim, LANES), heads = task->heads;
-    long groups = tokens / GROUP, count = heads * rows, parts = (layer->v_dim + 63) / 64;
-    long key_share = ROUND_UP(4 * dim * 2, 64), value_share = ROUND_UP(2 * layer->v_dim * 2, 64 * parts) / parts;
+    long bytes = layer->element_bytes, key_bytes = layer->k_dim * bytes, value_bytes = layer->v_dim * bytes;
+    long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), heads = task->heads;
+    long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
+    /* values are worked on some positions and so many dimensions at a time */
+    long parts = pairs ? (layer->v_dim + 63) / 64 : layer->v_dim / (4 * LANES) + layer->v_dim / LANES % 4;
+    long key_share = ROUND_UP(4 * key_bytes, 64);
+    long value_share = ROUND_UP(GROUP / words * value_bytes, 64 * parts) / parts;
     struct NAME(pieces) pieces;
     NAME(line_up)(layer, at, groups, &pieces);
     for (long g = 0; g < groups; g++) {
         long start = first + g * GROUP, live = valid - g * GROUP < GROUP ? valid - g * GROUP : GROUP;
         for (long head = 0; head < heads; head++)
-            NAME(score_group)((const uint16_t *)(s->query + head * rows * dim / 2), at->keys[g] + head * dim * 2,
-                              (long)layer->kv_heads * dim * 2, dim, s->scores + head * rows * GROUP, rows,
+            NAME(score_group)(s->query + head * rows * steps, at->keys[g] + head * key_bytes,
+                              layer->kv_heads * key_bytes, layer->k_dim, s->scores + head * rows * GROUP, rows, pairs,
                               NAME(fetch_from)(&pieces, 2 * g, head, 4, key_share));
         for (long row = 0; row < count; row++) {
             long position = task->position + row % rows / layer->group;
             long low = layer->window ? position - layer->window + 1 - start : 0;
             long high = position + 1 - start < live ? position + 1 - start : live;
-            s->shrink[row] = NAME(weigh)(layer, s->scores + row * GROUP, s->weights + row * GROUP / 2, GROUP, low,
-                                         high, 1, s->highest + row, s->sums + row * LANES);
+            s->shrink[row] = NAME(weigh)(layer, s->scores + row * GROUP, s->weights + row * words, GROUP, low, high,
+                                         pairs, s->highest + row, s->sums + row * LANES);
         }
         for (long head = 0; head < heads; head++) {
-            const char *values = at->values[g] + head * layer->v_dim * 2;
-            struct NAME(fetch) fetch =
-                NAME(fetch_from)(&pieces, 2 * g + 1, head, GROUP / 2 * parts, value_share);
-            const int *weights = (const int *)s->weights + head * rows * GROUP / 2;
-            const float *shrink = s->shrink + head * rows;
+            const char *values = at->values[g] + head * value_bytes;
+            struct NAME(fetch) fetch = NAME(fetch_from)(&pieces, 2 * g + 1, head, words * parts, value_share);
+            const float *weights = s->weights + head * rows * words, *shrink = s->shrink + head * rows;
             float *out = s->out + head * rows * padded;
             if (live == GROUP)
-                NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, fetch);
+                NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, pairs, fetch);
             else
-                NAME(add_head)(layer, values, (int)live, weights, shrink, out, rows, fetch);
+                NAME(add_head)(layer, values, (int)live, weights, shrink, out, rows, pairs, fetch);
         }
     }
 }
 
-static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                  const struct NAME(places) *at, long first, long tokens, long valid, long rows)
+/* Whether attend_few can: dimensions are whole vectors. */
+INLINE int NAME(are_few)(const struct layer *layer, long count, int pairs)
 {
+    if (count > FEW_ROWS)
+        return 0;
+#if FEW_PAIRS
+    if (pairs)
+        return layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0;
+#endif
+    return layer->type == FLOAT32 && layer->k_dim % LANES == 0 && layer->v_dim % LANES == 0;
+}
+
+static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                  const struct NAME(places) *at, long first, long valid, long rows, int pairs)
+{
+    long tokens = ROUND_UP(valid, GROUP);
+#if FEW_PAIRS
+    if (pairs)
+        switch (rows) {
+            case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1, 1); return;
+            case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2, 1); return;
+            case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3, 1); return;
+            case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4, 1); return;
+        }
+#endif
     switch (rows) {
-        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1); break;
-        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2); break;
-        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3); break;
-        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4); break;
+        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1, 0); break;
+        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2, 0); break;
+        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3, 0); break;
+        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4, 0); break;
     }
 }
-#endif
 
 INLINE void NAME(attend_words)(const struct layer *layer, const struct task *task, const struct scratch *s, int pairs)
 {
@@ -741,17 +779,11 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
     for (; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
         NAME(find)(layer, task, first, &at);
-#if HAS_DOT && !HAS_AMX
-        if (pairs && count <= FEW_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
-            NAME(attend_few_rows)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, count);
+        if (NAME(are_few)(layer, count, pairs)) {
+            NAME(attend_few_rows)(layer, task, s, &at, first, valid, count, pairs);
             continue;
         }
-#endif
         for (int head = 0; head < task->heads; head++) {
-            if (layer->type == FLOAT32 && count <= FEW_ROWS && layer->k_dim % LANES == 0 && layer->v_dim % LANES == 0) {
-                NAME(attend_few_floats)(layer, task, s, &at, first, ROUND_UP(valid, GROUP), valid, head, count);
-                continue;
-            }
             NAME(pack)(layer, &at, head, 0, valid, ROUND_UP(valid, GROUP) / (pairs ? 2 : 1), pairs, s);
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }

@@ -63,7 +63,7 @@ static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places
     NAME(next_piece)(ahead);
 }
 
-INLINE void NAME(fetch_share)(struct NAME(ahead) *ahead)
+INLINE void NAME(fetch_ahead)(struct NAME(ahead) *ahead)
 {
     for (long left = ahead->share; left > 0 && ahead->next;) {
         const char *line = ahead->next, *stop = line + left < ahead->end ? line + left : ahead->end;
@@ -102,11 +102,11 @@ INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys
         _tile_loadd(NARROW_QUERY, query + d / 2 * rows, rows * 4);
         _tile_loadd(WHOLE, keys[0] + inside + d * 2, row_bytes);
         _tile_dpbf16ps(NARROW, WHOLE, NARROW_QUERY);
-        NAME(fetch_share)(ahead);
+        NAME(fetch_ahead)(ahead);
         if (groups > 1) {
             _tile_loadd(WHOLE_2, keys[1] + inside + d * 2, row_bytes);
             _tile_dpbf16ps(NARROW_2, WHOLE_2, NARROW_QUERY);
-            NAME(fetch_share)(ahead);
+            NAME(fetch_ahead)(ahead);
         }
     }
     _tile_stored(NARROW, to, stride * 4);
@@ -135,11 +135,11 @@ INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *
         _tile_loadd(FLAT_WEIGHTS, weights + g * GROUP, TOKENS * 4);
         _tile_loadd(WHOLE, values[g] + d * 2, row_bytes[g]);
         _tile_dpbf16ps(FLAT, FLAT_WEIGHTS, WHOLE);
-        NAME(fetch_share)(ahead);
+        NAME(fetch_ahead)(ahead);
         if (both) {
             _tile_loadd(WHOLE_2, values[g] + d * 2 + 64, row_bytes[g]);
             _tile_dpbf16ps(FLAT_2, FLAT_WEIGHTS, WHOLE_2);
-            NAME(fetch_share)(ahead);
+            NAME(fetch_ahead)(ahead);
         }
     }
     _tile_stored(FLAT, out + d / 2, v_dim * 2);
@@ -229,7 +229,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
                 *(floats *)(even + d) *= shrink;
                 *(floats *)(odd + d) *= shrink;
             }
-        NAME(fetch_share)(&ahead);
+        NAME(fetch_ahead)(&ahead);
     }
     for (long head = 0, d; head < heads; head++) {
         const char *values[TOKENS / GROUP];
