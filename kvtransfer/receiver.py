@@ -408,6 +408,8 @@ class Receiver:
             self._early.popitem(last=False)  # who lives and means to send would have announced it again
         for transfer, incoming in list(self._incoming.items()):
             session = incoming.session
+            if session.over:
+                continue  # ended by what another one's sender was cut off for
             if session.state is TransferState.ACCEPTED:  # kept only to answer a repeated commit
                 if now - session.progress_at > self._limits.lease_s:
                     del self._incoming[transfer]
