@@ -99,14 +99,16 @@ def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None
 
 
 def judge_gaps(figures: Figures, asks: Sequence[Ask], usual_s: float) -> float:
-    """How tokens followed one another for who was served, which is returned (p99); beside ``usual_s``, if any."""
-    served = [ask for ask in asks if ask.verdict() == "exact"]
-    gaps = sorted(after - before for ask in served for before, after in itertools.pairwise(ask.arrivals))
+    """How tokens followed one another, up to the end of a stream that had no time for all of them; returned is the p99,
+    which is compared with ``usual_s``, if any."""
+    begun = [ask for ask in asks if ask.arrivals]
+    moments = [ask.arrivals if ask.done else [*ask.arrivals, ask.ended_at] for ask in begun]
+    gaps = sorted(after - before for each in moments for before, after in itertools.pairwise(each))
     if not gaps:
         return 0.0
     p99_s = gaps[math.ceil(0.99 * len(gaps)) - 1]
     figures.gap_s = gaps[-1]
-    figures.first_s = max(ask.arrivals[0] - ask.started_at for ask in served)
+    figures.first_s = max(ask.arrivals[0] - ask.started_at for ask in begun)
     figures.faults["ms between tokens (p99)"] = round(1000 * p99_s)
     if usual_s and p99_s > SLOWER * usual_s:
         figures.late.append(f"{1000 * p99_s:.0f} ms between tokens, {1000 * usual_s:.0f} at the peak (p99)")

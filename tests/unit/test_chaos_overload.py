@@ -30,6 +30,13 @@ def test_the_gaps_of_who_is_served_are_told_and_compared_with_the_peak() -> None
         assert f"{1000 * last_s:.0f} ms between tokens (p99)" in figures.row()
 
 
+def test_a_stream_that_had_no_time_for_all_its_tokens_waited_for_the_next_to_its_end() -> None:
+    cut, figures = served(0.03, 0.03), Figures("twice")
+    cut.done, cut.error, cut.ended_at = False, "request_timeout", cut.arrivals[-1] + 0.5
+    judge_gaps(figures, [served(0.03), cut], 0.03)
+    assert abs(figures.gap_s - 0.5) < 1e-9 and figures.late
+
+
 def test_the_peak_itself_is_only_told() -> None:
     figures = Figures("peak")
     judge_gaps(figures, [served(0.5)], 0.0)
