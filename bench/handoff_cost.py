@@ -52,6 +52,7 @@ from common.messages import (
     Peer,
     Prefill,
     Released,
+    Renewed,
     Reserve,
     Timing,
     ToDecode,
@@ -151,13 +152,14 @@ class Wire:
 
 
 def lease(wire: Wire, live: int) -> float:
-    """One lease: packed, sent, read and compared."""
+    """One lease: packed, sent, read and compared; and its answer."""
     there = transfers(live)
     held = set(there)
 
     def once() -> None:
         message = wire.there(Lease(pack_transfers(there), 1000), ToWorker)
         assert not held - set(unpack_transfers(message.live))
+        assert wire.there(Renewed(DECODE), FromWorker)
 
     return microseconds(once)
 
@@ -193,7 +195,7 @@ class Watch:
 
         def once() -> None:
             self.gateway.times_emptied += 1  # else a look would be saved
-            registry.beat(self.worker, wire.there(self._beat, FromWorker))
+            registry.beat(self.worker, wire.there(self._beat, FromWorker), self.gateway.clock())
             assert not registry.hangs(self.worker)
             self.dispatcher.beat(self.worker)
 

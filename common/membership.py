@@ -18,8 +18,8 @@ from common.messages import Heartbeat, Hello, Lease, Message, Rejoin, ToWorker, 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
 KNOCK_S = 2.0
-"""A Hello that is not answered for so long over a connection was lost with an earlier one. Where none is made any more,
-since our key is not let in, this may have been corrected by then."""
+"""A Hello that is not answered for so long over a connection was lost, with an earlier one or since this one carries
+nothing any more. Where none is made, since our key is not let in, this may have been corrected by then."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -57,7 +57,11 @@ class Membership:
         self._welcome: Welcome | None = None
         self._heart: Heart | None = None
         self._interval_s = 0.0
-        self._said_hello_at = self._unanswered_since = 0.0
+        self._said_hello_at = 0.0
+        self._unanswered_since: float | None = None
+        """Since when a Hello has not been answered, or the connection is there that it was sent over."""
+        self._heard_at = self._clock()
+        """When the coordinator last said something, or could not."""
         self._dial()
         self._say_hello()
 
@@ -75,18 +79,27 @@ class Membership:
         return self._heart.stood_still_s() if self._heart is not None else 0.0
 
     def knock(self) -> None:
-        """Says Hello again over a connection that leaves it unanswered, and dials again when libzmq does not."""
+        """Dials again when libzmq does not: when it was turned away, or a connection carries nothing, which is known of
+        one that leaves a Hello unanswered or brings no Lease for as long as one lasts."""
         connected_anew, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
             if now - self._said_hello_at > KNOCK_S:
-                self._hang_up()
-                self._welcome = None  # whoever welcomed us is gone: until somebody does again we go on saying Hello
-                self._dial()
-                self._say_hello()
+                self._dial_again()
         elif connected_anew or not self._handshakes.connected:
-            self._unanswered_since = now  # one Hello waits in the socket: more would all be heard, each as a new join
-        elif not self.joined and now - self._unanswered_since > KNOCK_S:
-            self._say_hello()
+            self._heard_at = now
+            if self._unanswered_since is not None:  # one Hello waits in the socket: more would each be a new join
+                self._unanswered_since = now
+        elif self._unanswered_since is not None:
+            if now - self._unanswered_since > KNOCK_S:
+                self._dial_again()
+        elif self._welcome is not None and now - self._heard_at > self._welcome.lease_ms / 1000:
+            self._dial_again()
+
+    def _dial_again(self) -> None:
+        self._hang_up()
+        self._welcome = None  # whoever welcomed us is gone, or has given us up
+        self._dial()
+        self._say_hello()
 
     def _dial(self) -> None:
         name = identity(self.hello.name, self.hello.incarnation)
@@ -105,7 +118,9 @@ class Membership:
 
     def _say_hello(self) -> None:
         self.acted_on = 0
-        self._said_hello_at = self._unanswered_since = self._clock()
+        self._said_hello_at = self._clock()
+        if self._unanswered_since is None:
+            self._unanswered_since = self._said_hello_at
         send(self._socket, self.hello)
 
     def send(self, message: Message) -> None:
@@ -123,12 +138,13 @@ class Membership:
                 continue
             if message is None:
                 return
+            self._heard_at = self._clock()
             if not isinstance(message, Rejoin):  # those are for a stranger, and nobody has counted them
                 self.acted_on += 1
             if isinstance(message, Lease):
                 self.acted_on = message.sent
             elif isinstance(message, Welcome):
-                self._welcome = message
+                self._welcome, self._unanswered_since = message, None
                 self._start_heart(message.heartbeat_ms / 1000)
             elif isinstance(message, Rejoin):
                 if self._clock() - self._said_hello_at < REJOIN_S:

@@ -5,7 +5,7 @@ no class names. Adding a field with a default at the end stays compatible; anyth
 :class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Turned: by them those of
 another version are told that they are.
 
-    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Goodbye
+    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Renewed, Goodbye
     coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
     coordinator ──► heart    Ask
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
@@ -199,7 +199,14 @@ class Goodbye(Message, tag="goodbye"):
     reason: Text
 
 
-FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | Goodbye
+class Renewed(Message, tag="renewed"):
+    """The answer to every Lease, in the next turn of the loop: what is said to this worker arrives, and what it says,
+    too. Its heart, which has a connection of its own, proves neither."""
+
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
+
+
+FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | Renewed | Goodbye
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -276,7 +283,8 @@ class Lease(Message, tag="lease"):
     """As often as heartbeats: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32),
     joined. It renews the lease on those; whatever came before this message and is not listed was given up (its Abort
     was lost). A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off.
-    ``sent`` is how many messages this one makes since Welcome: those of them that have not arrived were lost."""
+    ``sent`` is how many messages this one makes since Welcome: those of them that have not arrived were lost. Answered
+    by Renewed."""
 
     live: bytes
     sent: int

@@ -55,9 +55,9 @@ def unseal(data: bytes | memoryview) -> memoryview:
 def decode(data: bytes | memoryview, kind: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
     """One message of type ``kind`` (a Struct or a union of tagged Structs); WireError if it is anything else or larger
     than ``max_bytes``, Damaged if it is not what anybody has sent."""
+    packed = unseal(data)  # first: what the line has made of a message may be of any size
     if len(data) > max_bytes:
         raise WireError(f"a message of {len(data)} bytes, {max_bytes} allowed")
-    packed = unseal(data)
     try:
         return _decoder(kind).decode(packed)
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:

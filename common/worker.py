@@ -39,6 +39,7 @@ from common.messages import (
     Hello,
     Lease,
     Rejoin,
+    Renewed,
     Turned,
     Welcome,
 )
@@ -246,6 +247,7 @@ class Worker(abc.ABC):
                 log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
             case Lease(live=live):
                 self._renew(live, now)
+                self.membership.send(Renewed(self.incarnation))
             case _:
                 try:
                     self.handle(message, now)

@@ -755,7 +755,8 @@ class Dispatcher:
         for worker in list(self.registry):
             on = self._on.get(worker.id, {})
             live = pack_transfers(TransferId(ticket.id, ticket.life.attempt) for ticket in on.values())
-            self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1))
+            if self.gateway.send(worker, Lease(live, self.gateway.sent[worker.id] + 1)):
+                self.registry.leased(worker, self._clock())
 
     def _next_tick(self) -> None:
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)

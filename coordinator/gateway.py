@@ -36,6 +36,7 @@ from common.messages import (
     Measured,
     Message,
     Rejoin,
+    Renewed,
     Role,
     Timing,
     Tokens,
@@ -271,8 +272,8 @@ class Gateway:
         self._complain(now_s)
         if self._socket.dropping:
             return False
-        for worker in self.registry.sweep(now_s):
-            log.warning("worker %s is gone: silent", worker.hello.name)
+        for worker, how in self.registry.sweep(now_s):
+            log.warning("worker %s is gone: %s", worker.hello.name, how)
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, Loss.GIVEN_UP)
@@ -371,7 +372,7 @@ class Gateway:
     def _deliver(
         self,
         worker: Worker,
-        message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Goodbye,
+        message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Renewed | Goodbye,
         now_s: float,
     ) -> None:
         events = self._events
@@ -380,7 +381,7 @@ class Gateway:
             case Tokens():
                 events.tokens(worker, message)
             case Heartbeat():
-                self.registry.beat(worker, message)
+                self.registry.beat(worker, message, now_s)
                 if message.asked <= self._asks:  # else it answers an earlier coordinator
                     worker.answered = max(worker.answered, message.asked)
                 if worker.answered < self._asks:
@@ -404,6 +405,8 @@ class Gateway:
                     self.registry.cached(worker, message)
                 except ValueError as error:
                     raise WireError(str(error)) from error
+            case Renewed():
+                self.registry.renewed(worker)
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
                 self._remove(worker)

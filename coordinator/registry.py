@@ -55,6 +55,10 @@ class Worker:
     beat: Heartbeat | None = None
     cached: set[ChainKey] = field(default_factory=set)
     answered: int = 0
+    owes_since: float | None = None
+    """When the first lease was sent that it has not answered."""
+    cut_off_since: float | None = None
+    """When its heart told of a turn in which it should have answered that, and had not."""
 
     @property
     def id(self) -> Incarnation:
@@ -177,10 +181,26 @@ class Registry:
     def heard(self, worker: Worker, now_s: float) -> None:
         worker.heard_at = max(worker.heard_at, now_s)
 
-    def beat(self, worker: Worker, beat: Heartbeat) -> None:
+    def beat(self, worker: Worker, beat: Heartbeat, now_s: float) -> None:
         worker.beat = beat
         if beat.draining:
             self.drains(worker)
+        turn_began_s = now_s - max(0, beat.turn_ms) / 1000
+        if (
+            worker.owes_since is not None
+            and worker.cut_off_since is None
+            and turn_began_s - worker.owes_since > self.times.silence_s
+        ):
+            worker.cut_off_since = now_s
+
+    def leased(self, worker: Worker, now_s: float) -> None:
+        """It was sent a lease, which it answers in the next turn of its loop."""
+        if worker.owes_since is None:
+            worker.owes_since = now_s
+
+    def renewed(self, worker: Worker) -> None:
+        """It has answered."""
+        worker.owes_since = worker.cut_off_since = None
 
     def hangs(self, worker: Worker) -> bool:
         """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
@@ -223,15 +243,21 @@ class Registry:
         self._workers.pop(worker.id, None)
         self._last.pop(worker.role, None)
 
-    def sweep(self, now_s: float) -> list[Worker]:
-        """Removes and returns workers that have been silent too long. To be called every ``times.sweep_s``, when what
+    def sweep(self, now_s: float) -> list[tuple[Worker, str]]:
+        """Removes and returns workers that have been silent too long, or whose control connection carries nothing while
+        their hearts beat on another; each with which it is, in words. To be called every ``times.sweep_s``, when what
         had arrived was read."""
         self.lags.look(now_s)
-        silent = [worker for worker in self if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s]
-        for worker in silent:
+        lost = []
+        for worker in self:
+            if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s:
+                lost.append((worker, "silent", worker.heard_at))
+            elif (since_s := worker.cut_off_since) and self.lags.silence(since_s, now_s) > self.times.heartbeat_s:
+                lost.append((worker, "no answer over its control connection", since_s))
+        for worker, how, since_s in lost:
             self.gone(worker)
-            self.hung.add(Hang.of(worker.hello, "silent", worker.heard_at, now_s))
-        return silent
+            self.hung.add(Hang.of(worker.hello, how, since_s, now_s))
+        return [(worker, how) for worker, how, _ in lost]
 
     def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
         """That worker served before this coordinator did, and should say Hello."""

@@ -16,7 +16,7 @@ from common.times import FailureTimes
 from common.wire import DIGEST_BYTES
 from coordinator.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
-from tests.chaos.proxy import Action, Parts, Proxy, Rule, is_a, is_frame
+from tests.chaos.proxy import Action, Direction, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring
 from tests.chaos.worker import KILLS_LATE
 
@@ -222,6 +222,17 @@ async def mute(scene: Scene) -> Proof:
     """Tokens of a decode worker never arrive; its heart, on a connection of its own, says that it has the stream."""
     rule = Rule("drop", is_a("tokens"), "up")
     scene.decode.control.rules.append(rule)
+    _struck(scene)
+    _let_go(scene)
+    return lambda: rule.hits > 1
+
+
+async def cut_off(role: str, direction: Direction, scene: Scene) -> Proof:
+    """A worker hears nothing any more (down), or is not heard (up), but for its heart, on a connection of its own."""
+    heart = is_a("ask") if direction == "down" else is_a("heartbeat")
+    rule = Rule("drop", lambda parts: not heart(parts), direction)
+    worker: Worker = getattr(scene, role)
+    worker.control.rules.append(rule)
     _struck(scene)
     _let_go(scene)
     return lambda: rule.hits > 1

@@ -27,11 +27,13 @@ from common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Lease,
     Measure,
     Measured,
     Message,
     Prefill,
     Rejoin,
+    Renewed,
     Resend,
     Reserve,
     Role,
@@ -69,7 +71,8 @@ class Job:
 @dataclass
 class FakeWorker:
     """Knobs: ``step_s`` between tokens, ``delay_s`` before the first; ``script`` chooses tokens; ``drop`` names message
-    types that vanish on their way out; ``refuse`` answers every request with that failure."""
+    types that vanish on their way out; ``deaf``: whether all that comes over the control connection does; ``refuse``
+    answers every request with that failure."""
 
     role: Role
     address: str
@@ -85,6 +88,7 @@ class FakeWorker:
     """Whether it says Hello when it is told to, or hangs."""
     turn_ms: int = -1
     drop: set[type[Message]] = field(default_factory=set)
+    deaf: bool = False
     refuse: Failed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)
@@ -170,7 +174,8 @@ class FakeWorker:
                 continue
             if control.poll(1):
                 while (message := receive(control, ToWorker)) is not None:
-                    self._take(control, message)
+                    if not self.deaf:
+                        self._take(control, message)
             while (ask := receive(beats, ToHeart)) is not None:
                 if self.answers:
                     send(beats, self.beat(ask.number))
@@ -209,6 +214,8 @@ class FakeWorker:
                 self._resend(control, TransferId(request, attempt), choice, start)
             case Measure(peer=peer, tokens=tokens) if self.role == "prefill":
                 send(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
+            case Lease():
+                self._say(control, Renewed(self.hello.incarnation))
             case Drain():
                 send(control, Goodbye(self.hello.incarnation, "drained"))
 

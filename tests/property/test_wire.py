@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import messages
-from common.errors import WireError
+from common.errors import Damaged, WireError
 from common.ids import pack_tokens, unpack_tokens
 from common.messages import (
     MAX_HELD,
@@ -59,6 +59,7 @@ from common.messages import (
     Prefill,
     Rejoin,
     Released,
+    Renewed,
     Resend,
     Reserve,
     Timing,
@@ -248,6 +249,7 @@ EXAMPLES: list[Message] = [
     Failed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
     Cached(b"a" * 16, b"b" * 16),
     Measured("0123456789abcdef", "shm", 65_536, 0.002),  # type: ignore[arg-type]
+    Renewed("0123456789abcdef"),  # type: ignore[arg-type]
     Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
     Welcome("0123456789abcdef", 500, 8000, 2000),  # type: ignore[arg-type]
     Turned("another model"),
@@ -419,8 +421,14 @@ def test_hostile_bytes(name: str, kind: Any) -> None:
         tracemalloc.stop()
 
 
-def test_too_large_a_message_is_refused_before_it_is_read() -> None:
-    with pytest.raises(WireError, match="allowed"):
+def test_too_large_a_message_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(WireError, match="allowed") as caught:
+        decode(seal(bytes(MAX_MESSAGE_BYTES)), ToWorker)
+    assert not isinstance(caught.value, Damaged)
+
+
+def test_what_the_line_has_made_too_large_is_not_its_senders_fault() -> None:
+    with pytest.raises(Damaged):
         decode(bytes(MAX_MESSAGE_BYTES + 1), ToWorker)
 
 

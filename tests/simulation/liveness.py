@@ -26,6 +26,9 @@ NOTICED_S = 3.5
 LOST_S, RESENT_S = 2.75, 1.0
 """After one message was lost: three heartbeats, a retry and the prompt again; after one that is asked for again, or
 repeated when nothing acknowledges it."""
+LEASE_ANSWERED_S = 3.5
+"""A lease (0.5 s) that should have been answered for 1.75 s, the heartbeat that tells so (0.5 s), another such time for
+the answer, and the sweep (0.25 s)."""
 LEASE_S = 8.0
 """A receiver hears nothing of a sender for so long before it gives up."""
 NOISE_S = 8.0

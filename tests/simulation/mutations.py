@@ -15,6 +15,7 @@ from unittest import mock
 from common.engine.planner import Planner
 from common.ids import TransferId
 from common.kv.cache import KvCache
+from common.membership import Membership
 from common.times import FailureTimes
 from common.worker import Worker
 from coordinator import gateway
@@ -204,6 +205,15 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "no hang watchdog": (
         Mutation("a step may take for ever", Registry, "hangs", _no, (NO_FIRST_TOKEN,)),
+    ),
+    "a heart is enough": (
+        Mutation(
+            "leases that are not answered are not missed",
+            Registry, "leased", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN),
+        ),
+    ),
+    "wait for ever to be heard": (
+        Mutation("who is cut off does not dial anew", Membership, "_dial_again", _nothing, ("is not registered",)),
     ),
     "silence is death": (
         Mutation("one late heartbeat is enough", FailureTimes, "silence_s", 0.3, (FALSE_ALARM,)),

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.channel import Channels, receive
+from common.channel import BEAT_SUFFIX, Channels, receive
 from common.handshake import Handshakes
 from common.messages import Message, ToHeart, Tokens
 from common.wire import DIGEST_BYTES, encode
@@ -61,7 +61,7 @@ class Losing:
     number: int
     struck: Callable[..., None]
 
-    def takes(self, connection: Connection, parts: Parts) -> bool:
+    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
         if self.number and self._is(parts):
             self.number -= 1
             if not self.number:
@@ -85,7 +85,7 @@ class Mute:
     name: str
     tag: str
 
-    def takes(self, connection: Connection, parts: Parts) -> bool:
+    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
         if connection.dealer.process.name != self.name or len(parts) != 1:
             return False
         return bool(msgspec.msgpack.decode(parts[0][DIGEST_BYTES:])[0] == self.tag)
@@ -96,8 +96,22 @@ class Frameless:
 
     tag = "frame"
 
-    def takes(self, connection: Connection, parts: Parts) -> bool:
+    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
         return len(parts) == 2
+
+
+@dataclass
+class Severed:
+    """One connection carries nothing any more to its dealer, to its router, or either way. Nobody is told; whoever
+    dials anew gets another."""
+
+    connection: Connection
+    deaf: bool
+    mute: bool
+    tag = "in a severed connection"
+
+    def takes(self, connection: Connection, to: Socket, parts: Parts) -> bool:
+        return connection is self.connection and (self.deaf if to is connection.dealer else self.mute)
 
 
 _FINISH = Tokens.__struct_fields__.index("finish")
@@ -110,7 +124,7 @@ class Network:
         self.clock, self.rng = clock, rng
         self.listeners: dict[str, Router] = {}
         self.happened: dict[str, int] = {}
-        self.losing: Losing | Mute | Frameless | None = None
+        self.losing: Losing | Mute | Frameless | Severed | None = None
         self.dropped: Callable[[Connection, Parts], None] = lambda connection, parts: None
         """Hears of each message that noise has taken."""
         self._lines: dict[frozenset[str], Line] = {}
@@ -177,6 +191,11 @@ class Network:
                 else:
                     connection.close()
 
+    def control(self, worker: Process, coordinator: Process) -> Connection:
+        """Over which a worker says all but that its heart beats."""
+        connections = self._between(worker, coordinator)
+        return next(each for each in connections if not each.dealer.name.endswith(BEAT_SUFFIX.encode()))
+
     def _between(self, one: Process, other: Process) -> list[Connection]:
         ends = {one, other}
         return [each for each in self._connections if {each.dealer.process, each.router.process} == ends]
@@ -229,7 +248,7 @@ class Connection:
             return
         network, rng, rates = self.network, self.network.rng, self.line.rates
         copies = 1
-        if network.losing is not None and network.losing.takes(self, parts):
+        if network.losing is not None and network.losing.takes(self, receiver, parts):
             network.count(f"lost {network.losing.tag}")
             return
         if rates.drop and rng.random() < rates.drop:

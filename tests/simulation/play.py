@@ -21,6 +21,7 @@ from tests.simulation.situations import (
     Crammed,
     CrammedForks,
     Crowded,
+    CutOff,
     Disconnected,
     Forgotten,
     Forlorn,
@@ -60,6 +61,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Paused,
     Unaborted,
     Misled,
+    CutOff,
 )
 """One after the other; a new one comes last."""
 STRIDE = 20
@@ -113,7 +115,7 @@ class _Alarm(logging.Handler):
     def _silent(self, record: logging.LogRecord) -> None:
         """A worker is taken for dead: there must be a reason."""
         message = record.getMessage()
-        if "is gone: silent" in message or "is gone: one turn" in message:
+        if any(f"is gone: {how}" in message for how in ("silent", "one turn", "no answer")):
             name = message.split()[1]
             if name in self._system.lossy:
                 self._system.not_heard(name)

@@ -17,8 +17,18 @@ from coordinator.lifecycle import MAX_CRASHES, State
 from coordinator.router import FAILED_PAIRS
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
-from tests.simulation.liveness import CALM_STEPS, COORDINATOR, DYING_S, LEASE_S, LINGERS_S, LOST_S, NOTICED_S, RESENT_S
-from tests.simulation.network import Frameless, Losing, Mute
+from tests.simulation.liveness import (
+    CALM_STEPS,
+    COORDINATOR,
+    DYING_S,
+    LEASE_ANSWERED_S,
+    LEASE_S,
+    LINGERS_S,
+    LOST_S,
+    NOTICED_S,
+    RESENT_S,
+)
+from tests.simulation.network import Frameless, Losing, Mute, Severed
 from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
 LONG_S = 20.0
@@ -135,6 +145,39 @@ class Muted(OneFault):
     def _victim(self) -> SimulatedWorker:
         worker = super()._victim()
         return worker if worker.role == "decode" else self._victim()
+
+
+class CutOff(OneFault):
+    """The control connection of a worker carries nothing any more, in one direction or in both, and does not break; its
+    heart beats over another. Whatever the worker was doing moves on, and it dials anew."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noticed_s = LEASE_ANSWERED_S + RESENT_S
+
+    def _build(self) -> None:
+        self.roles = self.rng.choice((OneFault.roles, ("colocated",) * 3))
+        super()._build()
+
+    def _faults(self) -> None:
+        victim = self._victim()
+        deaf, mute = self.rng.choice(((True, False), (False, True), (True, True)))
+
+        def sever() -> None:
+            network = self.system.network
+            connection = network.control(victim.process, self.system.coordinator.process)
+            network.losing = Severed(connection, deaf, mute)
+            self.system.struck(victim.name, COORDINATOR)
+
+        steps = self.rng.randint(0, 8)
+        self._when(lambda: victim.engine.steps >= steps and self._busy(victim), sever)
+
+    def _judge(self) -> None:
+        super()._judge()
+        for client in self.system.clients:
+            if client.ends != ["done"]:
+                self.system.complain(f"request {client.number} ends with {client.ends}, beside a severed connection")
+        self.system.check()
 
 
 class Forlorn(OneFault):

@@ -47,6 +47,7 @@ from common.messages import (
     Message,
     Peer,
     Prefill,
+    Renewed,
     Resend,
     Reserve,
     Timing,
@@ -83,7 +84,7 @@ class Bench:
         self.cached: list[Cached] = []
         self.goodbyes: list[Incarnation] = []
         self.lease_ms = 60_000
-        self.lost_welcomes = 0
+        self.lost_welcomes = self.joins = self.renewed = 0
         self.beats = 0
 
     def add(
@@ -119,12 +120,15 @@ class Bench:
         match message:
             case Hello():
                 self.hellos[message.name] = message
+                self.joins += 1
                 if self.lost_welcomes:
                     self.lost_welcomes -= 1
                 else:
                     send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
             case Heartbeat():
                 self.beats += 1
+            case Renewed():
+                self.renewed += 1
             case Tokens():
                 self._spans(message)
             case Failed():
@@ -799,6 +803,25 @@ def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.Mon
     bench.tell("decode-0", Lease(pack_transfers([TransferId(request.id, 1)]), 0))
     bench.until(lambda: worker.membership.joined)
     assert not worker.holdings() and not bench.streams
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
+
+
+def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench: Bench) -> None:
+    """The connection may carry nothing any more, of which nobody is told."""
+    bench.lease_ms = 400
+    worker = bench.add("decode", OracleEngine(64))
+    bench.until(lambda: worker.membership.joined)
+    first, leased_at = worker.membership._socket, time.monotonic()
+    while time.monotonic() < leased_at + 1.0:
+        bench.tell("decode-0", Lease(b"", 0))
+        bench.turn()
+    assert worker.membership._socket is first and bench.joins == 1
+    assert bench.renewed > 10, "each is answered"
+    bench.until(lambda: bench.joins == 2 and worker.membership.joined)
+    assert worker.membership._socket is not first and first.closed
+    request = make_request(40, 4)
     bench.tell("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
     bench.check(request)

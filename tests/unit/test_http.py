@@ -31,6 +31,7 @@ from common.messages import (
     Lease,
     Prefill,
     Rejoin,
+    Renewed,
     Resend,
     Reserve,
     Role,
@@ -498,6 +499,28 @@ async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> 
             first.fall_silent()
 
         await stream_over(house, hang)
+
+
+@pytest.mark.parametrize("cut_off", ["it hears nothing", "it is not heard"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
+async def test_a_worker_whose_heart_beats_over_another_connection_than_the_dead_one_is_replaced(
+    model: Path, role: Role, cut_off: str
+) -> None:
+    """Before the first token too: nothing of such a request would ever be told, and a heart goes on beating."""
+    others: dict[Role, tuple[Role, ...]] = {"prefill": ("decode",), "decode": ("prefill",), "colocated": ()}
+    async with open_house(model, *others[role], failure_timeout=0.5) as house:
+        dead = await house.add(role, name="dead", rejoins=False)
+        await house.add(role, name="alive")
+        if cut_off == "it hears nothing":
+            dead.deaf = True
+        else:
+            dead.drop |= {Tokens, Timing, Renewed}
+        asked = [house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(6)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*asked)
+        assert [response.status for response, _ in answers] == [200] * 6
+        known = house.dispatcher.registry
+        await until(lambda: [worker.hello.name for worker in known.ready(role)] == ["alive"], "it is gone")
 
 
 async def test_a_shorter_failure_timeout_notices_silence_sooner_than_the_usual_one_could(model: Path) -> None:

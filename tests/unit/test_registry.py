@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -174,7 +176,7 @@ def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
     while registry.get(worker.id) is not None and now < 100:
         now += TIMES.sweep_s
         gone = registry.sweep(now)
-    assert gone == [worker] and worker.state is WorkerState.GONE
+    assert gone == [(worker, "silent")] and worker.state is WorkerState.GONE
     assert now - (TIMES.sweep_s + 10) <= TIMES.silence_s + 2 * TIMES.sweep_s
 
 
@@ -234,6 +236,49 @@ def test_a_heartbeat_keeps_a_worker() -> None:
         assert registry.sweep(step * TIMES.sweep_s) == []
 
 
+def beaten(registry: Registry, worker: Worker, turn_ms: Callable[[float], int], answers_until: float) -> float | None:
+    """For a minute a heart beats and leases are sent; when the worker was given up. It answers at the beginning of each
+    of its turns, the running one of which has taken ``turn_ms``."""
+    for step in range(1, 240):
+        now = step * TIMES.sweep_s
+        if registry.sweep(now):
+            return now
+        if step % 2:
+            continue
+        began = now - max(0, turn_ms(now)) / 1000
+        if worker.owes_since is not None and worker.owes_since <= min(began, answers_until):
+            registry.renewed(worker)
+        registry.leased(worker, now)
+        registry.heard(worker, now)
+        registry.beat(worker, beat("i0", turn_ms=turn_ms(now)), now)
+    return None
+
+
+@pytest.mark.parametrize("turn_s", [0.0, 0.3, 1.0, 3.0])
+def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: float) -> None:
+    """It hears nothing, or is not heard: which of them it is nobody can tell."""
+    registry = Registry("f")
+    worker = join(registry)
+    registry.sweep(0.0)
+
+    def turn_ms(now: float) -> int:
+        return int(now % turn_s * 1000) if turn_s else -1
+
+    gone_at = beaten(registry, worker, turn_ms, answers_until=5.0)
+    assert gone_at is not None and worker.state is WorkerState.GONE
+    assert gone_at - 5.0 <= TIMES.timeout_s + 3 * TIMES.heartbeat_s + turn_s
+    [told] = hung(registry, 60.0, since=gone_at)
+    assert told.startswith("d0 1 no answer over its control connection for "), "it may be replaced"
+
+
+@pytest.mark.parametrize("turn_s", [0.0, 0.4, 1.0, 3.0, 20.0])
+def test_who_answers_when_its_turn_is_over_is_kept_however_long_that_takes(turn_s: float) -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    registry.sweep(0.0)
+    assert beaten(registry, worker, lambda now: int(now % turn_s * 1000) if turn_s else -1, math.inf) is None
+
+
 def test_a_restart_replaces_the_earlier_incarnation_for_good() -> None:
     registry = Registry("f")
     old = join(registry)
@@ -253,9 +298,9 @@ def test_hello_again_starts_anew() -> None:
 def test_draining_takes_a_worker_out_of_the_ready_ones() -> None:
     registry = Registry("f")
     worker = join(registry)
-    registry.beat(worker, beat("i0", draining=True))
+    registry.beat(worker, beat("i0", draining=True), 0.0)
     assert worker.state is WorkerState.DRAINING and registry.ready("decode") == []
-    registry.beat(worker, beat("i0", draining=True))
+    registry.beat(worker, beat("i0", draining=True), 0.0)
     assert worker.blocks == (90, 4, 6)
     with pytest.raises(InvariantBroken):
         worker.move(WorkerState.READY)
@@ -301,7 +346,7 @@ def test_who_hangs_in_a_turn_is_to_be_replaced_as_well() -> None:
     registry = Registry(None)
     worker = join(registry, "d0", pid=7)
     registry.sweep(0.0)
-    registry.beat(worker, beat("i0", turn_ms=3000))
+    registry.beat(worker, beat("i0", turn_ms=3000), 0.0)
     assert registry.hangs(worker)
     registry.give_up(worker, 0.0)
     assert hung(registry, 60.0) == ["d0 7 in one turn of its loop for 11 s"]

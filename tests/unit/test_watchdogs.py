@@ -70,9 +70,9 @@ def test_a_silence_or_a_hang_is_as_long_as_the_registry_is_told() -> None:
     for timeout_s in (0.5, 2.0, 8.0):
         registry = Registry(None, times := FailureTimes(timeout_s))
         worker, now = join(registry), 0.0
-        registry.beat(worker, beat(int(900 * timeout_s), 1))
+        registry.beat(worker, beat(int(900 * timeout_s), 1), 0.0)
         assert not registry.hangs(worker)
-        registry.beat(worker, beat(int(1100 * timeout_s), 1))
+        registry.beat(worker, beat(int(1100 * timeout_s), 1), 0.0)
         assert registry.hangs(worker)
         while not registry.sweep(now):
             now += times.sweep_s
@@ -157,7 +157,7 @@ def test_a_heart_over_a_turn_without_end_is_no_life(turn_ms: int, expected_ms: i
     assert HANG_STEPS == 4.0
     registry = Registry(None, FailureTimes(2.0))
     worker = join(registry)
-    registry.beat(worker, beat(turn_ms, expected_ms))
+    registry.beat(worker, beat(turn_ms, expected_ms), 0.0)
     assert registry.hangs(worker) is hangs
 
 
