@@ -150,7 +150,7 @@ class Sources:
 
     def _turn_away(self, source: _Source) -> None:
         if source.knock is not None:
-            if isinstance(source.knock, shm.Knock):
+            if not isinstance(source.knock, nixl.Knock):
                 self._channels.unregister(source.knock.fileno())
             source.knock.close()
             source.knock = None

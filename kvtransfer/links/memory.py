@@ -1,34 +1,70 @@
-"""The link inside one process: the receiver pulls from a pool that it finds by its owner's incarnation.
+"""The link inside one process: the receiver maps the sender's pool as over shared memory, at a door without a thread.
 
-For tests and simulations, where both sides are objects of one process: the same directions, generation checks and
-checksums as between processes, without a descriptor to hand over, a clock or a thread.
+For tests and simulations, where both sides are objects of one process. :class:`Pools` hands descriptors over in place
+of :mod:`kvtransfer.links.shm`; all else is the same: mapping, directions, generation checks and checksums. What happens
+to frames on their way (loss, delay, repetition, reordering, damage) is up to whoever carries them: see
+:mod:`kvtransfer.links.faulty`, and the simulated network of the tests.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 from common.ids import Incarnation
 from common.kv.memory import KvMemory
-from kvtransfer.links.pull import PullReceiveLink, PullSendLink
-
-NAME = "memory"
 
 
 class Pools:
-    """The pools of one simulated world. A pool is withdrawn when its owner ends: who still pulls has it mapped."""
+    """The pools of one world, each behind its door."""
 
     def __init__(self) -> None:
-        self._pools: dict[Incarnation, KvMemory] = {}
+        self._doors: dict[str, Door] = {}
 
-    def offer(self, owner: Incarnation, memory: KvMemory) -> PullSendLink:
-        """The sending side for ``memory``, which others find under ``owner`` from now on."""
-        self._pools[owner] = memory
-        return PullSendLink(NAME, memory)
+    def door(self, memory: KvMemory, incarnation: Incarnation) -> Door:
+        """In place of :class:`shm.PoolDoor`."""
+        door = Door(memory, _address(incarnation), self._doors.pop)
+        self._doors[door.address] = door
+        return door
 
-    def withdraw(self, owner: Incarnation) -> None:
-        self._pools.pop(owner, None)
+    def of(self, incarnation: Incarnation) -> Door:
+        """The door of its pool."""
+        return self._doors[_address(incarnation)]
 
-    def reach(self, owner: Incarnation, memory: KvMemory) -> PullReceiveLink:
-        """The receiving side, from ``owner``'s pool into ``memory``; OSError if there is no such pool."""
-        if owner not in self._pools:
-            raise OSError(f"no pool of {owner} in this process")
-        return PullReceiveLink(NAME, memory, self._pools[owner])
+    def knock(self, address: str) -> Knock:
+        """In place of :class:`shm.Knock`; OSError if there is no such door."""
+        if address not in self._doors:
+            raise OSError(f"no door {address} in this process")
+        return Knock(self._doors[address])
+
+
+def _address(incarnation: Incarnation) -> str:
+    return f"memory-{incarnation}"
+
+
+class Door:
+    """Gives away the descriptor of ``memory`` while its owner ``answers``; ``closes`` hears that it does so no more."""
+
+    def __init__(self, memory: KvMemory, address: str, closes: Callable[[str, None], object]) -> None:
+        self.memory, self.address, self._closes = memory, address, closes
+        self.answers: Callable[[], bool] = lambda: True
+
+    def close(self) -> None:
+        self._closes(self.address, None)
+
+
+class Knock:
+    """One visit; like one at a real door it has a descriptor to wait for, which here is always ready."""
+
+    def __init__(self, door: Door) -> None:
+        self._door, self._ready = door, os.eventfd(1)
+
+    def fileno(self) -> int:
+        return self._ready
+
+    def answer(self) -> int | None:
+        """The pool's descriptor, which is the caller's from here on; None while nobody answers."""
+        return os.dup(self._door.memory.fd) if self._door.answers() else None
+
+    def close(self) -> None:
+        os.close(self._ready)

@@ -341,5 +341,5 @@ class History:
     def _close(self) -> None:
         for worker in self.system.workers.values():
             if not worker.gone:
-                worker.engine.close()
+                worker.unmap()
         gc.collect()

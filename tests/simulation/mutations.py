@@ -29,7 +29,7 @@ from coordinator.registry import Worker as Member
 from coordinator.router import Router
 from decode.reservations import Reservations
 from decode.worker import DecodeWorker
-from kvtransfer.links import zeromq
+from kvtransfer.links import pull, zeromq
 from kvtransfer.session import ReceiverSession, SenderSession, TransferState
 
 
@@ -165,7 +165,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             DecodeWorker, "abort", _aborts_below_the_receiver, ("held by nobody", "landed without"),
         ),
     ),
-    "fail open": (Mutation("checksums are not looked at", zeromq, "placed", _places_unchecked, (WRONG_TOKENS,)),),
+    "fail open": (
+        Mutation("checksums are not looked at", zeromq, "placed", _places_unchecked, ()),
+        Mutation("nor those of what was pulled", pull, "placed", _places_unchecked, (WRONG_TOKENS,)),
+    ),
     "trust the commit": (
         Mutation("what landed is not compared with the commit", ReceiverSession, "objection", lambda *_: "", ()),
         Mutation("missing frames are not waited for", ReceiverSession, "behind", _no, ()),

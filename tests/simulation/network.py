@@ -522,10 +522,12 @@ class SimulatedChannels(Channels):
         return SimulatedHeart(self, self.dealer(address, name), interval_s, beat)
 
     def register(self, what: Any) -> None:
-        what.wake = self._wake
+        if isinstance(what, Socket):  # else the descriptor of a knock, which is ready at once or not at all
+            what.wake = self._wake
 
     def unregister(self, what: Any) -> None:
-        what.wake = lambda: None
+        if isinstance(what, Socket):
+            what.wake = lambda: None
 
     def watch(self, socket: Any, loop: Any, wake: Callable[[], None]) -> None:
         socket.wake = wake

@@ -15,6 +15,7 @@ from unittest import mock
 
 from common import ids
 from coordinator import dispatch
+from kvtransfer.links import shm
 from tests.simulation.history import History
 from tests.simulation.situations import (
     Careless,
@@ -100,7 +101,8 @@ def run(seed: int) -> Outcome:
     kind, rng = KINDS[which], Random(number * STRIDE + which)
     with _chance(rng):
         system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
-        with _alarmed(system):
+        doors = mock.patch.multiple(shm, PoolDoor=system.pools.door, Knock=system.pools.knock)
+        with _alarmed(system), doors:
             kind(system, rng).play()
     return _outcome(system, seed)
 

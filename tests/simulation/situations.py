@@ -49,10 +49,11 @@ class OneFault(History):
 
     def _build(self) -> None:
         self.system.coordinator.router.local_prefill, self.system.pace = "never", self.pace
+        together = self.rng.random() < 0.5  # on one host KV is pulled
         for number, role in enumerate(self.roles):
             name = f"{role}-{number}"
             self.names.append(name)
-            self.system.add_worker(name, role, self._blocks(role), 16, "a")
+            self.system.add_worker(name, role, self._blocks(role), 16, "a" if together else name)
 
     def _blocks(self, role: str) -> int:
         return 200

@@ -33,6 +33,7 @@ from coordinator.registry import Registry
 from coordinator.router import HORIZON_TOKENS, NoPrefillPolicy, Router
 from coordinator.ticket import Ticket
 from decode.worker import DecodeWorker
+from kvtransfer.links.memory import Pools
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
 from tests.simulation.clock import Clock, Event, Loop, Process
@@ -130,12 +131,12 @@ class SimulatedWorker:
         """Requests that have had none since a turn without a step."""
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
-        settings = WorkerSettings(
-            CONTROL, host, max_num_seqs=8, max_num_batched_tokens=32, kv_transport="zmq", drain_timeout_s=5.0
-        )
+        settings = WorkerSettings(CONTROL, host, max_num_seqs=8, max_num_batched_tokens=32, drain_timeout_s=5.0)
         incarnation = Incarnation(f"{name}.{next(system.numbers)}")
         kind = PrefillWorker if role == "prefill" else DecodeWorker
         self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, role, self.engine), channels)
+        if isinstance(self.worker, PrefillWorker):
+            system.pools.of(incarnation).answers = lambda: not self.process.stopped
         self.engine.pool = self.worker.cache.pool
         self.engine.begins = self._begins
         self.wake()
@@ -279,6 +280,15 @@ class SimulatedWorker:
             self.system.clock.after(lingers_s, self.system.network.dead, self.process)
         else:
             self.system.network.dead(self.process)
+        self.unmap()
+
+    def unmap(self) -> None:
+        """What the kernel takes back of a process that has died: its own pool, and its view of others'."""
+        if isinstance(self.worker, PrefillWorker):
+            self.system.pools.of(self.worker.incarnation).close()
+        else:
+            assert isinstance(self.worker, DecodeWorker)
+            self.worker.receiver._sources.close()
         self.engine.close()
 
 
@@ -446,6 +456,7 @@ class System:
         self.clock = Clock()
         self.network = Network(self.clock, rng)
         self.network.dropped = self._dropped
+        self.pools = Pools()
         self.strikes: list[Strike] = []
         self.unheard: list[Strike] = []
         """Noise that keeps a worker away: it took what one joins with, or so many beats that it was taken for dead."""
@@ -625,6 +636,6 @@ def _ended(stream: list[int], sampling: SamplingParams) -> list[int]:
 def _hello(name: str, incarnation: Incarnation, role: Role, engine: OracleEngine) -> Hello:
     return Hello(
         PROTOCOL, WorkerName(name), incarnation, role, "oracle", engine.fingerprint, engine.layout.fingerprint, 1,
-        "localhost", "host", "", ("zmq",), engine.memory.blocks, engine.layout.block_size, engine.max_model_len,
+        "localhost", "host", "", ("shm", "zmq"), engine.memory.blocks, engine.layout.block_size, engine.max_model_len,
         engine.vocab_size, 8, 32, "cpu", engine.layout.dtype,
     )  # fmt: skip

@@ -16,8 +16,8 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.play import KINDS
 
 SEEDS = 2000
-MUTATED_SEEDS = 15 * len(KINDS)
-"""At most, as many of each kind; two of three bugs are caught by the first twenty, and each by several."""
+MUTATED_SEEDS = 30 * len(KINDS)
+"""At most, as many of each kind; two of three bugs are caught by the first twenty."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

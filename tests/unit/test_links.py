@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,8 +31,7 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Peer
 from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.links import memory as memory_link
-from kvtransfer.links import nixl, shm, zeromq
+from kvtransfer.links import memory, nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
@@ -98,6 +98,16 @@ def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, so
     return pool
 
 
+def knocked(pools: memory.Pools, source: KvMemory) -> int:
+    """The descriptor of a pool, from its door."""
+    door = pools.door(source, new_incarnation())
+    knock = pools.knock(door.address)
+    descriptor = knock.answer()
+    assert descriptor is not None
+    knock.close()
+    return descriptor
+
+
 def had(reading: Reading[T]) -> T:
     """What was read; it does not take long."""
     while (what := reading.landed()) is None:
@@ -114,10 +124,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     target.raw[:] = 0xEE
     if link == "zmq":
         yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype))
-    elif link == "memory":
-        pools = memory_link.Pools()
-        owner = new_incarnation()
-        yield Pair(source, target, pools.offer(owner, source), pools.reach(owner, target))
     elif link == "nixl":
         owner = new_incarnation()
         door, reader = nixl.NixlDoor(source, owner), nixl.NixlReader(new_incarnation())
@@ -127,7 +133,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         reader.close()
         door.close()
     else:
-        mapped = KvMemory.attach(os.dup(source.fd), source.layout, source.blocks)
+        descriptor = os.dup(source.fd) if link == "shm" else knocked(memory.Pools(), source)
+        mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
         yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
         mapped.close()
     source.close()
@@ -266,7 +273,7 @@ class Failing:
         return (self.inner if self.left >= 0 else self.faulty).payload(table, cells)
 
 
-LINKS = ["zmq", "shm", pytest.param("nixl", marks=needs_nixl)]
+LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=needs_nixl)]
 
 
 class Handoff:
@@ -275,12 +282,19 @@ class Handoff:
     def __init__(
         self, link: str, layout: KvLayout, tokens: int, limits: Limits, channels: Channels | None = None
     ) -> None:
+        self.link = shm.NAME if link == "memory" else link
+        self.doors = contextlib.ExitStack()
+        if link == "memory":
+            pools = memory.Pools()
+            self.doors.enter_context(mock.patch.multiple(shm, PoolDoor=pools.door, Knock=pools.knock))
         token, owner, blocks = b"known to both ends", new_incarnation(), layout.blocks_for(tokens)
         self.table, self.tokens, self.layout = [BlockId(block) for block in range(blocks)], tokens, layout
         self.here, self.there = Channels(), channels or Channels()
         self.source, self.target = KvMemory(layout, blocks), KvMemory(layout, blocks)
-        self.receiver = Receiver(self.here, self.target, "host", "tcp://127.0.0.1:*", transport=link, limits=limits)
-        self.sender = Sender(self.there, self.source, owner, "host", transport=link, limits=limits)
+        self.receiver = Receiver(
+            self.here, self.target, "host", "tcp://127.0.0.1:*", transport=self.link, limits=limits
+        )
+        self.sender = Sender(self.there, self.source, owner, "host", transport=self.link, limits=limits)
         self.peers = _peer(owner, "", token), _peer(new_incarnation(), self.receiver.address, token)
         self.ahead_s, self.attempts = 0.0, 0
         self.again()
@@ -313,6 +327,7 @@ class Handoff:
     def close(self) -> None:
         for each in (self.sender, self.receiver, self.here, self.there, self.source, self.target):
             each.close()
+        self.doors.close()
         garbage.gc.stop()  # pyzmq's thread for buffers that libzmq sends without a copy, all of which are free now
 
 
@@ -327,7 +342,7 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
     limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=4096)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
     try:
-        failing = handoff.sender._links[link] = Failing(handoff.sender._links[link], right)
+        failing = handoff.sender._links[handoff.link] = Failing(handoff.sender._links[handoff.link], right)
         handoff.go()
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
@@ -341,7 +356,7 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
 def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, Limits(resend_s=0.05))
     try:
-        handoff.sender._links[link] = Lying(handoff.sender._links[link], to)
+        handoff.sender._links[handoff.link] = Lying(handoff.sender._links[handoff.link], to)
         handoff.go()
         [sent], [received] = handoff.sent, handoff.received
         assert isinstance(received, Failed) and "make no sense" in received.reason and not received.told
@@ -383,14 +398,19 @@ def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
         handoff.close()
 
 
-def test_a_pool_that_was_withdrawn_is_not_reached() -> None:
-    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
-    pools, owner = memory_link.Pools(), Incarnation("gone")
-    pools.offer(owner, memory)
-    pools.withdraw(owner)
+def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_is_there() -> None:
+    pool, pools, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 2), memory.Pools(), Incarnation("gone")
+    door = pools.door(pool, owner)
+    os.close(knocked(pools, pool))
+    door.answers = lambda: False
+    knock = pools.knock(door.address)
+    assert select.select([knock], [], [], 20)[0]
+    assert knock.answer() is None
+    knock.close()
+    pools.of(owner).close()
     with pytest.raises(OSError, match="gone"):
-        pools.reach(owner, memory)
-    memory.close()
+        pools.knock(door.address)
+    pool.close()
 
 
 def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
