@@ -267,12 +267,13 @@ class Gateway:
         """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``. False if that
         cannot be told, since what others have said is behind a message that is still being dropped: for
         ``registry.lags`` we did not listen meanwhile."""
+        emptied = self.times_emptied
         self._read()
         self._rearm()
         self._complain(now_s)
         if self._socket.dropping:
             return False
-        for worker, how in self.registry.sweep(now_s):
+        for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
             log.warning("worker %s is gone: %s", worker.hello.name, how)
             self.sent.pop(worker.id, None)
             if self._events is not None:

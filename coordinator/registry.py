@@ -243,16 +243,20 @@ class Registry:
         self._workers.pop(worker.id, None)
         self._last.pop(worker.role, None)
 
-    def sweep(self, now_s: float) -> list[tuple[Worker, str]]:
+    def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[Worker, str]]:
         """Removes and returns workers that have been silent too long, or whose control connection carries nothing while
         their hearts beat on another; each with which it is, in words. To be called every ``times.sweep_s``, when what
-        had arrived was read."""
+        had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken an answer to a lease."""
         self.lags.look(now_s)
         lost = []
         for worker in self:
             if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s:
                 lost.append((worker, "silent", worker.heard_at))
-            elif (since_s := worker.cut_off_since) and self.lags.silence(since_s, now_s) > self.times.heartbeat_s:
+            elif (
+                caught_up
+                and (since_s := worker.cut_off_since) is not None
+                and self.lags.silence(since_s, now_s) > self.times.heartbeat_s
+            ):
                 lost.append((worker, "no answer over its control connection", since_s))
         for worker, how, since_s in lost:
             self.gone(worker)

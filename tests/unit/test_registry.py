@@ -271,6 +271,19 @@ def test_who_does_not_answer_its_leases_is_gone_though_its_heart_beats(turn_s: f
     assert told.startswith("d0 1 no answer over its control connection for "), "it may be replaced"
 
 
+def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
+    """Under a backlog a heartbeat overtakes the answers."""
+    registry = Registry("f")
+    worker = join(registry)
+    for step in range(40):
+        now = step * TIMES.sweep_s
+        assert registry.sweep(now, caught_up=False) == []
+        registry.leased(worker, now)
+        registry.heard(worker, now)
+        registry.beat(worker, beat("i0"), now)
+    assert registry.sweep(now + TIMES.sweep_s) == [(worker, "no answer over its control connection")]
+
+
 @pytest.mark.parametrize("turn_s", [0.0, 0.4, 1.0, 3.0, 20.0])
 def test_who_answers_when_its_turn_is_over_is_kept_however_long_that_takes(turn_s: float) -> None:
     registry = Registry("f")
