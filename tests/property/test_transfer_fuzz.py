@@ -23,6 +23,7 @@ from common.strikes import Strikes
 from common.wire import DIGEST_BYTES, seal
 from kvtransfer.credit import CreditBook
 from kvtransfer.frames import HEADER_BYTES
+from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender
 from kvtransfer.session import Limits
@@ -285,6 +286,8 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
     house = House(transport, seed)
     try:
         house.network.line(house.there.process, house.here.process).rates = Rates(corrupt=rate, truncate=rate)
+        swaps = FaultyLink(house.sender._links[transport], FaultRates(swap=rate), Random(seed))
+        house.sender._links[transport] = swaps
         rounds = 4
         for landed in range(SLOTS, (rounds + 1) * SLOTS, SLOTS):
             for slot in range(SLOTS):
@@ -294,11 +297,30 @@ def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: s
                     break
                 house.turn(0.1)
             assert house.landed == landed, "every frame has come in the end"
-        damaged = house.network.happened.get("corrupted", 0) + house.network.happened.get("truncated", 0)
+        damaged = sum(house.network.happened.get(how, 0) for how in ("corrupted", "truncated")) + swaps.happened["swap"]
         assert house.receiver.bad_messages <= damaged, "nothing else was bad"
         assert rate < 0.1 or house.receiver.bad_messages
         for strikes in (house.receiver.strikes, house.sender.strikes):
             assert not strikes._counts
+    finally:
+        house.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_that_are_given_to_others_on_the_way_are_read_again_and_cut_nobody_off(seed: int) -> None:
+    house, rng = House("shm", seed), Random(seed)
+    try:
+        for landed in range(SLOTS, 5 * SLOTS, SLOTS):
+            for slot in range(SLOTS):
+                house.begin(slot)
+            for _ in range(100):
+                if house.landed == landed:
+                    break
+                house.source.generations[rng.randrange(house.source.blocks)] += 1
+                house.turn(0.1)
+            assert house.landed == landed
+        assert house.receiver.bad_messages, "some were"
+        assert not house.receiver.strikes._counts and not house.sender.strikes._counts
     finally:
         house.close()
 
