@@ -25,7 +25,7 @@ from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory, Table
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
-LAYERS = (LayerLayout(2, 2, 1), LayerLayout(2, 1, 2), LayerLayout(2, 1, 1))
+LAYERS = (LayerLayout(2, 1, 3), LayerLayout(4, 1, 1))
 _WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim, layer.v_dim)]
 """How many elements keys and values of each layer have at one position."""
 _ELEMENTS = sum(_WIDTHS)

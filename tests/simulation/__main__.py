@@ -34,6 +34,8 @@ from tests.simulation.play import Outcome, run
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 20
+LITTER = 5
+"""Histories whose garbage is looked for at once."""
 Failure = tuple[int, str]
 
 
@@ -48,7 +50,7 @@ def main() -> int:
     if options.trace:
         _trace()
     gc.freeze()  # what is here for ever need not be looked at for garbage in each history
-    gc.disable()  # nor a history before its end
+    gc.disable()  # nor a history before its end, and that of some together
     if options.mutation:
         return _mutated(options.mutation, seeds, options.jobs)
     return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep, options.report)
@@ -126,6 +128,8 @@ def _sources() -> str:
 def _chunk(seeds: range) -> tuple[Outcome, list[Failure]]:
     total, failures = Outcome(), list[Failure]()
     for seed in seeds:
+        if seed % LITTER == 0:
+            gc.collect()
         try:
             total.add(run(seed))
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -45,9 +44,9 @@ class History:
         self._close()
 
     def _grow_quiet(self) -> None:
-        """Nothing is left in time. One history of four goes on watching: nothing comes back, and nobody who has nothing
+        """Nothing is left in time. One history of six goes on watching: nothing comes back, and nobody who has nothing
         to do is taken for dead."""
-        system, watches = self.system, self.rng.random() < 0.25
+        system, watches = self.system, self.rng.random() < 1 / 6
         until = system.clock.now + QUIET_S
         self._pass(NOTICED_S)  # the last fault may have struck just now
         while system.clock.now < until and (watches or system.left_behind() or system.sore()):
@@ -342,4 +341,3 @@ class History:
         for worker in self.system.workers.values():
             if not worker.gone:
                 worker.unmap()
-        gc.collect()

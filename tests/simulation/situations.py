@@ -31,7 +31,7 @@ from tests.simulation.liveness import (
 from tests.simulation.network import Frameless, Losing, Mute, Severed
 from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
 
-LONG_S = 20.0
+LONG_S = 12.0
 """A fault that nobody must wait for."""
 UNLISTED_S = 0.6
 """Leases come twice a second, and take their way."""
@@ -44,7 +44,7 @@ class OneFault(History):
     """Roomy pools, requests that nobody hangs up on, ``tokens`` of output each."""
 
     roles = ("prefill", "prefill", "decode", "decode")
-    requests, rate, tokens = 8, 20.0, 30
+    requests, rate, tokens = 7, 20.0, 24
     pace = 2.0
 
     def _build(self) -> None:
@@ -240,7 +240,7 @@ class Poisonous(OneFault):
     have died of it."""
 
     roles = ("prefill", "prefill", "decode", "decode", "decode")
-    requests, rate, tokens = 16, 60.0, 30
+    requests, rate, tokens = 12, 60.0, 30
 
     def _faults(self) -> None:
         raised, poison = self.rng.random() < 0.5, self.rng.choice(self.system.clients)
@@ -362,7 +362,7 @@ class Sick(OneFault):
     """Two of three workers of a role fail whatever they are given, and live: that costs no request its life."""
 
     roles = ("prefill", "prefill", "prefill", "decode", "decode", "decode")
-    requests, tokens = 16, 10
+    requests, tokens = 12, 10
 
     def _faults(self) -> None:
         role = self.rng.choice(("prefill", "decode"))
