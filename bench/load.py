@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.client import Record, Target
 from bench.workloads import Ask
+from common import threads
 from common.errors import StartError
 
 REDRAW_S = 0.5
@@ -81,9 +82,11 @@ def run_now(
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
-    """:func:`run_load` in an event loop of its own."""
+    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores: clients usually
+    have machines of their own."""
     load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
-    return uvloop.run(load)
+    with threads.answering(threads.URGENT):
+        return uvloop.run(load)
 
 
 @contextlib.contextmanager

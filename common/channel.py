@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from common import threads
 from common.errors import NOT_OURS, StartError, WireError
 from common.handshake import Handshakes
 from common.hosts import is_loopback
 from common.ids import Incarnation, WorkerName
 from common.keys import ClusterKeys, Party
 from common.messages import Message, ToHeart
-from common.threads import stand_back
 from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ MESSAGE_PARTS, FRAME_PARTS = 1, 2
 """Parts of a message, and of a frame of KV: a header and a payload."""
 DROPPED_PARTS = 1024
 """Of a message of too many parts, in one go: about half a millisecond if they are small."""
-KV_NICENESS, CURVE_NICENESS, IO_SLICE_S = 15, 5, 0.0001
+KV_NICENESS, CURVE_NICENESS = 15, 5
 """How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
 and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
 few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one. All
@@ -384,7 +384,7 @@ class Heart:
         self._thread.start()
 
     def _run(self) -> None:
-        stand_back(0, IO_SLICE_S)
+        threads.answer()
         while not self._stop.is_set():
             try:
                 self._beat_until_refused()
@@ -452,7 +452,7 @@ def _started(niceness: int) -> zmq.Context[Any]:
     context: zmq.Context[Any] = zmq.Context()
 
     def start() -> None:
-        stand_back(niceness, IO_SLICE_S)
+        threads.answer(niceness)
         context.socket(zmq.PAIR).close()
 
     starter = threading.Thread(target=start)

@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Iterator
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
 """Numbers of the call sched_setattr(2), which the C library may not know."""
@@ -27,29 +28,45 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-COMPUTING_SLICE_S = 0.005
-"""More than Linux gives by itself (0.7 to 2.8 ms, by the number of cores), and no more than that needs."""
+COMPUTING_SLICE_S, ANSWERING_SLICE_S = 0.005, 0.0001
+"""More than Linux gives by itself (0.7 to 2.8 ms, by the number of cores), and the least that it takes."""
+URGENT = -10
+"""Niceness of who answers for everybody: it has its share of time again soon after it had some, and so goes first
+also when it wakes up several times in a row."""
+_USUAL = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
+"""Niceness of this process as it was started."""
 
 
-def stand_back(niceness: int, slice_s: float) -> None:
-    """The calling thread, and all that it starts from now on, is ``niceness`` nicer than it was and may be interrupted
-    by whoever wakes up after ``slice_s`` (0.1 ms at least), not after some milliseconds. It helps where there are fewer
-    cores than work. Does nothing where niceness belongs to the process (all but Linux); a Linux before 6.12 has one
-    slice for everybody."""
-    if sys.platform == "linux":
-        nicer = min(19, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
-        with contextlib.suppress(OSError):  # a sandbox refuses it
-            os.setpriority(os.PRIO_PROCESS, 0, nicer)
-        _slice(slice_s)
+def answer(niceness: int = 0) -> None:
+    """The calling thread, and all that it starts from now on, passes on what comes: it often wakes up for a moment, and
+    interrupts whoever computes, since Linux (6.12 or newer) lets those go first that ask for less time. Between threads
+    of one slice the one that wakes up waits for the next tick, 4 ms. It is ``niceness`` nicer than this process, or not
+    nice at all where that is below 0 and this user may do so: by default few may. Does nothing where niceness belongs
+    to the process (all but Linux)."""
+    _rank(niceness, ANSWERING_SLICE_S)
 
 
 def compute() -> None:
-    """The calling thread, and all that it starts from now on, computes for long: whoever wakes up interrupts it at
-    once, since Linux (6.12 or newer) lets those go first that ask for less time. Between threads of one slice the one
-    that wakes up waits for the next tick, 4 ms: of the coordinator, each of its messages beside a long prompt. How much
-    time a thread gets in all is not changed."""
+    """The calling thread, and all that it starts from now on, computes for long, and lets all go first that
+    :func:`answer`. How much time a thread gets in all is not changed."""
+    _rank(0, COMPUTING_SLICE_S)
+
+
+@contextlib.contextmanager
+def answering(niceness: int = 0) -> Iterator[None]:
+    """:func:`answer`, for a block; what is started behind it is ranked as usual."""
+    answer(niceness)
+    try:
+        yield
+    finally:
+        _rank(0, 0)
+
+
+def _rank(niceness: int, slice_s: float) -> None:
     if sys.platform == "linux":
-        _slice(COMPUTING_SLICE_S)
+        with contextlib.suppress(OSError):  # who may not, or a sandbox, refuses it
+            os.setpriority(os.PRIO_PROCESS, 0, max(-20, min(19, _USUAL + niceness)))
+        _slice(slice_s)
 
 
 def _slice(seconds: float) -> None:

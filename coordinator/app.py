@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import uvloop
 from aiohttp import web
 
+from common import threads
 from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
@@ -54,6 +55,7 @@ def run(
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
+    threads.answer(threads.URGENT)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, on_ready, scale, replace, workers or {}))
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
+from common import threads
 from common.checkpoint import Checkpoint
 from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
@@ -67,7 +68,7 @@ class ServedModel:
         digest = hashlib.blake2b(settings.encode(), digest_size=3).hexdigest()
         self.system_fingerprint = f"tandem-{product_version()}-{checkpoint.fingerprint[:8]}-{digest}"
         self._texts = self._chars = 0
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="text", initializer=threads.compute)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -7,11 +7,12 @@ import os
 import platform
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from common import threads
-from common.channel import IO_SLICE_S, Channels
+from common.channel import Channels
 
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
 """Numbers of the call sched_getattr(2)."""
@@ -55,6 +56,38 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
 
     in_thread(compute)
     assert found["computing"] == pytest.approx(threads.COMPUTING_SLICE_S) and usual < threads.COMPUTING_SLICE_S
-    assert found["messages"] == pytest.approx(IO_SLICE_S)
+    assert found["messages"] == pytest.approx(threads.ANSWERING_SLICE_S)
     assert found["nice"] == os.getpriority(os.PRIO_PROCESS, 0), "it gets as much time as before"
     assert slice_s(0) == usual, "of whoever has not asked nothing is changed"
+
+
+@needs_slices
+def test_whoever_answers_in_a_block_is_ranked_as_usual_behind_it() -> None:
+    usual, found = (slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)), []
+
+    def answer() -> None:
+        for niceness in (5, threads.URGENT):
+            with threads.answering(niceness):
+                found.append((slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)))
+            found.append((slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)))
+
+    in_thread(answer)
+    nicer, behind, urgent, at_last = found
+    assert nicer == (pytest.approx(threads.ANSWERING_SLICE_S), usual[1] + 5)
+    assert urgent[0] == pytest.approx(threads.ANSWERING_SLICE_S) and urgent[1] in (usual[1], usual[1] + threads.URGENT)
+    assert behind[0] == at_last[0] == usual[0]
+    if urgent[1] < usual[1]:  # who may not be urgent may not take niceness back either
+        assert behind == at_last == usual
+
+
+@needs_slices
+def test_threads_of_an_urgent_one_that_compute_are_not_urgent() -> None:
+    usual, found = os.getpriority(os.PRIO_PROCESS, 0), []
+
+    def answer() -> None:
+        threads.answer(threads.URGENT)
+        with ThreadPoolExecutor(1, initializer=threads.compute) as pool:
+            found.append(pool.submit(lambda: (slice_s(0), os.getpriority(os.PRIO_PROCESS, 0))).result())
+
+    in_thread(answer)
+    assert found == [(pytest.approx(threads.COMPUTING_SLICE_S), usual)]
