@@ -26,7 +26,7 @@ from common.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpa
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import host_id
 from common.membership import Membership, Snapshot
-from common.messages import PROTOCOL, Abort, Hello, Prefill, Reserve, Role, Timing
+from common.messages import PROTOCOL, Abort, Hello, Lease, Prefill, Renewed, Reserve, Role, Timing
 from common.request import FinishReason, Request
 from common.spans import SpanWriter
 
@@ -86,6 +86,8 @@ class MockWorker:
         waited = bool(self._streams)
         for message in self._membership.receive():
             match message:
+                case Lease():
+                    self._membership.send(Renewed(self._membership.hello.incarnation))
                 case Prefill():
                     self._prefill(message)
                 case Reserve(request=request, attempt=attempt):

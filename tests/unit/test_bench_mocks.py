@@ -13,6 +13,7 @@ import pytest
 
 from bench.goals.mocks import MockWorker, hello_of
 from common.messages import Role
+from coordinator.registry import Worker
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.unit.coordinator_house import House, open_house, until
 
@@ -89,3 +90,19 @@ async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tup
     asked.cancel()
     await until(lambda: not decode._streams, "it was told that nobody wants it any more")
     assert house.dispatcher.tickets == {}
+
+
+async def test_mock_workers_answer_their_leases(
+    served: tuple[House, MockWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the coordinator would give them up in the middle of a measurement."""
+    registry = served[0].dispatcher.gateway.registry
+    renewed, answered, both = registry.renewed, set(), {worker.id for worker in registry}
+    assert len(both) == 2
+
+    def note(worker: Worker) -> None:
+        answered.add(worker.id)
+        renewed(worker)
+
+    monkeypatch.setattr(registry, "renewed", note)
+    await until(lambda: answered == both, "both have answered")
