@@ -229,7 +229,7 @@ class Channels:
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
-        self.context = _started(niceness=0)
+        self.context = _started(threads.niceness())
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
         self.keys = keys

@@ -62,6 +62,11 @@ def answering(niceness: int = 0) -> Iterator[None]:
         _rank(0, 0)
 
 
+def niceness() -> int:
+    """Of the calling thread, beyond that of this process."""
+    return os.getpriority(os.PRIO_PROCESS, 0) - _USUAL if sys.platform == "linux" else 0
+
+
 def _rank(niceness: int, slice_s: float) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # who may not, or a sandbox, refuses it
@@ -71,7 +76,8 @@ def _rank(niceness: int, slice_s: float) -> None:
 
 def _slice(seconds: float) -> None:
     number = _SCHED_SETATTR.get(platform.machine())
-    if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has decided otherwise
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        wanted = _Attributes(ctypes.sizeof(_Attributes), os.SCHED_OTHER, 0, nice, 0, int(seconds * 1e9), 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0)
+    with contextlib.suppress(OSError):
+        if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has decided otherwise
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            wanted = _Attributes(ctypes.sizeof(_Attributes), os.SCHED_OTHER, 0, nice, 0, int(seconds * 1e9), 0, 0)
+            ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0)

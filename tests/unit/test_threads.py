@@ -91,3 +91,22 @@ def test_threads_of_an_urgent_one_that_compute_are_not_urgent() -> None:
 
     in_thread(answer)
     assert found == [(pytest.approx(threads.COMPUTING_SLICE_S), usual)]
+
+
+@needs_slices
+def test_threads_that_pass_on_messages_of_an_urgent_one_are_urgent() -> None:
+    found = []
+
+    def answer() -> None:
+        with threads.answering(threads.URGENT):
+            before = set(os.listdir("/proc/self/task"))
+            channels = Channels()
+            socket = channels.dealer("tcp://127.0.0.1:1", b"us")
+            started = set(os.listdir("/proc/self/task")) - before
+            found.append({os.getpriority(os.PRIO_PROCESS, int(each)) for each in started})
+            found.append({os.getpriority(os.PRIO_PROCESS, 0)})
+            socket.close()
+            channels.close()
+
+    in_thread(answer)
+    assert found[0] == found[1]
