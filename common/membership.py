@@ -56,7 +56,6 @@ class Membership:
         self.bad_messages = 0
         self._welcome: Welcome | None = None
         self._heart: Heart | None = None
-        self._interval_s = 0.0
         self._said_hello_at = 0.0
         self._unanswered_since: float | None = None
         """Since when a Hello has not been answered, or the connection is there that it was sent over."""
@@ -158,13 +157,12 @@ class Membership:
     # -- the heart ----------------------------------------------------------------------------------------------------
 
     def _start_heart(self, interval_s: float) -> None:
-        if self._heart is not None and interval_s != self._interval_s:  # another coordinator, with times of its own
+        """With every Welcome another one: we may have been given up because the connection of the last carries nothing,
+        and another coordinator has times of its own."""
+        if self._heart is not None:
             self._heart.stop()
-            self._heart = None
-        if self._heart is None:
-            self._interval_s = interval_s
-            name = identity(self.hello.name, self.hello.incarnation, beats=True)
-            self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
+        name = identity(self.hello.name, self.hello.incarnation, beats=True)
+        self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
     def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot

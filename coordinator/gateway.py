@@ -275,6 +275,7 @@ class Gateway:
             return False
         for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
             log.warning("worker %s is gone: %s", worker.hello.name, how)
+            self._reply(identity(worker.hello.name, worker.id), Rejoin())  # it may live, and have nothing to say
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, Loss.GIVEN_UP)
@@ -367,7 +368,6 @@ class Gateway:
             raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
         if frame.removesuffix(BEAT_SUFFIX.encode()) != identity(worker.hello.name, worker.id):
             raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
-        self.registry.heard(worker, now_s)
         self._deliver(worker, message, now_s)
 
     def _deliver(

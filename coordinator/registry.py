@@ -47,7 +47,8 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 @dataclass(slots=True, eq=False)
 class Worker:
     """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
-    Ask that it answered."""
+    Ask that it answered. ``heard_at`` is when it joined or its heart last beat: whatever else it says proves that it
+    lives, but not that we would hear if it did not."""
 
     hello: Hello
     heard_at: float
@@ -178,11 +179,8 @@ class Registry:
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
 
-    def heard(self, worker: Worker, now_s: float) -> None:
-        worker.heard_at = max(worker.heard_at, now_s)
-
     def beat(self, worker: Worker, beat: Heartbeat, now_s: float) -> None:
-        worker.beat = beat
+        worker.beat, worker.heard_at = beat, max(worker.heard_at, now_s)
         if beat.draining:
             self.drains(worker)
         turn_began_s = now_s - max(0, beat.turn_ms) / 1000

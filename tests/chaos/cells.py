@@ -28,9 +28,9 @@ prompt takes to be computed again in phase P's slow prefill."""
 HUNG_S = 3.25
 """A loop that does not come to its end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a
 loop by the heartbeat (0.5 s) that tells of it; and a new start."""
-CUT_OFF_S = 3.75
+CUT_OFF_S = 4.0
 """A lease (every 0.5 s) that has not been answered for 1.75 s is missed by the heartbeat (0.5 s) that tells so, 0.5 s
-later, by a look every 0.25 s; and a new start."""
+later, by a look every 0.25 s: after 3.5 s; and a new start."""
 ALIVE_S = 1.0
 """A request that may be why two workers died waits so long until it is known whether they did."""
 BACK_S = 1.0
@@ -179,12 +179,24 @@ CELLS: list[Cell] = [
           {"P": HUNG_S + RECOMPUTED_S, "X": HUNG_S}),
     *_row("decode hangs between steps", partial(faults.stick, "decode", "jammed_s"), "exact", _late(HUNG_S)),
     *_row("tokens of a decode worker are lost", faults.mute, "exact", _late(HUNG_S)),
+    *_row("prefill hears nothing, its heart beats", partial(faults.cut_off_idle, "prefill", "down"), "exact",
+          {"Q": CUT_OFF_S}, arranged="idle"),
     *_row("prefill hears nothing, its heart beats", partial(faults.cut_off, "prefill", "down"), "exact",
           {phase: _CUT_OFF[phase] for phase in "PX"}),
+    *_row("prefill is not heard, its heart beats", partial(faults.cut_off_idle, "prefill", "up"), "exact",
+          {"Q": CUT_OFF_S}, arranged="idle"),
     *_row("prefill is not heard, its heart beats", partial(faults.cut_off, "prefill", "up"), "exact",
           {phase: _CUT_OFF[phase] for phase in "PX"}),
+    *_row("decode hears nothing, its heart beats", partial(faults.cut_off_idle, "decode", "down"), "exact",
+          {"Q": CUT_OFF_S}, arranged="idle"),
     *_row("decode hears nothing, its heart beats", partial(faults.cut_off, "decode", "down"), "exact", _CUT_OFF),
+    *_row("decode is not heard, its heart beats", partial(faults.cut_off_idle, "decode", "up"), "exact",
+          {"Q": CUT_OFF_S}, arranged="idle"),
     *_row("decode is not heard, its heart beats", partial(faults.cut_off, "decode", "up"), "exact", _CUT_OFF),
+    *_row("prefill speaks, its heart is not heard", partial(faults.stop_heart, "prefill"), "exact",
+          {"P": _STOP["P"]}),
+    *_row("decode speaks, its heart is not heard", partial(faults.stop_heart, "decode"), "exact",
+          {"S": _STOP["S"]}),
     *_row("prefill leaves before it is done", partial(faults.outstay, "prefill"), "exact", {"P": _KILL["P"]},
           house=HASTY),
     *_row("decode leaves before it is done", partial(faults.outstay, "decode"), "exact", _late(1.0), house=HASTY),

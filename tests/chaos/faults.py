@@ -41,6 +41,8 @@ the request comes, of which they take the next ones with it."""
 FILLING_S, WAITING_S, LASTS_S = 0.002, 0.2, 0.01
 """A token of those streams, when they fill a pool and when they wait for those of the other one and for the request;
 and one of a prompt that is to last until the pool is full."""
+COMERS = 4
+"""Requests that come together, as many as there are slots: of each role every worker gets some."""
 REFUSED_S = 0.05
 """What a refusal takes at most."""
 
@@ -229,13 +231,44 @@ async def mute(scene: Scene) -> Proof:
 
 async def cut_off(role: str, direction: Direction, scene: Scene) -> Proof:
     """A worker hears nothing any more (down), or is not heard (up), but for its heart, on a connection of its own."""
-    heart = is_a("ask") if direction == "down" else is_a("heartbeat")
-    rule = Rule("drop", lambda parts: not heart(parts), direction)
     worker: Worker = getattr(scene, role)
-    worker.control.rules.append(rule)
+    return await _sever(worker, direction, "no answer over its control connection", scene)
+
+
+async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
+    """The same of one that has no work: nothing but leases, which it does not answer, can tell of it. Requests come at
+    once; the one that waits longest, ``scene.ask``, has met it. None need wait for a prefill worker that is not heard:
+    decode tells the first token as well."""
+    worker: Worker = getattr(scene, role)
+    proof = await _sever(worker, direction, "no answer over its control connection", scene)
+    asks = [scene.ask, *(scene.house.ask(PROMPT, OUTPUT) for _ in range(COMERS - 1))]
+    for ask in asks:
+        scene.send(ask)
+    await scene.over()
+    scene.ask = max(asks, key=lambda ask: ask.largest_gap(scene.struck_at))
+    scene.neighbours = [ask for ask in asks if ask is not scene.ask]
+    met = scene.ask.largest_gap(scene.struck_at) > FailureTimes().silence_s
+    return lambda: proof() and (met or (role, direction) == ("prefill", "up"))
+
+
+async def stop_heart(role: str, scene: Scene) -> Proof:
+    """The heart of a worker is not heard any more; all else that it says is."""
+    return await _sever(getattr(scene, role), "up", "silent", scene, beats=True)
+
+
+async def _sever(worker: Worker, direction: Direction, noticed: str, scene: Scene, *, beats: bool = False) -> Proof:
+    """One of its connections to the coordinator carries nothing in ``direction`` any more, and does not break. It is
+    ``noticed`` so, and the same process joins again over another."""
+    control, incarnation, known = worker.control, worker.incarnation, len(_coordinators_log(scene))
     _struck(scene)
+    severed = control.sever(direction, beats=beats)
     _let_go(scene)
-    return lambda: rule.hits > 1
+
+    def back() -> bool:
+        _, gone, after = _coordinators_log(scene)[known:].partition(f"worker {worker.name} is gone: {noticed}")
+        return bool(gone) and f"worker {worker.name} joins" in after
+
+    return lambda: severed == 1 and control.done["severed"] > 1 and back() and worker.incarnation == incarnation
 
 
 async def kill_coordinator(scene: Scene) -> Proof:

@@ -23,7 +23,7 @@ from tests.chaos.scenes import CHUNK, Phase, Scene, arrange
 FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(CHUNK))
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-HAPPENED_S = 8.0
+HAPPENED_S = 12.0
 """A process that drains may take so long to be gone after its last request."""
 
 

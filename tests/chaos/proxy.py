@@ -1,9 +1,9 @@
 """A TCP proxy between two ZeroMQ sockets that breaks what passes through it, and counts what it broke.
 
 A :class:`Proxy` stands in front of one listening socket. Its switches act on bytes (hold, black hole, latency,
-bandwidth, slicing, reset, half-close), its :class:`Rule` objects on whole ZeroMQ messages (drop, duplicate, reorder,
-corrupt, truncate). ``done`` counts what was done, by the name of the fault: a test that wants a fault looks that it
-happened. Everything can be limited to the connections of one dialling peer by its ZeroMQ identity.
+bandwidth, slicing, severing, reset, half-close), its :class:`Rule` objects on whole ZeroMQ messages (drop, duplicate,
+reorder, corrupt, truncate). ``done`` counts what was done, by the name of the fault: a test that wants a fault looks
+that it happened. Everything can be limited to the connections of one dialling peer by its ZeroMQ identity.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.channel import BEAT_SUFFIX
 from common.wire import DIGEST_BYTES
 
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
+_ARRAY16 = b"\xdc"
+"""Begins a MessagePack array of more than 15 elements; their number follows."""
 _RESET = struct.pack("ii", 1, 0)
 CHUNK = 1 << 16
 
@@ -39,7 +42,14 @@ def is_frame(parts: Parts) -> bool:
 def is_a(*tags: str) -> Callable[[Parts], bool]:
     """A message of one of these types (its tag is the first element of a MessagePack array behind the digest)."""
     starts = tuple(bytes([0xA0 | len(tag)]) + tag.encode() for tag in tags)
-    return lambda parts: len(parts) == 1 and parts[0][DIGEST_BYTES + 1 :].startswith(starts)
+
+    def match(parts: Parts) -> bool:
+        if len(parts) != 1:
+            return False
+        head = 3 if parts[0][DIGEST_BYTES : DIGEST_BYTES + 1] == _ARRAY16 else 1
+        return parts[0][DIGEST_BYTES + head :].startswith(starts)
+
+    return match
 
 
 @dataclass
@@ -135,6 +145,8 @@ class _Connection:
     target_reader: asyncio.StreamReader
     target_writer: asyncio.StreamWriter
     identity: str = ""
+    severed: Direction | None = None
+    """In which nothing of it arrives any more."""
 
     def writers(self) -> tuple[asyncio.StreamWriter, asyncio.StreamWriter]:
         return self.writer, self.target_writer
@@ -223,6 +235,14 @@ class Proxy:
         self.done["reset"] += len(struck)
         return len(struck)
 
+    def sever(self, direction: Direction, *, beats: bool) -> int:
+        """From now on the connections over which hearts ``beats``, or over which all else is said, carry nothing in
+        ``direction``; whoever dials anew gets another. How many there were."""
+        struck = [each for each in self._connections if each.identity.endswith(BEAT_SUFFIX) is beats]
+        for connection in struck:
+            connection.severed = direction
+        return len(struck)
+
     def half_close(self) -> int:
         """Ends one direction of every connection: the listener reads end of file, its answers still pass."""
         struck = [each for each in self._connections if each.identity.startswith(self.only)]
@@ -233,8 +253,8 @@ class Proxy:
         return len(struck)
 
     def heal(self) -> None:
-        """No faults any more. What a black hole has swallowed is lost, so its connections are cut and dialled anew."""
-        swallowed = self.black_hole
+        """No faults any more. What vanished is lost, so connections are cut and dialled anew."""
+        swallowed = self.black_hole or any(each.severed for each in self._connections)
         self.rules.clear()
         self.black_hole, self.only = False, ""
         self.latency_s = self.bytes_per_s = 0.0
@@ -309,7 +329,10 @@ class Proxy:
                     self._held_at.set()
                 sent, late = self._judge(connection, what, direction, late)
                 out += sent
-            await self._write(connection, writer, bytes(out))
+            if connection.severed == direction:
+                self.done["severed"] += 1
+            else:
+                await self._write(connection, writer, bytes(out))
 
     def _judge(
         self, connection: _Connection, parts: Parts, direction: Direction, late: bytes | None

@@ -45,6 +45,7 @@ class Mutation(NamedTuple):
 
 WRONG_TOKENS = "is not the beginning of"
 FALSE_ALARM = "is taken for dead though nothing was wrong"
+CARRIES_NOTHING = "keeps a connection that carries nothing"
 NO_FIRST_TOKEN, NO_NEXT_TOKEN = "s for the first token", "s for the next token"
 
 
@@ -122,10 +123,21 @@ def _misses_full(self: Router) -> Any:
     return "decode" if all(full) and not self.registry.ready("colocated") else _MISSING(self)
 
 
+def _keeps_its_heart(self: Membership, interval_s: float) -> None:
+    if self._heart is None:
+        _START_HEART(self, interval_s)
+
+
+def _hears_a_word(self: Registry, worker: Member) -> None:
+    _RENEWED(self, worker)
+    worker.heard_at = math.inf
+
+
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
+_START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
 
 
 def _leaves(self: Worker, *, crashed: bool = False) -> None:
@@ -217,6 +229,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "wait for ever to be heard": (
         Mutation("who is cut off does not dial anew", Membership, "_dial_again", _nothing, ("is not registered",)),
+    ),
+    "one heart for ever": (
+        Mutation("who joins anew keeps its heart", Membership, "_start_heart", _keeps_its_heart, (CARRIES_NOTHING,)),
+    ),
+    "a word is a heartbeat": (
+        Mutation("who speaks is not silent", Registry, "renewed", _hears_a_word, (CARRIES_NOTHING,)),
     ),
     "silence is death": (
         Mutation("one late heartbeat is enough", FailureTimes, "silence_s", 0.3, (FALSE_ALARM,)),

@@ -191,10 +191,17 @@ class Network:
                 else:
                     connection.close()
 
-    def control(self, worker: Process, coordinator: Process) -> Connection:
-        """Over which a worker says all but that its heart beats."""
+    def control(self, worker: Process, coordinator: Process, *, beats: bool) -> Connection:
+        """Over which a worker's heart ``beats``, or it says all else."""
         connections = self._between(worker, coordinator)
-        return next(each for each in connections if not each.dealer.name.endswith(BEAT_SUFFIX.encode()))
+        return next(each for each in connections if each.dealer.name.endswith(BEAT_SUFFIX.encode()) is beats)
+
+    def severed(self, dialling: Process) -> bool:
+        """Whether it still has the connection that carries nothing any more."""
+        losing = self.losing
+        if not isinstance(losing, Severed):
+            return False
+        return losing.connection.open and losing.connection.dealer.process is dialling
 
     def _between(self, one: Process, other: Process) -> list[Connection]:
         ends = {one, other}

@@ -149,8 +149,9 @@ class Muted(OneFault):
 
 
 class CutOff(OneFault):
-    """The control connection of a worker carries nothing any more, in one direction or in both, and does not break; its
-    heart beats over another. Whatever the worker was doing moves on, and it dials anew."""
+    """One of a worker's two connections to the coordinator carries nothing any more, in one direction or in both, and
+    does not break: its heart beats over the other, or is what is not heard. Whatever the worker was doing moves on, and
+    it dials anew."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -163,10 +164,11 @@ class CutOff(OneFault):
     def _faults(self) -> None:
         victim = self._victim()
         deaf, mute = self.rng.choice(((True, False), (False, True), (True, True)))
+        beats = mute and self.rng.random() < 0.3  # a heart that is deaf is told nothing that it needs
 
         def sever() -> None:
             network = self.system.network
-            connection = network.control(victim.process, self.system.coordinator.process)
+            connection = network.control(victim.process, self.system.coordinator.process, beats=beats)
             network.losing = Severed(connection, deaf, mute)
             self.system.struck(victim.name, COORDINATOR)
 

@@ -613,6 +613,8 @@ class System:
             left |= {f"{name} announcements": worker.stale()}
             if self.coordinator.registry.get(worker.worker.incarnation) is None:
                 left[f"{name} is not registered"] = True
+            if self.network.severed(worker.process):
+                left[f"{name} keeps a connection that carries nothing"] = True
         for name, account in self.coordinator.router.accounts.items():
             left[f"promised of {name}"] = account.blocks or account.sequences or account.prefill_tokens
         for _, _, event in self.clock.events:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,8 @@ from common.wire import seal
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
 
 SOON_S = 5.0
+_WIRE = json.loads((Path(__file__).parents[1] / "golden" / "wire.json").read_text())["messages"]
+GOLDEN = {tag: bytes.fromhex(data) for tag, data in _WIRE.items()}
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
 _READY = b"\x05READY\x08Identity\x00\x00\x00\x06me|one"
 READY = bytes([4, len(_READY)]) + _READY
@@ -41,6 +45,8 @@ def test_messages_come_out_whole_however_the_bytes_come_in() -> None:
 def test_messages_are_told_apart() -> None:
     assert is_frame(FRAME) and not is_frame(COMMIT) and not is_frame(FRAME[:1])
     assert is_a("open", "commit")(COMMIT) and not is_a("open")(COMMIT) and not is_a("commit")([*COMMIT, b""])
+    for tag, data in GOLDEN.items():
+        assert [each for each in GOLDEN if is_a(each)([data])] == [tag]
 
 
 @dataclass
@@ -187,6 +193,29 @@ async def test_who_dialled_into_a_black_hole_dials_again_when_it_is_whole() -> N
             at.proxy.heal()
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_severed_connection_carries_nothing_in_one_direction_and_the_next_one_does() -> None:
+    async with line() as at:
+        assert at.proxy.sever("up", beats=True) == 0, "no heart beats over it"
+        assert at.proxy.sever("up", beats=False) == 1
+        await at.say(FRAME)
+        assert at.listener is not None
+        at.listener.write(GREETING)
+        async with asyncio.timeout(SOON_S):
+            assert await at.reader.readexactly(len(GREETING)) == GREETING, "answers pass"
+            while not at.proxy.done["severed"]:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        assert not at.ended and bytes(at.got) == GREETING + READY
+        dead, at.listener = at.listener, None
+        at.got.clear()
+        _, again = await asyncio.open_connection("127.0.0.1", at.proxy.port)
+        again.write(GREETING + READY + framed(FRAME))
+        await at.until(framed(FRAME))
+        at.proxy.heal()
+        await at.until("reset")
+        for writer in (dead, again):
+            writer.transport.abort()
 
 
 async def test_a_reset_ends_both_sides() -> None:

@@ -576,8 +576,9 @@ def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
                 assert len(received) - before <= DROPPED_PARTS
             until(lambda beats=beats: gateway._read() or door.beats > beats, "what came behind it is heard")
             worker_here = door.registry.get(hello.incarnation)
-            assert worker_here is not None
-            door.registry.heard(worker_here, began + 20 * (strike - 1))  # not later than what came before it
+            assert worker_here is not None and worker_here.beat is not None
+            read_at = began + 20 * (strike - 1)  # not later than what came before it
+            door.registry.beat(worker_here, worker_here.beat, read_at)
             assert gateway.sweep(began + 20 * strike) and not door.lost_workers
         assert gateway.strikes.cut_off == 1 and door.registry.get(hello.incarnation) is not None
     finally:

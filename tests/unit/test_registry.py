@@ -184,7 +184,7 @@ def test_who_was_heard_right_after_our_own_lag_may_not_be_silent_for_as_long_aga
     registry = Registry("f")
     worker = join(registry)
     registry.sweep(0.0)
-    registry.heard(worker, 10.0)  # what waited for us is read before the sweep
+    registry.beat(worker, beat("i0"), 10.0)  # what waited for us is read before the sweep
     assert registry.sweep(10.0) == [] and worker.heard_at == 10.0
     assert registry.sweep(10.0 + TIMES.sweep_s) == []
     now = 10.0 + TIMES.sweep_s
@@ -232,8 +232,19 @@ def test_a_heartbeat_keeps_a_worker() -> None:
     registry = Registry("f")
     worker = join(registry)
     for step in range(40):
-        registry.heard(worker, step * TIMES.sweep_s)
+        registry.beat(worker, beat("i0"), step * TIMES.sweep_s)
         assert registry.sweep(step * TIMES.sweep_s) == []
+
+
+def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
+    registry = Registry("f")
+    worker = join(registry)
+    registry.beat(worker, beat("i0"), 0.0)
+    for step in range(1, 8):
+        registry.leased(worker, step * TIMES.sweep_s)
+        registry.renewed(worker)
+        assert registry.sweep(step * TIMES.sweep_s) == []
+    assert registry.sweep(8 * TIMES.sweep_s) == [(worker, "silent")]
 
 
 def beaten(registry: Registry, worker: Worker, turn_ms: Callable[[float], int], answers_until: float) -> float | None:
@@ -249,7 +260,6 @@ def beaten(registry: Registry, worker: Worker, turn_ms: Callable[[float], int], 
         if worker.owes_since is not None and worker.owes_since <= min(began, answers_until):
             registry.renewed(worker)
         registry.leased(worker, now)
-        registry.heard(worker, now)
         registry.beat(worker, beat("i0", turn_ms=turn_ms(now)), now)
     return None
 
@@ -279,7 +289,6 @@ def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
         now = step * TIMES.sweep_s
         assert registry.sweep(now, caught_up=False) == []
         registry.leased(worker, now)
-        registry.heard(worker, now)
         registry.beat(worker, beat("i0"), now)
     assert registry.sweep(now + TIMES.sweep_s) == [(worker, "no answer over its control connection")]
 
