@@ -71,7 +71,7 @@ def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None =
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # a terminal's Ctrl-C is for us; we stop it
-                preexec_fn=_die_with_us,
+                preexec_fn=die_with_parent,
             )
         except OSError as error:
             raise StartError(f"{name} cannot be started", str(error), "correct its path") from error
@@ -89,5 +89,6 @@ def last_words(said: str) -> str:
     return ": ".join(reasons) or (lines[-1] if lines else "it said nothing")
 
 
-def _die_with_us() -> None:
+def die_with_parent() -> None:
+    """The calling process is asked to leave as soon as the one that started it has ended, however that came about."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

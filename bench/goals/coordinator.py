@@ -32,6 +32,7 @@ from bench.goals.figures import Row
 from bench.goals.figures import Target as Wanted
 from bench.handoff_cost import cpu_seconds
 from bench.load import run_now
+from bench.processes import die_with_parent
 from bench.systems import READY_S, is_ready
 from common.client import Server
 from common.config import CoordinatorConfig
@@ -45,6 +46,7 @@ STREAMS, STREAM_INPUT = 64, 64
 def _coordinate(model: str, pipe: Connection) -> None:
     from coordinator.app import run
 
+    die_with_parent()
     config = CoordinatorConfig(model=model, port=0, control_port=0, expect_prefill=1, expect_decode=1)
     run(config, lambda url, address: pipe.send((url, address)))
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 import uvloop
 from aiohttp import web
 
+from bench.processes import die_with_parent
 from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpack_tokens
@@ -125,6 +126,7 @@ class MockWorker:
 
 def work(model: str, role: Role, coordinator: str, step_s: float) -> None:
     """The process of a mock worker."""
+    die_with_parent()
     MockWorker(hello_of(model, role), coordinator, step_s).run()
 
 
@@ -155,4 +157,5 @@ def replay(events: Sequence[bytes], step_s: float, pipe: Connection) -> None:
         await asyncio.Event().wait()
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
     uvloop.run(serve())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,10 +18,12 @@ import pytest
 from bench.goals.mocks import MockWorker, hello_of
 from common.messages import Role
 from coordinator.registry import Worker
+from tests.chaos.house import state_of
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.unit.coordinator_house import House, open_house, until
 
 STEP_S = 0.005
+ROOT = Path(__file__).parents[2]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -106,3 +112,27 @@ async def test_mock_workers_answer_their_leases(
 
     monkeypatch.setattr(registry, "renewed", note)
     await until(lambda: answered == both, "both have answered")
+
+
+_RUN = """
+import multiprocessing, os, signal
+from bench.goals import mocks
+from bench.goals.coordinator import Children
+if __name__ == "__main__":
+    children = Children()
+    children.told(mocks.replay, [b"data: x"], 0.01)
+    print(children.processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    (script := tmp_path / "killed.py").write_text(_RUN)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=ROOT,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    deadline = time.monotonic() + 10
+    with suppress(FileNotFoundError):
+        while state_of(int(ended.stdout)) != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
