@@ -19,7 +19,7 @@ from typing import Literal
 
 import aiohttp
 
-from tests.chaos.house import Ask, House, Worker
+from tests.chaos.house import Ask, House, Stuck, Worker
 from tests.chaos.proxy import is_frame
 
 Phase = Literal["Q", "P", "X", "D", "S"]
@@ -31,6 +31,7 @@ REST_S, TURN_S = OUTPUT * STEP_S, 2 * OUTPUT * STEP_S
 """What is left of an answer in phase D takes so long at most, and a neighbour of a request in phase Q to end."""
 BLOCKERS = 4
 ARRIVES_S = 20.0
+TRIES = 3
 
 
 @dataclass
@@ -117,8 +118,21 @@ async def _find(scene: Scene, role: str, position: int) -> Worker:
 
 
 async def _prefilling(scene: Scene) -> None:
+    """Another request takes the place of one that was past it when we saw that it had come there."""
     for worker in scene.house.by_role("prefill"):
         worker.command(token_s=TOKEN_S)
+    for _ in range(TRIES):
+        await _reserved(scene)
+        if max(start for _, start, _ in scene.steps(scene.prefill)) < PROMPT - CHUNK:
+            return
+        await scene.task
+        assert scene.ask.verdict() == "exact"
+        scene.ask = scene.house.ask(PROMPT, scene.ask.max_tokens, stream=scene.ask.stream)
+    raise Stuck("prompts are over before they are seen")
+
+
+async def _reserved(scene: Scene) -> None:
+    """A chunk of the request is computed, and it has its blocks on a decode worker."""
     scene.send(scene.ask)
     scene.prefill = await _find(scene, "prefill", CHUNK)
     decodes, request = scene.house.by_role("decode"), scene.house.id_of(scene.ask)
