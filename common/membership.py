@@ -146,7 +146,7 @@ class Membership:
                 self._welcome, self._unanswered_since = message, None
                 self._start_heart(message.heartbeat_ms / 1000)
             elif isinstance(message, Rejoin):
-                if self._clock() - self._said_hello_at < REJOIN_S:
+                if self._unanswered_since is not None and self._clock() - self._said_hello_at < REJOIN_S:
                     continue  # an answer to something we said before our Hello arrived there
                 self._say_hello()
             yield message
@@ -161,6 +161,7 @@ class Membership:
         and another coordinator has times of its own."""
         if self._heart is not None:
             self._heart.stop()
+            self._heart = None  # whatever keeps the next one from starting, this one is stopped once
         name = identity(self.hello.name, self.hello.incarnation, beats=True)
         self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 

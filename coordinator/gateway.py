@@ -368,6 +368,7 @@ class Gateway:
             raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
         if frame.removesuffix(BEAT_SUFFIX.encode()) != identity(worker.hello.name, worker.id):
             raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
+        self.registry.spoke(worker, now_s)
         self._deliver(worker, message, now_s)
 
     def _deliver(

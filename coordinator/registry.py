@@ -51,6 +51,7 @@ class Worker:
     lives, but not that we would hear if it did not."""
 
     hello: Hello
+    joined_at: float
     heard_at: float
     state: WorkerState = WorkerState.JOINING
     beat: Heartbeat | None = None
@@ -171,13 +172,20 @@ class Registry:
                     del self._replaced[next(iter(self._replaced))]
         if self.fingerprint is None:
             self.fingerprint = _checkpoint(hello.fingerprint)
-        worker = self._workers[hello.incarnation] = Worker(hello, now_s)
+        worker = self._workers[hello.incarnation] = Worker(hello, joined_at=now_s, heard_at=now_s)
         return Joined(worker, old)
 
     def welcome(self, worker: Worker) -> None:
         """The worker has been told that it is registered: it may get work."""
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
+
+    def spoke(self, worker: Worker, now_s: float) -> None:
+        """It has said something, which counts for a heartbeat as long as none has come: a heart dials when its worker
+        is welcome, and over a slow line that takes longer than it may be silent. One that a lease later was never heard
+        has a connection that carries nothing."""
+        if worker.beat is None and now_s - worker.joined_at < self.times.lease_s:
+            worker.heard_at = max(worker.heard_at, now_s)
 
     def beat(self, worker: Worker, beat: Heartbeat, now_s: float) -> None:
         worker.beat, worker.heard_at = beat, max(worker.heard_at, now_s)

@@ -247,6 +247,18 @@ def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
     assert registry.sweep(8 * TIMES.sweep_s) == [(worker, "silent")]
 
 
+def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
+    """But one whose heart is not heard for as long as a lease never will be."""
+    registry = Registry("f")
+    worker, gone_at = join(registry), 0.0
+    for step in range(1, 100):
+        registry.spoke(worker, step * TIMES.sweep_s)
+        if registry.sweep(step * TIMES.sweep_s):
+            gone_at = step * TIMES.sweep_s
+            break
+    assert TIMES.lease_s < gone_at <= TIMES.lease_s + TIMES.timeout_s
+
+
 def beaten(registry: Registry, worker: Worker, turn_ms: Callable[[float], int], answers_until: float) -> float | None:
     """For a minute a heart beats and leases are sent; when the worker was given up. It answers at the beginning of each
     of its turns, the running one of which has taken ``turn_ms``."""
