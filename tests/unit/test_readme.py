@@ -14,6 +14,7 @@ from common.config import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
 from common.options import options
 from deploy.cli import COMMANDS, FAMILIES, build_parser
 from deploy.flags import flag_table, with_table
+from tests.chaos.cells import CELLS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,6 +72,22 @@ def test_the_table_of_faults_is_the_one_that_was_measured() -> None:
     matrix = (ROOT / "bench" / "results" / "chaos.md").read_text(encoding="utf-8").split("\n## ")
     told = README.split("<!-- faults -->\n")[1].split("<!-- /faults -->")[0]
     assert told.strip() == matrix[1].removeprefix("The matrix").strip() + "\n\n" + matrix[0].split("\n\n")[1].strip()
+
+
+def test_every_cell_of_the_matrix_was_measured_against_its_bound() -> None:
+    wanted: dict[tuple[str, str, str], dict[str, str]] = {}
+    for cell in CELLS:
+        turn = f", turn of {cell.turn_s:g}" if cell.turns else ""
+        wanted.setdefault((cell.name, cell.expect, cell.measure), {})[cell.phase] = f"of {cell.bound_s:g}{turn}"
+    told = README.split("<!-- faults -->\n")[1].split("<!-- /faults -->")[0]
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in told.splitlines() if line.startswith("| ")]
+    measured = {
+        (name, expect, measure): {
+            phase: re.sub(r"\d+\.\d+ of", "of", entry) for phase, entry in zip("QPXDS", entries, strict=True) if entry
+        }
+        for name, expect, measure, *entries, _ in rows[1:]
+    }
+    assert measured == wanted
 
 
 def test_every_file_that_is_named_exists() -> None:
