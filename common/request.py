@@ -16,6 +16,8 @@ from common.ids import REQUEST_ID_BYTES, RequestId, unpack_tokens
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
+GREEDY_BELOW = 1e-5
+"""A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
 Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
 
 
@@ -57,6 +59,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     def ending_token_ids(self) -> tuple[int, ...]:
         """The ids that end a sequence when sampled."""
         return self.stop_token_ids if self.ignore_eos else (*self.eos_token_ids, *self.stop_token_ids)
+
+    @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether each token behind the first ``min_tokens`` is the most likely one, and nothing else is asked for."""
+        plain = self.logprobs is None and not self.logit_bias and not self.has_penalty
+        return self.temperature < GREEDY_BELOW and plain
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 
 from common.ids import BlockId, SequenceId
 from common.request import FinishReason, Request
@@ -21,7 +22,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "_endings",
+        "_ends_from",
+        "_keeps_logprobs",
+        "_last_length",
         "attempt",
+        "best_from",
         "choice",
         "computed",
         "finish",
@@ -46,6 +52,12 @@ class Sequence:
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
         """Of the output tokens that were sampled here, if the request wants any: a lost span must be told again."""
+        sampling = request.sampling  # what every step asks, which finds in no cache what it had to look for
+        self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
+        self._keeps_logprobs = sampling.logprobs is not None
+        self._last_length = min(self.prompt_length + sampling.max_tokens, max_length)
+        self.best_from: float = self._ends_from if sampling.takes_best else inf
+        """With so many tokens or more the next one is the most likely, and nothing else is asked for."""
 
     @property
     def missing(self) -> int:
@@ -68,12 +80,12 @@ class Sequence:
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason:
         """Takes a sampled token; returns and remembers whether it ends the sequence."""
         self.tokens.append(token)
-        sampling = self.request.sampling
-        if sampling.logprobs is not None:
+        if self._keeps_logprobs:
             self.logprobs.append(logprobs)
-        if token in sampling.ending_token_ids and self.output_length > sampling.min_tokens:
+        length = len(self.tokens)
+        if token in self._endings and length > self._ends_from:
             self.finish = FinishReason.STOP
-        elif self.output_length >= sampling.max_tokens or len(self.tokens) >= self.max_length:
+        elif length >= self._last_length:
             self.finish = FinishReason.LENGTH
         return self.finish
 

@@ -34,13 +34,8 @@ def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
 class SpanWriter:
     """Collects the spans of one step."""
 
-    requests: list[bytes] = field(default_factory=list)
-    choices: list[int] = field(default_factory=list)
-    attempts: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    finish: list[int] = field(default_factory=list)
-    stop_ids: list[int] = field(default_factory=list)
+    spans: list[tuple[bytes, int, int, int, int, int, int]] = field(default_factory=list)
+    """Request, choice, attempt, start, count, finish and stop id of each."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)
     full: list[Tokens] = field(default_factory=list)
@@ -83,18 +78,13 @@ class SpanWriter:
         """A span, or as many as it takes; only the last one tells of an end."""
         last = False
         while not last:
-            if len(self.requests) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
+            if len(self.spans) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
                 self._close()
             count = min(len(tokens), MAX_SPANS - len(self.ids))
             told = logprobs[: max(0, count - (len(tokens) - len(logprobs)))]
             last = count == len(tokens)
-            self.requests.append(sequence.request)
-            self.choices.append(sequence.choice)
-            self.attempts.append(sequence.attempt)
-            self.starts.append(start)
-            self.counts.append(count)
-            self.finish.append(finish if last else FinishReason.RUNNING)
-            self.stop_ids.append(stop_id if last else -1)
+            end = (finish, stop_id) if last else (FinishReason.RUNNING, -1)
+            self.spans.append((sequence.request, sequence.choice, sequence.attempt, start, count, *end))
             self.ids += tokens[:count]
             self.logprobs += [None] * (count - len(told))
             self.logprobs += told
@@ -103,25 +93,15 @@ class SpanWriter:
     def messages(self) -> Iterator[Tokens]:
         """Everything collected, in order; nothing if there is nothing."""
         yield from self.full
-        if self.requests:
+        if self.spans:
             yield self._message()
 
     def _message(self) -> Tokens:
-        return Tokens(
-            b"".join(self.requests),
-            tuple(self.choices),
-            tuple(self.attempts),
-            tuple(self.starts),
-            tuple(self.counts),
-            tuple(self.finish),
-            tuple(self.stop_ids),
-            pack_tokens(self.ids),
-            tuple(self.logprobs) if any(entry is not None for entry in self.logprobs) else (),
-        )
+        requests, choices, attempts, starts, counts, finish, stop_ids = zip(*self.spans, strict=True)
+        ids, logprobs = pack_tokens(self.ids), tuple(self.logprobs) if any(self.logprobs) else ()
+        return Tokens(b"".join(requests), choices, attempts, starts, counts, finish, stop_ids, ids, logprobs)
 
     def _close(self) -> None:
         """What comes now begins another message."""
         self.full.append(self._message())
-        columns = (self.requests, self.choices, self.attempts, self.starts, self.counts, self.finish, self.stop_ids)
-        for column in (*columns, self.ids, self.logprobs):
-            column.clear()
+        self.spans, self.ids, self.logprobs = [], [], []

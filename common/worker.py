@@ -420,7 +420,9 @@ class Worker(abc.ABC):
             if sequence.id in self.planner:  # a sibling's failure may have ended it already
                 log.error("a request failed in the engine: %s", why)
                 self.fail(sequence.id.transfer, "engine_error", "the model failed on this request", retriable=True)
-        self.sampled([sample for sample in samples if sample.sequence.id in self.planner], self.clock())
+        if result.errors:
+            samples = [sample for sample in samples if sample.sequence.id in self.planner]
+        self.sampled(samples, self.clock())
         self.count("steps")
         self.count("step_seconds", result.seconds)
         self.count("step_tokens", length)

@@ -60,6 +60,8 @@ class DecodeWorker(Worker):
 
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
+        self._unstarted: set[TransferId] = set()
+        """Those of which no step has computed anything here."""
         self._finished = Finished()
         self.reservations = Reservations(self.cache)
         self._short_since = math.inf
@@ -117,7 +119,7 @@ class DecodeWorker(Worker):
         request = message.request
         if self.accept(request, message.attempt, now, self._most_tokens(request)):
             sequence = Sequence(request, message.attempt, self.engine.max_model_len)
-            self._lives[sequence.id.transfer] = _Life(now, local=False, running=set())
+            self._begin(sequence.id.transfer, _Life(now, local=False, running=set()))
             self.reservations.ask(Reservation(request, sequence, now, message.prefill))
 
     def _generate(self, message: Generate, now: float) -> None:
@@ -126,10 +128,19 @@ class DecodeWorker(Worker):
             return
         choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
         sequences = [Sequence(request, message.attempt, self.engine.max_model_len, choice) for choice in choices]
-        life = _Life(now, local=True, running={sequence.id for sequence in sequences})
-        self._lives[TransferId(request.id, message.attempt)] = life
+        running = {sequence.id for sequence in sequences}
+        self._begin(TransferId(request.id, message.attempt), _Life(now, local=True, running=running))
         for sequence in sequences:
             self.planner.add(sequence)
+
+    def _begin(self, transfer: TransferId, life: _Life) -> None:
+        self._lives[transfer] = life
+        self._unstarted.add(transfer)
+
+    def _end(self, transfer: TransferId) -> bool:
+        """False if there is nothing to end."""
+        self._unstarted.discard(transfer)
+        return self._lives.pop(transfer, None) is not None
 
     def _most_tokens(self, request: Request) -> int:
         """What one choice can come to hold: its prompt and every token but the last."""
@@ -144,7 +155,7 @@ class DecodeWorker(Worker):
     def abort(self, transfer: TransferId) -> None:
         self.receiver.cancel(transfer, "aborted")
         self.close_trial(transfer)
-        if self._lives.pop(transfer, None) is None:
+        if not self._end(transfer):
             return
         self.reservations.drop(transfer)
         for sequence in self.sequences(transfer):
@@ -242,9 +253,11 @@ class DecodeWorker(Worker):
     def before_step(self, batch: Batch, now: float) -> None:
         if self.pace.longest:
             self.receiver.away(self.pace.expect(batch.length, batch.attended))
-        for segment in batch.segments:
-            life = self._lives[segment.sequence.id.transfer]
-            if not life.started_at:
+        for segment in batch.segments if self._unstarted else ():
+            transfer = segment.sequence.id.transfer
+            if transfer in self._unstarted:
+                self._unstarted.remove(transfer)
+                life = self._lives[transfer]
                 life.started_at = now
                 if not life.local:
                     self._time(segment.sequence, {"decode_wait_ms": (now - life.landed_at) * 1000})
@@ -253,7 +266,7 @@ class DecodeWorker(Worker):
         writer = SpanWriter()
         for sample in samples:
             sequence = sample.sequence
-            if self._lives[sequence.id.transfer].local and sequence.computed == sequence.prompt_length:
+            if sequence.computed == sequence.prompt_length and self._lives[sequence.id.transfer].local:
                 self._time_prompt(sequence, now)
             if sequence.siblings:
                 self._start(sequence, sample.tokens, sample.logprobs, writer)
@@ -283,7 +296,7 @@ class DecodeWorker(Worker):
         life = self._lives[sequence.id.transfer]
         life.running.discard(sequence.id)
         if not life.running:
-            del self._lives[sequence.id.transfer]
+            self._end(sequence.id.transfer)
             self.over(sequence.id.transfer)
 
     def _time_prompt(self, sequence: Sequence, now: float) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import Holder, RequestId, SequenceId, sequence_holder
+from common.ids import BlockId, Holder, RequestId, SequenceId, sequence_holder
 from common.kv.cache import BlockCopy, KvCache
 from common.kv.prefix import ChainKey
 from common.kv.table import BlockTable
@@ -45,7 +45,7 @@ class _Entry:
     chain: list[ChainKey] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """A sequence reached its last token: one sampled id per choice (see ``Sequence.choices``), not yet appended."""
 
@@ -53,6 +53,14 @@ class Sampled:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     """Matches ``tokens``."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """The next step, as far as it is planned: who has a place in it, and their blocks."""
+
+    segments: list[Segment] = field(default_factory=list)
+    tables: list[list[BlockId]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -176,16 +184,14 @@ class Planner:
 
     def plan(self) -> Batch | None:
         """The next step, with room for all its tokens in the tables; None when nothing can run now."""
-        segments: list[Segment] = []
         self._short = False
         if not self._entries:  # most turns of a worker that waits for KV or for a request
             return None
-        budget = self._plan_decodes(segments)
-        budget = self._plan_chunks(segments, budget)
-        self._plan_waiting(segments, budget)
-        if not segments:
-            return None
-        return Batch(tuple(segments), tuple(self.table(segment.sequence).blocks for segment in segments))
+        step = _Step()
+        budget = self._plan_decodes(step)
+        budget = self._plan_chunks(step, budget)
+        self._plan_waiting(step, budget)
+        return Batch(tuple(step.segments), tuple(step.tables)) if step.segments else None
 
     def complete(self, batch: Batch, result: StepResult) -> list[Sampled]:
         """Books a finished step: tokens count as computed, full blocks become findable; returns what was sampled.
@@ -207,13 +213,13 @@ class Planner:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, segments: list[Segment]) -> int:
+    def _plan_decodes(self, step: _Step) -> int:
         # room first, by rank and for all of them: a sequence that already has its place in the step is never parked
         ready = [entry for entry in self._running[:] if entry.sequence.missing == 1 and self._room(entry)]
         for entry in self._next_in_turn(ready):
             if entry.sequence.missing == 1:
-                self._place(segments, entry, 1)
-        return self.max_tokens - len(segments)
+                self._place(step, entry, 1)
+        return self.max_tokens - len(step.segments)
 
     def _next_in_turn(self, ready: list[_Entry]) -> list[_Entry]:
         """Those of ``ready`` whose turn it is, and the first chunk if it is its turn: priorities in order, of one
@@ -223,13 +229,13 @@ class Planner:
             return ready
         return sorted(ready + chunk, key=lambda entry: (entry.rank[0], entry.turn))[: self.max_sequences]
 
-    def _plan_chunks(self, segments: list[Segment], budget: int) -> int:
+    def _plan_chunks(self, step: _Step, budget: int) -> int:
         for entry in self._running:
-            if entry.sequence.missing > 1 and budget > 0 and len(segments) < self.max_sequences:
-                budget -= self._chunk(segments, entry, budget)
+            if entry.sequence.missing > 1 and budget > 0 and len(step.segments) < self.max_sequences:
+                budget -= self._chunk(step, entry, budget)
         return budget
 
-    def _plan_waiting(self, segments: list[Segment], budget: int) -> None:
+    def _plan_waiting(self, step: _Step, budget: int) -> None:
         """Admits in rank order and stops at the first that does not fit: a long prompt is not overtaken for ever."""
         while self._waiting:
             entry = self._waiting[0]
@@ -238,21 +244,24 @@ class Planner:
                 return
             self._waiting.pop(0)
             bisect.insort(self._running, entry, key=lambda each: each.rank)
-            if budget > 0 and len(segments) < self.max_sequences:
-                budget -= self._chunk(segments, entry, budget)
+            if budget > 0 and len(step.segments) < self.max_sequences:
+                budget -= self._chunk(step, entry, budget)
 
     def _takes_turns(self, entry: _Entry) -> bool:
         """Whether it runs though as many run as a step has places: those that it outranks rest, or take turns with it.
         Of each priority twice as many can be let in: those that lost another worker, beside those that begin."""
         return entry.rank < self._running[self.max_sequences - 1].rank
 
-    def _chunk(self, segments: list[Segment], entry: _Entry, budget: int) -> int:
+    def _chunk(self, step: _Step, entry: _Entry, budget: int) -> int:
         length = min(entry.sequence.missing, budget)
-        self._place(segments, entry, length)
+        self._place(step, entry, length)
         return length
 
-    def _place(self, segments: list[Segment], entry: _Entry, length: int) -> None:
-        segments.append(Segment(entry.sequence, entry.sequence.computed, length))
+    def _place(self, step: _Step, entry: _Entry, length: int) -> None:
+        if entry.table is None:
+            raise InvariantBroken(f"{entry.sequence} has no blocks")
+        step.segments.append(Segment(entry.sequence, entry.sequence.computed, length))
+        step.tables.append(entry.table.blocks)
         self._turns += 1
         entry.turn = self._turns
 

@@ -20,7 +20,7 @@ from common.attention.select import select_backend
 from common.checkpoint import Checkpoint
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
-from common.engine.sampler import peaks, sample, takes_best
+from common.engine.sampler import peaks, sample
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.kv.budget import Budget, fit
 from common.kv.cache import BlockCopy
@@ -145,7 +145,7 @@ class Engine:
             good = [place for place, token in enumerate(best) if token >= 0]
             logits, sampled, best = logits[good], [sampled[place] for place in good], [best[place] for place in good]
         sequences = [batch.segments[index].sequence for index in sampled]
-        if all(takes_best(each.request.sampling, each.output_length) for each in sequences):
+        if all(len(each.tokens) >= each.best_from for each in sequences):
             for index, sequence, token in zip(sampled, sequences, best, strict=True):
                 result.tokens[index] = [token] * len(sequence.choices)
             return

@@ -21,11 +21,9 @@ import numpy.typing as npt
 import torch
 
 from common import native
-from common.request import SamplingParams
+from common.request import GREEDY_BELOW, SamplingParams
 from common.sequence import TokenLogprobs
 
-GREEDY_BELOW = 1e-5
-"""A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
 _LARGEST = 1e30
 """What larger logits become before the draw: a penalty may overflow, and a difference of infinities is no number."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -107,17 +105,6 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], 
     return chosen, _logprobs(logits, rows, chosen)
 
 
-def takes_best(sampling: SamplingParams, position: int) -> bool:
-    """Whether output token ``position`` is the most likely one and nothing else is asked for."""
-    return (
-        sampling.temperature < GREEDY_BELOW
-        and sampling.logprobs is None
-        and not sampling.logit_bias
-        and not _has_penalty(sampling)
-        and position >= sampling.min_tokens
-    )
-
-
 def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[TokenLogprobs | None]:
     """The chosen tokens' logprobs and the most likely ones', of the rows that asked."""
     result: list[TokenLogprobs | None] = [None] * len(rows)
@@ -144,7 +131,7 @@ def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         steps.append(_mask_endings)
     if any(row.sampling.logit_bias for row in rows):
         steps.append(_add_biases)
-    if any(_has_penalty(row.sampling) for row in rows):
+    if any(row.sampling.has_penalty for row in rows):
         steps.append(_penalise)
     if not steps:
         return logits
@@ -174,13 +161,9 @@ def _add_biases(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         logits.index_put_((torch.tensor(at), torch.tensor(tokens)), torch.tensor(biases), accumulate=True)
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0.0, 0.0)
-
-
 def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     for index, row in enumerate(rows):
-        if _has_penalty(row.sampling):
+        if row.sampling.has_penalty:
             _penalise_row(logits[index], row)
 
 

@@ -37,7 +37,7 @@ from bench.goodput import highest
 from bench.load import Run
 from bench.workloads import Ask
 from common.errors import StartError
-from common.ids import new_request_id, pack_tokens
+from common.ids import new_request_id, pack_tokens, unpack_tokens
 from common.request import FinishReason, Request, SamplingParams
 from common.spans import SpanWriter
 
@@ -220,8 +220,9 @@ def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_sa
     stream = mocks._Stream(request, 0, 7)
     first, second = SpanWriter(), SpanWriter()
     assert not stream.step(first) and stream.step(second)
-    assert (first.starts, first.ids, first.finish) == ([0], [7, 7], [0])
-    assert (second.starts, second.ids, second.finish) == ([2], [7], [FinishReason.LENGTH])
+    (one,), (two,) = first.messages(), second.messages()
+    assert (one.starts, unpack_tokens(one.ids), one.finish) == ((0,), [7, 7], (FinishReason.RUNNING,))
+    assert (two.starts, unpack_tokens(two.ids), two.finish) == ((2,), [7], (FinishReason.LENGTH,))
 
 
 # -- C8 ---------------------------------------------------------------------------------------------------------------

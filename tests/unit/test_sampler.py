@@ -97,7 +97,7 @@ def test_rows_that_take_their_peak_would_be_given_it(seed: int) -> None:
     ]
     if plain:
         rows = [SampleRow(row.row, params(temperature=0.0), 0, row.tokens, 2) for row in rows]
-    takers = [row.row for row in rows if sampler.takes_best(row.sampling, row.position)]
+    takers = [row.row for row in rows if row.sampling.takes_best and row.position >= row.sampling.min_tokens]
     assert len(takers) == 12 or not plain
     peaks, (tokens, logprobs) = sampler.peaks(logits), sample(logits, rows)
     assert [(tokens[row], logprobs[row]) for row in takers] == [(peaks[row], None) for row in takers]
