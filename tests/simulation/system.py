@@ -197,13 +197,15 @@ class SimulatedWorker:
             self.system.struck(self.name, seconds=stuck_s)
 
     def _crowded_out(self, batch: Batch) -> set[RequestId]:
-        """Requests that have no place in this step by right: all of its slots have a higher rank, or blocks are lacking
-        for them or for one that waits before them. Counted here: the planner's word is not taken for it."""
+        """Requests that have no place in this step by right: all of its slots have a higher rank, or all of its tokens
+        and they need more than one, or blocks are lacking for them or for one that waits before them. Counted here: the
+        planner's word is not taken for it."""
         planner = self.worker.planner
         lowest = max(segment.sequence.request.priority for segment in batch.segments)
         full = len(batch.segments) == planner.max_sequences
-        lower = {each.request.id for each in planner.sequences() if full and each.request.priority > lowest}
-        return lower | self._lack_blocks()
+        spent = sum(segment.length for segment in batch.segments) == planner.max_tokens
+        lower = [each for each in planner.sequences() if each.request.priority > lowest]
+        return {each.request.id for each in lower if full or (spent and each.missing > 1)} | self._lack_blocks()
 
     def _lack_blocks(self) -> set[RequestId]:
         """Requests that wait for more than are free, or behind one that does."""
