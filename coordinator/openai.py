@@ -185,9 +185,7 @@ def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> Completion
     fields = Fields(body)
     _refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    limit = fields.integer("max_tokens", 0, MAX_TOKENS)
-    if limit == 0:
-        refuse("'max_tokens' must be at least 1: a completion without output is not supported.", "max_tokens")
+    limit = fields.integer("max_tokens", 1, MAX_TOKENS)
     options = _options(fields, logprobs, 16 if limit is None else limit)
     best_of = fields.integer("best_of", 1, 1 << 16)
     if best_of is not None and best_of > options.n:

@@ -76,8 +76,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="tandem",
         description="LLM serving with separate prefill and decode worker pools.",
-        epilog="`tandem config [COMMAND] [FLAGS]` prints each value and where it came from. "
-        "Every flag is also a variable (--port: TANDEM_PORT) and a key of the YAML file that --config names.",
+        epilog="Every flag is also a variable (--port: TANDEM_PORT) and a key of the YAML file that --config names.",
     )
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
@@ -93,6 +92,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         if name == "chat":
             made[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this, print the answer and leave")
         add_options(made[name], config)
+    commands.add_parser("config", help="print each value of a command's flags and where it came from")  # see _dispatch
     return parser, made
 
 
