@@ -251,8 +251,9 @@ class Registry:
 
     def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[Worker, str]]:
         """Removes and returns workers that have been silent too long, or whose control connection carries nothing while
-        their hearts beat on another; each with which it is, in words. To be called every ``times.sweep_s``, when what
-        had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken an answer to a lease."""
+        their hearts beat on another; each with which it is and for how long, in words. To be called every
+        ``times.sweep_s``, when what had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken
+        an answer to a lease."""
         self.lags.look(now_s)
         lost = []
         for worker in self:
@@ -264,10 +265,11 @@ class Registry:
                 and self.lags.silence(since_s, now_s) > self.times.heartbeat_s
             ):
                 lost.append((worker, "no answer over its control connection", since_s))
-        for worker, how, since_s in lost:
+        hangs = [(worker, Hang.of(worker.hello, how, since_s, now_s)) for worker, how, since_s in lost]
+        for worker, hang in hangs:
             self.gone(worker)
-            self.hung.add(Hang.of(worker.hello, how, since_s, now_s))
-        return [(worker, how) for worker, how, _ in lost]
+            self.hung.add(hang)
+        return [(worker, hang.why(now_s)) for worker, hang in hangs]
 
     def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
         """That worker served before this coordinator did, and should say Hello."""
@@ -285,7 +287,8 @@ class Registry:
             return f"another process has taken the name {hello.name}: give every worker a name of its own"
         if self.fingerprint is not None and _checkpoint(hello.fingerprint) != self.fingerprint:
             return (
-                f"fingerprint {hello.fingerprint} of model {hello.model}, but {self.fingerprint} is served here: "
+                f"its model {hello.model} is another one than is served here, or has other weights or settings "
+                f"(fingerprint {hello.fingerprint}, not {self.fingerprint}): "
                 "start the worker with the same model and revision as the coordinator"
             )
         if hello.block_size <= 0 or hello.block_size % CHAIN_STEP or hello.kv_blocks <= 0 or hello.max_model_len <= 0:
@@ -341,8 +344,12 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
         return None
     pairs = [f"{name} {getattr(hello, name)} against {getattr(peer, name)}" for name in told]
     models = f"{hello.model} here, {peer.model} there" if hello.model != peer.model else hello.model
-    weights = ", whose weight files differ" if _weights(hello.fingerprint) != _weights(peer.fingerprint) else ""
-    return f"{', '.join(pairs)} of {peer.name} ({models}){weights}: workers of one model must have the same"
+    why = ""
+    if _weights(hello.fingerprint) != _weights(peer.fingerprint):
+        why = ", whose weight files differ"
+    elif hello.fingerprint != peer.fingerprint:
+        why = ", loaded with another --quantization, or another --max-model-len where the model's rotary depends on it"
+    return f"{', '.join(pairs)} of {peer.name} ({models}){why}: workers of one model must have the same"
 
 
 def _is_data_address(address: str, role: Role) -> bool:

@@ -112,6 +112,14 @@ def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], word
     assert len(registry) == 1
 
 
+def test_what_a_worker_of_the_same_files_has_made_otherwise_is_named() -> None:
+    registry = Registry("f")
+    join(registry, fingerprint="f.w")
+    for fingerprint, words in (("f.v", "whose weight files differ"), ("f.w.8", "with another --quantization")):
+        verdict = registry.join(hello("d1", "i1", fingerprint=fingerprint), 0.0)
+        assert isinstance(verdict, Refused) and words in verdict.reason
+
+
 def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     registry = Registry("f")
     join(registry, "p0", "i0", "prefill", kv_encryption="curve")
@@ -176,7 +184,8 @@ def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
     while registry.get(worker.id) is not None and now < 100:
         now += TIMES.sweep_s
         gone = registry.sweep(now)
-    assert gone == [(worker, "silent")] and worker.state is WorkerState.GONE
+    [(lost, why)] = gone
+    assert lost is worker and why.startswith("silent for 1") and worker.state is WorkerState.GONE
     assert now - (TIMES.sweep_s + 10) <= TIMES.silence_s + 2 * TIMES.sweep_s
 
 
@@ -244,7 +253,7 @@ def test_whose_heart_is_not_heard_is_gone_whatever_else_it_says() -> None:
         registry.leased(worker, step * TIMES.sweep_s)
         registry.renewed(worker)
         assert registry.sweep(step * TIMES.sweep_s) == []
-    assert registry.sweep(8 * TIMES.sweep_s) == [(worker, "silent")]
+    assert registry.sweep(8 * TIMES.sweep_s) == [(worker, f"silent for {8 * TIMES.sweep_s:.3g} s")]
 
 
 def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
@@ -302,7 +311,7 @@ def test_who_has_answered_what_we_have_not_read_yet_is_kept() -> None:
         assert registry.sweep(now, caught_up=False) == []
         registry.leased(worker, now)
         registry.beat(worker, beat("i0"), now)
-    assert registry.sweep(now + TIMES.sweep_s) == [(worker, "no answer over its control connection")]
+    assert registry.sweep(now + TIMES.sweep_s) == [(worker, "no answer over its control connection for 8 s")]
 
 
 @pytest.mark.parametrize("turn_s", [0.0, 0.4, 1.0, 3.0, 20.0])
