@@ -11,7 +11,8 @@ from typing import Any
 
 import zmq
 
-_EVENT = struct.Struct("=HI")
+EVENT = struct.Struct("=HI")
+"""What a monitor tells: a zmq.EVENT_…, and a value."""
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _BROKEN_OFF = 3
 """So many handshakes in a row that just end are no coincidence, such as a peer that is stopped in the middle of one."""
@@ -49,7 +50,7 @@ class Handshakes:
         made = False
         while True:
             try:
-                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                event, value = EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return made
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from common.channel import BEAT_SUFFIX, Channels, receive
-from common.handshake import Handshakes
+from common.handshake import EVENT, Handshakes
 from common.messages import Message, ToHeart, Tokens
 from common.wire import DIGEST_BYTES, encode
 from tests.simulation.clock import Clock, Process
@@ -447,7 +447,7 @@ class Router(Socket):
         if self.knows(connection):
             del self._peers[connection.dealer.name]
             if self.monitor is not None:
-                self.monitor.deliver(connection, [b"disconnected"])
+                self.monitor.deliver(connection, [EVENT.pack(zmq.EVENT_DISCONNECTED, 0)])
 
     def deliver(self, connection: Connection, parts: Parts) -> None:
         super().deliver(connection, [connection.dealer.name, *parts])
@@ -547,7 +547,7 @@ class SimulatedChannels(Channels):
         return bool(socket.inbox)
 
     @staticmethod
-    def disconnections(socket: Any) -> Any:
+    def endings(socket: Any) -> Any:
         socket.monitor = Socket(socket.network, socket.process)
         return socket.monitor
 
