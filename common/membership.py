@@ -69,6 +69,11 @@ class Membership:
         return self._welcome is not None
 
     @property
+    def connected(self) -> bool:
+        """Whether what is said now can leave now, as far as it is known."""
+        return self._handshakes.connected
+
+    @property
     def refusal(self) -> str:
         """Why the coordinator does not let this worker connect, in words; "" if nothing is known to be wrong."""
         return self._handshakes.refusal

@@ -119,7 +119,8 @@ class Worker(abc.ABC):
         self._deadlines: dict[TransferId, float] = {}
         self._swept_at = self._published_at = 0.0
         self._lonely_since = self.clock()
-        self._told_refusal = ""
+        self._told_refusals: set[str] = set()
+        self._told_lost = False
         self._lease_s = self._leased_until = math.inf
         self._unlisted: set[TransferId] = set()
         self._stopped = False
@@ -234,12 +235,14 @@ class Worker(abc.ABC):
                 self._lease_s = lease_ms / 1000
                 self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()
-                level = logging.DEBUG if self.settings.supervised else logging.INFO
-                log.log(level, "joined the coordinator at %s", self.settings.coordinator)
+                self._told_refusals.clear()
+                self._tell("joined the coordinator at %s", self.settings.coordinator)
             case Turned(reason=reason):
                 raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
             case Rejoin():
-                log.warning("the coordinator knows this worker no more: its requests are dropped")
+                why = "it was restarted, or has given this worker up and placed its requests elsewhere"
+                dropped = len(self.holdings())
+                log.warning("the coordinator asks this worker to join anew: %s (%d were still here)", why, dropped)
                 self._drop_all()
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
@@ -325,16 +328,22 @@ class Worker(abc.ABC):
             self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
 
     def _complain(self, now: float) -> None:
-        """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S."""
-        refusal, told = self.membership.refusal, self._told_refusal
-        self._told_refusal = refusal or told  # while it dials anew nothing is known
+        """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S. The two
+        ends of a connection that is refused do not always see the same reason first."""
+        refusal = self.membership.refusal
+        told = not refusal or refusal in self._told_refusals
         silent = now > self._leased_until
+        lost = self.membership.joined and not self.membership.connected
+        if lost and not self._told_lost:
+            self._tell("the connection to the coordinator at %s is lost: dialling again", self.settings.coordinator)
+        self._told_lost = lost
         if self.membership.joined and not (refusal or silent):
             return
-        if refusal in ("", told) and now - self._lonely_since <= LONELY_S:
+        if told and now - self._lonely_since <= LONELY_S:
             return
         self._lonely_since = now
         if refusal:
+            self._told_refusals.add(refusal)
             log.warning(
                 "the coordinator at %s does not let this worker in: %s (trying again)",
                 self.settings.coordinator,
@@ -499,3 +508,9 @@ class Worker(abc.ABC):
         self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
         self.close_links()
         self.channels.close()  # also when something has raised while a socket was open
+        if not crashed:
+            self._tell("%s: this worker has left", reason)
+
+    def _tell(self, text: str, *arguments: Any) -> None:
+        """Under a launcher the coordinator's log stands beside ours, and says the same."""
+        log.log(logging.DEBUG if self.settings.supervised else logging.INFO, text, *arguments)
