@@ -353,9 +353,8 @@ class Channels:
     @staticmethod
     def endings(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
         """A socket on which a message arrives for every connection of ``socket`` that is closed, and before that for
-        one that is not let in; both begin with an EVENT of :mod:`common.handshake`."""
-        refused = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | refused)
+        one whose handshake failed; both begin with an EVENT of :mod:`common.handshake`."""
+        return socket.get_monitor_socket(Handshakes.ENDINGS)
 
     def close(self) -> None:
         """Closes what is still open, after at most half a second for what must leave."""

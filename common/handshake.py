@@ -27,13 +27,13 @@ _OTHERS = (
 class Handshakes:
     """What became of the handshakes of ``dealer``; ``keyed`` if it speaks CURVE. Used from the dealer's thread."""
 
-    EVENTS = (
-        zmq.EVENT_HANDSHAKE_SUCCEEDED
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    ENDINGS = (
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH
         | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         | zmq.EVENT_DISCONNECTED
     )
+    EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDINGS
 
     def __init__(self, dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], *, keyed: bool) -> None:
         self._dealer, self._monitor, self._keyed = dealer, monitor, keyed

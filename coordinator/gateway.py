@@ -140,7 +140,7 @@ class Gateway:
         self._asked = Strikes(MOST_ASKED)
         self._last_bad = ""
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
-        self._turned_away, self._told_away_at = 0, -COMPLAIN_EVERY_S
+        self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S
         self.times_emptied = 0
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
@@ -340,15 +340,15 @@ class Gateway:
                 self._events.lost(worker, Loss.GIVEN_UP)
 
     def _complain(self, now_s: float) -> None:
-        """Tells of the rubbish that has come since the last time, and of who was not let in."""
+        """Tells of the rubbish that has come since the last time, and of handshakes that failed."""
         count = self.bad_messages - self._told_of
         if count and now_s - self._told_at >= COMPLAIN_EVERY_S:
             self._told_of, self._told_at = self.bad_messages, now_s
             log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
-        if self._turned_away and now_s - self._told_away_at >= COMPLAIN_EVERY_S:
-            why = "their keys do not fit (give every part the --cluster-key-file of one keygen), or they are no workers"
-            log.warning("connections to the control port that were not let in: %d; %s", self._turned_away, why)
-            self._turned_away, self._told_away_at = 0, now_s
+        if self._failed_handshakes and now_s - self._told_handshakes_at >= COMPLAIN_EVERY_S:
+            why = "if they were workers, their keys do not fit: give every part the --cluster-key-file of one keygen"
+            log.warning("handshakes that failed at the control port: %d; %s", self._failed_handshakes, why)
+            self._failed_handshakes, self._told_handshakes_at = 0, now_s
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
@@ -503,7 +503,7 @@ class Gateway:
     # -- lost connections -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A connection was closed, or not let in; the monitor does not say whose."""
+        """A connection was closed, or none made; the monitor does not say whose."""
         closed = False
         while True:
             try:
@@ -511,7 +511,7 @@ class Gateway:
             except zmq.Again:
                 break
             closed |= event == zmq.EVENT_DISCONNECTED
-            self._turned_away += event != zmq.EVENT_DISCONNECTED
+            self._failed_handshakes += event != zmq.EVENT_DISCONNECTED
         if closed and self._loop is not None:
             for delay_s in PROBES_S:
                 self._loop.call_later(delay_s, self._probe)

@@ -407,7 +407,7 @@ def test_a_worker_that_is_turned_away_knows_why(
             member.turn(door)
             door.gateway._watch()
             door.gateway._complain(1e9)
-            return "not let in" in caplog.text
+            return "handshakes that failed" in caplog.text
 
         until(told, "the coordinator's log says nothing of it")
     finally:
