@@ -90,8 +90,10 @@ async def test_what_is_left_of_a_dead_workers_pool_is_seen(tmp_path: Path) -> No
     async with House.running(tmp_path / "house", flags=("--kv-transport", "shm"), decodes=1) as house:
         assert await house.links() == {"shm"}
         assert await house.until_unmapped(0.0) < 1.0
-        house.workers["prefill-0"].wanted = False
-        house.workers["prefill-0"].signal(signal.SIGKILL)
+        prefill = house.workers["prefill-0"]
+        prefill.wanted = False
+        prefill.signal(signal.SIGKILL)
+        await house.until(lambda: not prefill.alive, 5.0, "prefill-0 is dead, which maps its own pool until then")
         with pytest.raises(Stuck, match="nobody maps"):
             await house.until_unmapped(1.0)
         await house.until_unmapped(HELD_S)
