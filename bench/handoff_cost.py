@@ -322,9 +322,10 @@ def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
     for the ``seconds`` that the request takes."""
     id, shown = RequestId(bytes(16)), bytes(16)
     opened = Open(id, 0, PREFILL, shape.prompt, "l" * 16, "float32", "h" * 32, "p" * 32, 1000, BLOCK_SIZE, 1, shown)
+    first = bytes(4), (0,), (-1,), (None,), {"queue_ms": 1.5, "prefill_ms": 150.5, "cached_tokens": 0.0}
     once: list[tuple[Message, Any]] = [
         (Grant(id, 0, 0, "shm", 1 << 24, 40, shown), ToPrefill),
-        (Commit(id, 0, shape.prompt, 0, 9, 1 << 24, 1 << 60, "l" * 16, bytes(4), (0,), (-1,)), ToDecode),
+        (Commit(id, 0, shape.prompt, 0, 9, 1 << 24, 1 << 60, "l" * 16, *first), ToDecode),
         (Accept(id, 0, 1 << 24), ToPrefill),
         (Released(id, 0), ToDecode),
     ]

@@ -23,7 +23,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 10
+PROTOCOL = 11
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -155,7 +155,8 @@ class Tokens(Message, tag="tokens"):
 class Timing(Message, tag="timing"):
     """What a worker measured about one request, in ms, bytes or tokens by the name's ending. Prefill sends queue_ms,
     prefill_ms and cached_tokens just before token 1, then transfer_ms, transfer_exposed_ms and kv_bytes when decode has
-    accepted; decode sends decode_wait_ms with its first step. ``link`` is the transport used, "" for none."""
+    accepted; decode sends decode_wait_ms with its first step, and those before token 1 again: its whole answer may
+    overtake what prefill says over another connection. ``link`` is the transport used, "" for none."""
 
     request: Id
     attempt: Count
@@ -379,7 +380,7 @@ class Ack(Message, tag="ack"):
 class Commit(Message, tag="commit"):
     """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded
     in order give ``checksum``. ``first`` are the first tokens (uint32) and ``finish`` their reasons, one per choice.
-    ``proof`` is over all of it."""
+    ``figures`` are those of prefill's first Timing. ``proof`` is over all of it."""
 
     request: Id
     attempt: Count
@@ -393,6 +394,7 @@ class Commit(Message, tag="commit"):
     finish: tuple[int, ...]
     stop_ids: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...] = ()
+    figures: Values = {}
     proof: Secret = b""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -46,13 +46,15 @@ READING_S = 0.002
 
 @dataclass(slots=True)
 class _Life:
-    """When things happened to one (request, attempt), and which of its sequences are still running."""
+    """When things happened to one (request, attempt), and which of its sequences are still running. ``figures``: what
+    prefill has told with its KV."""
 
     arrived_at: float
     local: bool
     running: set[SequenceId]
     started_at: float = 0.0
     landed_at: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class DecodeWorker(Worker):
@@ -232,7 +234,7 @@ class DecodeWorker(Worker):
         self.cache.publish(table, sequence.tokens, sequence.computed)
         self.cache.rename(table, sequence_holder(sequence.id))
         self.planner.adopt(sequence, table)
-        self._lives[transfer].landed_at = now
+        self._lives[transfer].landed_at, self._lives[transfer].figures = now, commit.figures
         writer = SpanWriter()
         self._start(sequence, tokens, logprobs, writer)
         self._send(writer)
@@ -260,7 +262,8 @@ class DecodeWorker(Worker):
                 life = self._lives[transfer]
                 life.started_at = now
                 if not life.local:
-                    self._time(segment.sequence, {"decode_wait_ms": (now - life.landed_at) * 1000})
+                    waited_ms = (now - life.landed_at) * 1000
+                    self._time(segment.sequence, {**life.figures, "decode_wait_ms": waited_ms})
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
         writer = SpanWriter()

@@ -42,12 +42,13 @@ ASKING_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """What the commit carries beside the counts: one entry per choice."""
+    """What the commit carries beside the counts: one entry per choice, and ``figures`` of computing the prompt."""
 
     ids: bytes
     finish: tuple[int, ...]
     stop_ids: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...]
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +426,7 @@ class Sender:
             first.finish,
             first.stop_ids,
             first.logprobs,
+            first.figures,
         )
         send(outgoing.line.socket, proven(commit, outgoing.token))
 

@@ -171,14 +171,15 @@ class PrefillWorker(Worker):
             if prompt.first is not None:  # computed again: what was told the first time holds
                 ready.append((transfer, [sample.sequence], prompt.first))
                 continue
-            choices = self._choices(sample)
+            figures, choices = self._figures(sample.sequence, now), self._choices(sample)
             prompt.first = FirstTokens(
                 pack_tokens(sample.tokens),
                 tuple(choice.finish for choice in choices),
                 tuple(stop_id(choice) for choice in choices),
                 tuple(to_wire(entry) for entry in sample.logprobs),
+                figures,
             )
-            self._time(sample.sequence, now)
+            self.membership.send(Timing(transfer.request, transfer.attempt, figures))
             for choice in choices:
                 writer.add(choice, choice.output_length - 1)
             ready.append((transfer, choices, prompt.first))
@@ -207,14 +208,13 @@ class PrefillWorker(Worker):
         prompt.table = self.planner.detach(prompt.sequence, transfer_holder(transfer))
         self.sender.finish(transfer, first, now)
 
-    def _time(self, sequence: Sequence, now: float) -> None:
+    def _figures(self, sequence: Sequence, now: float) -> dict[str, float]:
         prompt = self._prompts[sequence.id.transfer]
-        values = {
+        return {
             "queue_ms": (prompt.started_at - prompt.arrived_at) * 1000,
             "prefill_ms": (now - prompt.started_at) * 1000,
             "cached_tokens": float(self.planner.table(sequence).cached_tokens),
         }
-        self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
 
     def _send(self, writer: SpanWriter) -> None:
         for message in writer.messages():

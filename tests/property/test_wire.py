@@ -201,6 +201,7 @@ _REQUEST = Request(
 )
 _PEER = Peer("prefill-0", "00ff00ff00ff00ff", "tcp://127.0.0.1:5555", "boot/ipc:net/0", "float32")  # type: ignore[arg-type]
 _LOGPROBS = Logprobs(-0.5, pack_tokens([4, 5]), (-0.5, -1.5))
+_COMMITTED: tuple[Any, ...] = (_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16)
 _HELLO: dict[str, Any] = {
     "protocol": 1,
     "name": "decode-0",
@@ -267,7 +268,7 @@ EXAMPLES: list[Message] = [
     Grant(_ID, 1, 32, "shm", 1 << 20, 40),  # type: ignore[arg-type]
     Heard(_ID, 1, 40),  # type: ignore[arg-type]
     Ack(_ID, 1, 3, 65_536, 1_048_576),  # type: ignore[arg-type]
-    Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,), bytes(16)),  # type: ignore[arg-type]
+    Commit(*_COMMITTED, pack_tokens([7]), (0,), (-1,), (_LOGPROBS,), {"cached_tokens": 32.0}, bytes(16)),
     Accept(_ID, 1, 65_536),  # type: ignore[arg-type]
     Released(_ID, 1),  # type: ignore[arg-type]
     Cancel(_ID, 1, "aborted"),  # type: ignore[arg-type]
@@ -436,9 +437,10 @@ def test_the_largest_messages_of_a_hand_off_are_far_below_their_limit() -> None:
     shown = Logprobs(-0.5, pack_tokens(range(MAX_LOGPROBS)), (-0.5,) * MAX_LOGPROBS)
     first = pack_tokens([7] * MAX_CHOICES)
     columns = ((0,) * MAX_CHOICES, (-1,) * MAX_CHOICES, (shown,) * MAX_CHOICES)
+    figures = {f"{number:0128d}": 1.5 for number in range(64)}
     host_id, pool, agent = "h" * 512, "p" * 128, bytes(1 << 16)
     for message in (
-        Commit(_ID, 1, 500, 32, 4, 65_536, 2**63, "1" * 16, first, *columns, bytes(64)),  # type: ignore[arg-type]
+        Commit(*_COMMITTED, first, *columns, figures, bytes(64)),
         Open(_ID, 1, "i" * 64, 500, "1" * 16, "bfloat16", host_id, pool, 1024, 16, 2, bytes(64), agent),  # type: ignore[arg-type]
     ):
         assert decode(encode(message), ToDecode, MAX_HANDOFF_BYTES) == message

@@ -464,7 +464,8 @@ def test_a_prompt_without_blocks_at_decode_makes_way_for_one_that_has_them(bench
     bench.check(urgent)
     bench.check(early)
     assert not bench.failed
-    assert sum("prefill_ms" in each.values for each in bench.timings if each.request == early.id) == 1
+    told = [each.values for each in bench.timings if each.request == early.id and "prefill_ms" in each.values]
+    assert [values.get("decode_wait_ms") is None for values in told] == [True, False], "once, and once by decode"
 
 
 def test_prompts_that_all_wait_for_decode_keep_what_they_have(bench: Bench) -> None:
@@ -747,6 +748,19 @@ def test_the_prefix_cache_is_asked_once_per_request(bench: Bench) -> None:
     bench.until(lambda: bench.done(first, second))
     assert decode.planner.preemptions == 0
     assert decode.cache.queried_tokens == 190
+
+
+def test_decode_tells_what_prefill_had_cached(pair: Bench) -> None:
+    """Its whole answer may overtake what prefill says, and usage names these tokens."""
+    first = make_request(100, 4)
+    again = msgspec.structs.replace(first, id=RequestId(bytes(15) + b"a"))
+    for request, cached in ((first, 0), (again, 96)):
+        pair.place(request, "prefill-0", "decode-1")
+        pair.until(lambda request=request: pair.done(request))
+        [told] = [
+            each.values for each in pair.timings if each.request == request.id and "decode_wait_ms" in each.values
+        ]
+        assert told["cached_tokens"] == cached and told["prefill_ms"] > 0 and "queue_ms" in told
 
 
 def test_two_hosts_take_zeromq_by_themselves(bench: Bench) -> None:
