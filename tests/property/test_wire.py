@@ -340,7 +340,7 @@ def test_flipped_bits_are_another_message_or_refused(data: bytes, kind: Any, dra
         message = decode(bytes(changed), kind)
     except WireError:
         return
-    assert isinstance(message, typing.get_args(kind))
+    assert isinstance(message, typing.get_args(kind) or kind)
 
 
 def test_a_message_that_goes_the_other_way() -> None:
