@@ -190,7 +190,9 @@ async def workers(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
-    return json_response({"workers": [_worker(each, dispatcher.links, avoided[each.id]) for each in registry]})
+    now_s = dispatcher.gateway.clock()
+    shown = [_worker(each, dispatcher.links, avoided[each.id], now_s) for each in registry]
+    return json_response({"workers": shown})
 
 
 @routes.post("/admin/drain")
@@ -235,10 +237,10 @@ def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[st
     ]
 
 
-def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
+def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Json:
     """``links``: what was measured, else the transports that the worker speaks, best first. ``avoids``: whom it gets no
     hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another. ``turn_ms``:
-    how long the running turn of its loop has taken so far, None while it waits."""
+    how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that is."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {
@@ -254,6 +256,7 @@ def _worker(worker: Worker, links: Links, avoids: list[str]) -> Json:
         "waiting": beat.waiting if beat else 0,
         "waiting_tokens": beat.waiting_tokens if beat else 0,
         "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
+        "heard_ms": max(0, int((now_s - worker.heard_at) * 1000)),
         "incarnation": hello.incarnation[:SHOWN_DIGITS],
         "links": links.of(worker) or hello.links,
         "avoids": avoids,

@@ -272,12 +272,20 @@ class Client:
             assert response.status == 200, await response.text()
             return {worker["id"]: worker for worker in (await response.json())["workers"]}
 
-    async def until_idle(self, within_s: float) -> None:
-        """Until no worker holds a block or has work; AssertionError with the state after ``within_s``."""
-        deadline = time.monotonic() + within_s
-        while busy := [worker for worker in (await self.workers()).values() if not _idle(worker)]:
+    async def until_idle(self, within_s: float, *, since_now: bool = False) -> None:
+        """Until no worker holds a block or has work; AssertionError with the state after ``within_s``. ``since_now``:
+        by what its heart has told since, not by what it told half a second ago."""
+        began = asked = time.monotonic()
+        deadline = began + within_s
+
+        def idle(worker: dict[str, Any]) -> bool:
+            told = not since_now or worker["heard_ms"] / 1000 < asked - began
+            return told and _idle(worker)
+
+        while busy := [worker for worker in (await self.workers()).values() if not idle(worker)]:
             assert time.monotonic() < deadline, f"not idle within {within_s} s: {busy}\n{self.system.process.text}"
             await asyncio.sleep(0.05)
+            asked = time.monotonic()
 
 
 def _idle(worker: dict[str, Any]) -> bool:

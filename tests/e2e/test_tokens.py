@@ -179,7 +179,7 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
 
         async def ask() -> tuple[str, int]:
             """Who decoded, and how many bytes travelled to it; the sender may report them after the last token."""
-            await client.until_idle(within_s=2)
+            await client.until_idle(within_s=2, since_now=True)  # nor does it still report what others have asked
             before = await travelled(client)
             answer = await client.complete(prompt_of(100, 7), **fields)
             deadline = time.monotonic() + 2
@@ -199,7 +199,7 @@ async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System
     """An answer that lasts longer than its hand-off, whose time stands in the figures when it has ended."""
     name = 'tandem_stage_seconds_sum{stage="transfer_exposed"}'
     async with system.client() as client:
-        await client.until_idle(within_s=2)
+        await client.until_idle(within_s=2, since_now=True)
         before = (await metrics(client)).get(name, 0.0)
         answer = await client.complete(prompt_of(100, 17), temperature=0.0, max_tokens=200, ignore_eos=True)
         shown = (await metrics(client)).get(name, 0.0) - before
