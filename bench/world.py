@@ -130,7 +130,7 @@ class World:
             first = placed.prefill or placed.decode
             job.record.stages = {"path": placed.path, "prefill": first.hello.name, "decode": placed.decode.hello.name}
             worker = self._workers[first.id]
-            worker.planner.add(Tokens(job.request, 0, self._limits.max_model_len))
+            worker.planner.add(Tokens(job.request, 0))
             self._kick(worker)
 
     def _end(self, job: _Job) -> None:
@@ -197,7 +197,7 @@ class World:
 
     def _land(self, worker: _Worker, job: _Job, shipped: Tokens) -> bool:
         """The sequence goes on at decode; False if it has no blocks for it now."""
-        sequence = Tokens(job.request, 0, self._limits.max_model_len)
+        sequence = Tokens(job.request, 0)
         sequence.append(TOKEN)
         cache = worker.planner.cache
         table = cache.open(sequence_holder(sequence.id), sequence.tokens, "")

@@ -26,7 +26,7 @@ class FinishReason(IntEnum):
 
     RUNNING = 0
     STOP = 1  # end of sequence or a stop token id
-    LENGTH = 2  # max_tokens, or the end of the context
+    LENGTH = 2  # max_tokens
     ABORTED = 3
     FAILED = 4
 

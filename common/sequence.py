@@ -33,21 +33,19 @@ class Sequence:
         "finish",
         "id",
         "logprobs",
-        "max_length",
         "prompt_length",
         "request",
         "siblings",
         "tokens",
     )
 
-    def __init__(self, request: Request, attempt: int, max_length: int, choice: int = 0) -> None:
+    def __init__(self, request: Request, attempt: int, choice: int = 0) -> None:
         self.request, self.attempt, self.choice = request, attempt, choice
         self.id = SequenceId(request.id, choice, attempt)
         self.tokens: list[int] = request.prompt_tokens()
         self.prompt_length = len(self.tokens)
         self.tokens += request.emitted_tokens(choice)
         self.computed = 0
-        self.max_length = max_length
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
@@ -55,7 +53,7 @@ class Sequence:
         sampling = request.sampling  # what every step asks, which finds in no cache what it had to look for
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
-        self._last_length = min(self.prompt_length + sampling.max_tokens, max_length)
+        self._last_length = self.prompt_length + sampling.max_tokens
         self.best_from: float = self._ends_from if sampling.takes_best else inf
         """With so many tokens or more the next one is the most likely, and nothing else is asked for."""
 
@@ -91,7 +89,7 @@ class Sequence:
 
     def fork(self, choice: int) -> Sequence:
         """Another choice over the same computed prompt, before either has appended its first token."""
-        other = Sequence(self.request, self.attempt, self.max_length, choice)
+        other = Sequence(self.request, self.attempt, choice)
         other.siblings, other.computed = 0, self.computed
         return other
 

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from common.errors import RequestError, WireError
+import msgspec
+
+from common.errors import InvariantBroken, RequestError, WireError
 from common.ids import (
     REQUEST_ID_BYTES,
     Incarnation,
@@ -42,14 +44,23 @@ from common.messages import (
     Timing,
     Tokens,
 )
-from common.request import FinishReason, Request
+from common.request import FinishReason, Request, SamplingParams
 from coordinator.breakers import Alone, Pair
 from coordinator.gateway import Gateway, Loss
 from coordinator.lifecycle import Contradiction, Gap, State
 from coordinator.limits import Admission, RetryBudget
 from coordinator.links import Links, Trial
 from coordinator.metrics import Metrics
-from coordinator.refusals import given_up, internal, no_workers, quarantined, shutting_down, worker_error
+from coordinator.refusals import (
+    given_up,
+    internal,
+    no_workers,
+    outgrown,
+    quarantined,
+    shutting_down,
+    too_large,
+    worker_error,
+)
 from coordinator.registry import Registry, Worker
 from coordinator.router import Need, NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
@@ -173,15 +184,11 @@ class Dispatcher:
 
     def _too_large(self, ticket: Ticket) -> RequestError | None:
         """Why no worker that is here could ever hold the request, if so."""
-        wanted, blocks = self.router.largest(ticket.need())
-        if wanted <= blocks:
+        need = ticket.need()
+        roomiest = self.router.roomiest(need)
+        if roomiest is None or need.room(roomiest) >= need.least:
             return None
-        return RequestError(
-            f"This request needs {wanted} KV blocks ({ticket.prompt_length} prompt tokens, {ticket.n} x "
-            f"{ticket.sampling.max_tokens} output tokens), but the largest worker has {blocks}.",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        return too_large(need, roomiest, ticket.prompt_length)
 
     def _expire(self, ticket: Ticket) -> None:
         if ticket.placed_at is not None:
@@ -263,7 +270,7 @@ class Dispatcher:
                     ticket.shortage = -1
                     aside.append(heapq.heappop(self._queue))
                     continue
-                if isinstance(verdict, Wait) and self._too_large(ticket) is not None:
+                if isinstance(verdict, Wait) and not self.router.could_serve(ticket.need()):
                     ticket.stranded_at = ticket.stranded_at or self._clock()
                     aside.append(heapq.heappop(self._queue))
                     continue
@@ -318,7 +325,7 @@ class Dispatcher:
         life.place(placement.path, prefill.id if prefill else None, decode.id)
         for incarnation in life.workers:
             self.breakers.placed(Alone(incarnation), ticket.id)
-        request = self._request(ticket, now)
+        request = self._request(ticket, decode, now)
         if prefill is None:
             reached = self._send(ticket, decode, Generate(request, life.attempt))
         else:
@@ -333,11 +340,11 @@ class Dispatcher:
         else:
             self._setback(ticket)
 
-    def _request(self, ticket: Ticket, now: float) -> Request:
+    def _request(self, ticket: Ticket, decode: Worker, now: float) -> Request:
         return Request(
             id=ticket.id,
             prompt=ticket.prompt,
-            sampling=ticket.sampling,
+            sampling=_sampling_on(decode, ticket),
             n=ticket.n,
             emitted=ticket.life.emitted(),
             cache_salt=ticket.cache_salt,
@@ -695,15 +702,16 @@ class Dispatcher:
                 return
 
     def _ask_for_the_silent(self, worker: Worker, ticket: Ticket) -> None:
-        """Choices that got nothing for a heartbeat's time in which others did: their last words may be lost, and while
-        any goes on heartbeats list the request. One that waits for a slot or for blocks has nothing to answer. No
-        number of messages is noted: beats count whether the worker has acted on these or not, however often they come.
+        """Choices that got nothing for a heartbeat's time: their last words may be lost, and while any other goes on,
+        even one that was ended from this side, heartbeats list the request. One that waits for a slot or for blocks has
+        nothing to answer. No number of messages is noted: beats count whether the worker has acted on these or not,
+        however often they come.
         """
         life = ticket.life
         if life.state is not State.DECODING:
             return
         for choice, (finish, heard_at) in enumerate(zip(life.finish, ticket.last_token_at, strict=True)):
-            if not finish and ticket.heard_at - heard_at > self.times.heartbeat_s:
+            if not finish and self._clock() - heard_at > self.times.heartbeat_s:
                 self.gateway.send(worker, Resend(ticket.id, life.attempt, choice, len(life.output[choice])))
 
     def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
@@ -771,13 +779,20 @@ class Dispatcher:
                 self.fail(ticket, no_workers(role, starting=self.registry.starting(role)))
 
     def _give_up_stranded(self, now: float) -> None:
+        """Who is too large for the workers that are there waits for others, a bounded time. One without a limit then
+        takes what room there is."""
+        longest_s = self.times.lease_s + WORKERLESS_WAIT_S
         for ticket in [entry[2] for entry in self._queue]:
             if ticket.stranded_at is None or not ticket.queued:
                 continue
-            if now - ticket.stranded_at <= self._patience_s(ticket, WORKERLESS_WAIT_S):
+            if now - ticket.stranded_at <= min(longest_s, self._patience_s(ticket, WORKERLESS_WAIT_S)):
                 continue
-            if (reason := self._too_large(ticket)) is not None:
-                self.fail(ticket, reason)
+            if ticket.open_ended and not ticket.settles:
+                ticket.settles = True
+                self.pump_soon()
+            elif not self.router.could_serve(need := ticket.need()):
+                reason = None if ticket.life.started else self._too_large(ticket)
+                self.fail(ticket, reason or outgrown(need.tokens + need.least))
 
     def _patience_s(self, ticket: Ticket, least_s: float) -> float:
         """How long a request waits where nobody can take it."""
@@ -786,6 +801,17 @@ class Dispatcher:
         if not ticket.life.started:
             return least_s
         return inf if ticket.client.told else self.times.lease_s + WORKERLESS_WAIT_S
+
+
+def _sampling_on(decode: Worker, ticket: Ticket) -> SamplingParams:
+    """An answer without a limit gets as long as this worker can hold."""
+    sampling, need = ticket.sampling, ticket.need()
+    if (missing := need.output - need.room(decode.hello)) <= 0:
+        return sampling
+    if not ticket.open_ended:
+        raise InvariantBroken(f"{decode.hello.name} is {missing} tokens too small for what it is given")
+    most = sampling.max_tokens - missing
+    return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
 def _peer(worker: Worker, token: bytes) -> Peer:

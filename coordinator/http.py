@@ -264,6 +264,7 @@ def _ticket(
         arrived_at=arrived_at,
         tokenized_at=time.monotonic(),
         deadline_at=arrived_at + services.config.request_timeout,
+        open_ended=options.sampling.max_tokens is None,
     )
 
 

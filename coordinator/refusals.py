@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from common.errors import RequestError
-from common.messages import Failed
+from common.messages import Failed, Hello
+from coordinator.router import Need
 
 
 def shutting_down() -> RequestError:
@@ -47,6 +48,25 @@ def quarantined() -> RequestError:
 
 def given_up() -> RequestError:
     text = "The workers that served this request were lost or gave it up, and its retries are spent."
+    return RequestError(text, status=500, type="server_error", code="worker_lost")
+
+
+def too_large(need: Need, roomiest: Hello, prompt_tokens: int) -> RequestError:
+    """``roomiest``: the worker that has the most room for it."""
+    output = need.tokens + need.least - prompt_tokens
+    wanted = need.tokens + need.least
+    if wanted > roomiest.max_model_len:
+        text = f"This request needs {wanted} tokens ({prompt_tokens} of the prompt, {output} of output)"
+        text += f", but no worker holds more than {roomiest.max_model_len}."
+    else:
+        blocks = need.blocks(roomiest.block_size, need.least)
+        text = f"This request needs {blocks} KV blocks ({prompt_tokens} prompt tokens, {need.choices} x {output}"
+        text += f" output tokens), but the largest worker has {roomiest.kv_blocks}."
+    return RequestError(text, param="max_tokens", code="context_length_exceeded")
+
+
+def outgrown(tokens: int) -> RequestError:
+    text = f"The workers that could hold this request of {tokens} tokens are gone, and those that are here are smaller."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 

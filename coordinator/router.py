@@ -46,8 +46,10 @@ SLOT_SLACK = 1.25
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
-    at most ``output`` more per choice, for ``choices`` choices. ``chains`` are its prefix keys. ``diverged``: its
-    choices go on from different tokens, so one worker must compute each of them; a hand-off carries one prompt.
+    at most ``output`` more per choice, for ``choices`` choices; ``enough``: so many of these that a worker is of use
+    which holds no more, for a request whose client has set no limit (None: all). ``chains`` are its prefix keys.
+    ``diverged``: its choices go on from different tokens, so one worker must compute each of them; a hand-off carries
+    one prompt.
     ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
     both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all."""
 
@@ -59,6 +61,21 @@ class Need:
     avoid: frozenset[Pair] = frozenset()
     shun: frozenset[Incarnation] = frozenset()
     apart_from: frozenset[Incarnation] = frozenset()
+    enough: int | None = None
+
+    @property
+    def least(self) -> int:
+        """Output per choice that a worker must have room for to be of use."""
+        return self.output if self.enough is None else min(self.output, self.enough)
+
+    def room(self, hello: Hello) -> int:
+        """The most output per choice that a worker holds after ``tokens`` if it has nothing else, and below 0 if it
+        does not even hold these. The inverse of :meth:`blocks`."""
+        size, length = hello.block_size, hello.max_model_len - self.tokens
+        if self.choices == 1:
+            return min(length, hello.kv_blocks * size - self.tokens)
+        shared, partial = divmod(self.tokens, size)
+        return min(length, (hello.kv_blocks - shared) // self.choices * size - partial)
 
     def cached_on(self, worker: Worker, computed_in: KvDtype | None = None) -> int:
         """Tokens of which ``worker`` has KV that was computed in ``computed_in`` (default: its own element type)."""
@@ -145,14 +162,28 @@ class Router:
                 return verdict
         if colocated:
             return self._whole(need, colocated)
-        return Wait("another suspect is on every worker") if need.apart_from else NoWorkers("decode")
+        if self.missing_role() == "decode":
+            return NoWorkers("decode")
+        return Wait("another suspect is on every worker" if need.apart_from else "every worker is too small")
 
     def _ready(self, role: Role, need: Need) -> list[Worker]:
-        """The workers to choose from. One that keeps failing has room for everything: it is left out, rather than
-        sorted last, as long as there is another that could hold the request."""
+        """The workers to choose from: those that could hold the request, to its end if any could. One that keeps
+        failing has room for everything: it is left out, rather than sorted last, as long as there is another."""
         ready = [worker for worker in self.registry.ready(role) if worker.id not in need.apart_from]
-        sound = [each for each in ready if self.breakers.allows(Alone(each.id)) and _holds(need, each)]
-        return sound or ready
+        able = [worker for worker in ready if _holds(need, worker)]
+        ranks = [(self.breakers.allows(Alone(each.id)), _holds(need, each, whole=True)) for each in able]
+        return [worker for worker, rank in zip(able, ranks, strict=True) if rank == max(ranks)]
+
+    def could_serve(self, need: Need) -> bool:
+        """Whether those that are ready could serve it if they had nothing else to do."""
+
+        def able(role: Role) -> bool:
+            return any(_holds(need, worker) for worker in self.registry.ready(role))
+
+        if able("colocated") or not able("decode"):
+            return able("colocated")
+        on_decode = need.diverged or self.local_prefill == "always" or self.no_prefill == "local"
+        return on_decode or able("prefill") or not self.registry.ready("prefill")
 
     def missing_role(self) -> Literal["prefill", "decode"] | None:
         """The role without which a new request could not be placed at all, if any."""
@@ -163,27 +194,21 @@ class Router:
         needs_prefill = self.local_prefill != "always" and self.no_prefill == "reject"
         return "prefill" if needs_prefill and not self.registry.ready("prefill") else None
 
-    def largest(self, need: Need) -> tuple[int, int]:
-        """(blocks that ``need`` takes at its full length, blocks of the largest pool that could hold it); (0, 0) if no
-        worker is known."""
-        pool = self._largest_pool()
-        return (need.blocks(pool.block_size, need.output), pool.kv_blocks) if pool else (0, 0)
+    def roomiest(self, need: Need) -> Hello | None:
+        """Of the workers that hold requests to their end, the one with the most room for this one; None if none is
+        known."""
+        return max(self._holders(), key=need.room, default=None)
 
     def most_output(self, tokens: int, choices: int) -> int | None:
-        """The most output per choice that the largest pool holds after a prompt of ``tokens``; None if no worker is
-        known. The inverse of :meth:`Need.blocks`."""
-        pool = self._largest_pool()
-        if pool is None:
-            return None
-        if choices == 1:
-            return pool.kv_blocks * pool.block_size - tokens
-        shared, partial = divmod(tokens, pool.block_size)
-        return (pool.kv_blocks - shared) // choices * pool.block_size - partial
+        """What an answer without a limit may have per choice after a prompt of ``tokens``: as much as every worker
+        holds that has room for an ordinary answer, so that it may go to any of them; None if no worker is known."""
+        need = Need(tokens, 0, choices)
+        rooms = [need.room(hello) for hello in self._holders()]
+        return min((room for room in rooms if room >= min(max(rooms), self.horizon)), default=None)
 
-    def _largest_pool(self) -> Hello | None:
+    def _holders(self) -> list[Hello]:
         ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
-        pools = ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
-        return max(pools, key=lambda hello: hello.kv_blocks * hello.block_size, default=None)
+        return ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
 
     def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
         fitting = self._least_loaded_first(need, decodes)
@@ -197,11 +222,14 @@ class Router:
         if len(need.avoid) >= FAILED_PAIRS and self.no_prefill == "local":
             return Placement("local", None, decode, f"its hand-offs over {len(need.avoid)} pairs have failed")
         ready = self._ready("prefill", need)
-        if not ready and self.no_prefill == "reject":
+        there = bool(self.registry.ready("prefill"))
+        if not there and self.no_prefill == "reject":
             return NoWorkers("prefill")
         decode, prefills = self._reachable(need, fitting, ready)
         if not prefills:
-            why = "hand-offs from every prefill worker keep failing" if ready else "no prefill worker is ready"
+            why = "every prefill worker is too small" if there else "no prefill worker is ready"
+            if ready:
+                why = "hand-offs from every prefill worker keep failing"
             return Placement("local", None, decode, why) if self.no_prefill == "local" else Wait(why)
         prefill, before, cached = self._nearest(need, prefills)
         if self.local_prefill == "auto" and (better := self._better_local(need, decode, before)):
@@ -311,6 +339,10 @@ class Router:
         self.breakers.forget(worker.id)
 
 
-def _holds(need: Need, worker: Worker) -> bool:
-    """Whether ``worker`` could hold ``need`` if it had nothing else; what fits nowhere is refused at the door."""
-    return need.blocks(worker.hello.block_size, need.output) <= worker.hello.kv_blocks
+def _holds(need: Need, worker: Worker, *, whole: bool = False) -> bool:
+    """Whether ``worker`` could hold ``need`` if it had nothing else, ``whole``: as long as it may become. A prefill
+    worker needs room for what it computes alone."""
+    hello = worker.hello
+    if hello.role == "prefill":
+        return need.tokens <= min(hello.max_model_len, hello.kv_blocks * hello.block_size)
+    return need.room(hello) >= (need.output if whole else need.least)

@@ -15,7 +15,7 @@ from common.messages import Logprobs
 from common.request import FinishReason, SamplingParams
 from coordinator.breakers import Pair
 from coordinator.lifecycle import Life, Path
-from coordinator.router import Chains, Need, Placement, Promise
+from coordinator.router import HORIZON_TOKENS, Chains, Need, Placement, Promise
 
 REMEMBERED_INTERVALS = 16
 
@@ -52,6 +52,8 @@ class Ticket:
     arrived_at: float
     tokenized_at: float
     deadline_at: float
+    open_ended: bool = False
+    """Its client has set no limit: ``sampling.max_tokens`` is what fitted when it came, and less is an answer."""
     life: Life = field(init=False)
     order: int = 0
     queued: bool = False
@@ -91,6 +93,8 @@ class Ticket:
     asked_at: float = 0.0
     stranded_at: float | None = None
     """Since when only workers that have left could hold it."""
+    settles: bool = False
+    """It has waited for them for long enough, and takes what room there is."""
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
 
@@ -116,4 +120,7 @@ class Ticket:
         emitted = max(map(len, self.life.output))
         diverged = self.n > 1 and self.life.started
         tokens, output = self.prompt_length + emitted, self.sampling.max_tokens - emitted
-        return Need(tokens, output, self.n, self.chains, diverged, self.avoid, self.shun)
+        enough = None
+        if self.open_ended:
+            enough = 1 if self.settles else min(HORIZON_TOKENS, -(-output // 2))
+        return Need(tokens, output, self.n, self.chains, diverged, self.avoid, self.shun, enough=enough)

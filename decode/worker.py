@@ -120,7 +120,7 @@ class DecodeWorker(Worker):
     def _reserve(self, message: Reserve, now: float) -> None:
         request = message.request
         if self.accept(request, message.attempt, now, self._most_tokens(request)):
-            sequence = Sequence(request, message.attempt, self.engine.max_model_len)
+            sequence = Sequence(request, message.attempt)
             self._begin(sequence.id.transfer, _Life(now, local=False, running=set()))
             self.reservations.ask(Reservation(request, sequence, now, message.prefill))
 
@@ -129,7 +129,7 @@ class DecodeWorker(Worker):
         if not self.accept(request, message.attempt, now, self._most_tokens(request)):
             return
         choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
-        sequences = [Sequence(request, message.attempt, self.engine.max_model_len, choice) for choice in choices]
+        sequences = [Sequence(request, message.attempt, choice) for choice in choices]
         running = {sequence.id for sequence in sequences}
         self._begin(TransferId(request.id, message.attempt), _Life(now, local=True, running=running))
         for sequence in sequences:
@@ -146,7 +146,7 @@ class DecodeWorker(Worker):
 
     def _most_tokens(self, request: Request) -> int:
         """What one choice can come to hold: its prompt and every token but the last."""
-        return min(request.prompt_length + request.sampling.max_tokens, self.engine.max_model_len)
+        return request.prompt_length + request.sampling.max_tokens
 
     def _measure(self, message: Measure, now: float) -> None:
         """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""

@@ -107,7 +107,7 @@ class PrefillWorker(Worker):
 
     def _prefill(self, message: Prefill, now: float) -> None:
         request, transfer = message.request, TransferId(message.request.id, message.attempt)
-        sequence = Sequence(request, message.attempt, self.engine.max_model_len)
+        sequence = Sequence(request, message.attempt)
         if self.accept(request, message.attempt, now, len(sequence.tokens)):
             try:
                 self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
@@ -227,7 +227,7 @@ class PrefillWorker(Worker):
         for transfer in [each for each in self._aside if self.sender.granted(each)]:
             self._aside.remove(transfer)
             told = self._prompts[transfer].sequence
-            self.planner.add(Sequence(told.request, told.attempt, self.engine.max_model_len))
+            self.planner.add(Sequence(told.request, told.attempt))
         if any(self.sender.granted(sequence.id.transfer) for sequence in self.planner.in_need):
             for transfer, prompt in self._prompts.items():
                 if prompt.table is not None and not self.sender.granted(transfer):

@@ -245,7 +245,7 @@ class Engine:
 def sequence_of(tokens: Sequence[int]) -> Tokens:
     """A greedy sequence of ``tokens`` that belongs to nobody."""
     request = Request(new_request_id(), pack_tokens(tokens), SamplingParams(1, 0, temperature=0.0))
-    return Tokens(request, 0, len(tokens) + 1)
+    return Tokens(request, 0)
 
 
 # -- construction -----------------------------------------------------------------------------------------------------

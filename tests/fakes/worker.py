@@ -224,7 +224,7 @@ class FakeWorker:
             send(control, msgspec.structs.replace(self.refuse, request=request.id, attempt=attempt))
             return
         transfer = TransferId(request.id, attempt)
-        sequences = [Sequence(request, attempt, self.hello.max_model_len, choice) for choice in range(request.n)]
+        sequences = [Sequence(request, attempt, choice) for choice in range(request.n)]
         start = max(sequence.output_length for sequence in sequences)
         self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
 

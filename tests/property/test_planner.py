@@ -147,7 +147,7 @@ class Scenario:
                     self.aborted.add(index)
 
     def arrive(self, plan: Plan, request: Request) -> None:
-        sequence = Sequence(request, attempt=1, max_length=10_000)
+        sequence = Sequence(request, attempt=1)
         if plan.fate != "adopt":
             self.planner.add(sequence)
             return
@@ -268,7 +268,7 @@ def simple(
         emitted=(pack_tokens(emitted),) if emitted else (),
         priority=priority,
     )
-    return Sequence(request, attempt=1, max_length=10_000)
+    return Sequence(request, attempt=1)
 
 
 def small(blocks: int, max_tokens: int = 64, max_sequences: int = 4) -> Planner:

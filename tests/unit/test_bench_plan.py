@@ -117,8 +117,7 @@ def test_costs_are_fitted() -> None:
 
 def test_what_of_a_step_costs() -> None:
     decode, chunk = (
-        Sequence(Request(new_request_id(), pack_tokens([1] * length), SamplingParams(1, 0)), 0, 200)
-        for length in (50, 100)
+        Sequence(Request(new_request_id(), pack_tokens([1] * length), SamplingParams(1, 0)), 0) for length in (50, 100)
     )
     blocks = [BlockId(0)]
     batch = Batch((Segment(decode, 49, 1), Segment(decode, 49, 1), Segment(chunk, 40, 60)), (blocks,) * 3)

@@ -35,7 +35,7 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 def sequence(tokens: list[int], sampling: SamplingParams | None = None, n: int = 1) -> Sequence:
-    return Sequence(Request(new_request_id(), pack_tokens(tokens), sampling or greedy(50), n=n), 0, 512)
+    return Sequence(Request(new_request_id(), pack_tokens(tokens), sampling or greedy(50), n=n), 0)
 
 
 def whole(seq: Sequence) -> Segment:

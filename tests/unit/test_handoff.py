@@ -881,7 +881,7 @@ def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkey
 def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
     bench.lease_ms = 300
     bench.add("prefill", OracleEngine(512))
-    decode = bench.add("decode", OracleEngine(512))
+    decode = bench.add("decode", OracleEngine(512, max_model_len=8192))
     running, reserved = make_request(100, 8000), make_request(90, 4)
     bench.place(running, "prefill-0", "decode-1")
     bench.until(lambda: len(decode.holdings()) == 1)

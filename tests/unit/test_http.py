@@ -1293,6 +1293,71 @@ async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -
         assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
 
 
+async def asked_until_one_token(house: House, body: Any) -> asyncio.Task[Any]:
+    """A stream that has begun."""
+    stream = asyncio.create_task(house.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
+    tickets = house.dispatcher.tickets
+    await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+    return stream
+
+
+async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> None:
+    """The only decode worker comes back with one block less, as pools do that are a share of the free memory."""
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 20})
+        body = {"messages": HELLO["messages"], "ignore_eos": True, "stream_options": {"include_usage": True}}
+        stream = asyncio.create_task(house.stream(CHAT, body))
+        await until(lambda: any(each.output_length > 1 for each in house.dispatcher.tickets.values()), "it has begun")
+        first.stop()
+        await house.add("decode", changes={"kv_blocks": 19})
+        _, events = await stream
+        usage = events[-1]["usage"]
+        assert usage["total_tokens"] == 19 * 16
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(model: Path) -> None:
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01)
+        body = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
+        stream = await asked_until_one_token(house, body)
+        short = await house.add("decode", changes={"max_model_len": 200})
+        first.stop()
+        await until(lambda: any(each.stranded_at for each in house.dispatcher.tickets.values()), "nobody holds it")
+        await house.add("decode")
+        _, events = await stream
+        assert events[-1]["usage"]["completion_tokens"] == 300 and not short.got(Reserve) and not short.got(Generate)
+
+
+async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01)
+        stream = await asked_until_one_token(house, {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True})
+        await house.add("decode", changes={"kv_blocks": 10})
+        first.stop()
+        _, events = await stream
+        assert events[-1]["error"]["code"] == "worker_lost" and "316 tokens" in events[-1]["error"]["message"]
+
+
+async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer without a limit much less than half fits: it waits for a larger worker, and then takes that."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        tickets = house.dispatcher.tickets
+        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+        (ticket,) = tickets.values()
+        blocks = -(-ticket.prompt_length // 16) + 3
+        await house.add("decode", changes={"kv_blocks": blocks})
+        first.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        _, events = await stream
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert ticket.prompt_length + ticket.output_length == 16 * blocks
+
+
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3)
     async with open_house(model, "prefill") as house:

@@ -38,7 +38,7 @@ def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **ch
         links=("shm",),
         kv_blocks=100,
         block_size=16,
-        max_model_len=1000,
+        max_model_len=2000,
         vocab_size=512,
         max_num_seqs=8,
         max_num_batched_tokens=512,

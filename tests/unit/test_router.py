@@ -147,7 +147,7 @@ def test_a_request_never_goes_where_it_could_not_end() -> None:
     join(registry, "small", "small", "colocated", kv_blocks=20)
     large = join(registry, "large", "large", "colocated", kv_blocks=200)
     router, need = Router(registry, horizon=1600), Need(16, 640, 1)
-    assert router.largest(need) == (41, 200)
+    assert router.roomiest(need) == large.hello
     for _ in range(4):
         assert place(router, need)[0].decode is large
     assert isinstance(router.place(need), Wait)
@@ -158,13 +158,54 @@ def test_the_most_output_is_what_just_fits(tokens: int, choices: int, blocks: in
     registry = Registry("f")
     router = Router(registry)
     assert router.most_output(tokens, choices) is None
-    join(registry, kv_blocks=blocks)
+    size = join(registry, kv_blocks=blocks, max_model_len=10_000).hello.block_size
     most = router.most_output(tokens, choices)
     assert most is not None
     for output, fits in ((most, True), (most + 1, False)):
         if output > 0:
-            wanted, there = router.largest(Need(tokens, output, choices))
-            assert (wanted <= there) is fits
+            assert (Need(tokens, output, choices).blocks(size, output) <= blocks) is fits
+
+
+@pytest.mark.parametrize("choices", [1, 2, 3])
+def test_an_answer_without_a_limit_may_go_to_every_worker_of_about_one_size(choices: int) -> None:
+    registry = Registry("f")
+    for name, blocks in (("a", 100), ("b", 99), ("tiny", 4)):
+        join(registry, name, name, "colocated", kv_blocks=blocks)
+    router = Router(registry)
+    output = router.most_output(40, choices)
+    assert output is not None and output > 400, "what is tiny is no measure"
+    need = Need(40, output, choices)
+    assert {place(router, need)[0].decode.hello.name for _ in range(2)} == {"a", "b"}
+
+
+def test_a_request_never_goes_where_it_would_be_cut_short() -> None:
+    registry = Registry("f")
+    short = join(registry, "short", "short", "colocated", kv_blocks=200, max_model_len=600)
+    router, need = Router(registry), Need(400, 300, 1)
+    assert isinstance(router.place(need), Wait) and not router.could_serve(need)
+    assert router.could_serve(Need(400, 200, 1)) and not router.could_serve(Need(400, 201, 1))
+    without_limit = Need(400, 300, 1, enough=100)
+    assert place(router, without_limit)[0].decode is short, "there is no other"
+    long = join(registry, "long", "long", "colocated", kv_blocks=200, max_model_len=700)
+    for asked in (need, without_limit):
+        assert place(router, asked)[0].decode is long
+
+
+@pytest.mark.parametrize("policy", ["local", "wait", "reject"])
+def test_a_prefill_worker_that_is_too_small_computes_nothing_of_it(policy: Any) -> None:
+    registry = Registry("f")
+    join(registry, "small", "small", "prefill", kv_blocks=10)
+    decode = join(registry, "d", "d", "decode", kv_blocks=100)
+    router, need = Router(registry, no_prefill=policy), Need(161, 10, 1)
+    assert place(router, Need(160, 10, 1))[0].path == "disagg"
+    if policy == "local":
+        placement, _ = place(router, need)
+        assert (placement.path, placement.decode) == ("local", decode) and "too small" in placement.why
+    else:
+        assert isinstance(router.place(need), Wait), "and not that there is none: that would end when one joins"
+    assert router.could_serve(need) is (policy == "local")
+    large = join(registry, "large", "large", "prefill", kv_blocks=11)
+    assert place(router, need)[0].prefill is large
 
 
 def test_roles_that_are_missing() -> None:
