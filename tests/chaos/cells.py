@@ -271,6 +271,8 @@ CELLS: list[Cell] = [
     *_row("every prefill killed", partial(faults.kill_pool, "prefill"), "exact", _KILL | _UNMOVED),
     *_row("every decode killed, new ones come", partial(faults.replace_pool, "decode"), "exact",
           {"P": STARTED_S, "X": STARTED_S, **_late(STARTED_S)}),
+    *_row("decode killed beside one that is too small", faults.outgrow, "exact", {"D": 4 * REST_S + STARTED_S,
+          "S": STARTED_S}, output=4 * OUTPUT),
     *_row("a worker of another model joins", faults.refuse_stranger, "exact", {"P": 1.0, "S": 1.0}),
     *_row("deadline passes", faults.deadline, "error request_timeout", dict.fromkeys("QPXDS", EXPIRED_S),
           measure="answer", neighbours="error request_timeout", house=HURRIED, output=4 * OUTPUT),

@@ -354,12 +354,32 @@ async def replace_pool(role: str, scene: Scene) -> Proof:
     return proof
 
 
-async def _start_again(scene: Scene, workers: Sequence[Worker]) -> None:
+async def _start_again(scene: Scene, workers: Sequence[Worker], *flags: str) -> None:
     for worker in workers:
         assert worker.reading is not None
         await worker.reading
-        await scene.house.start_worker(worker, "--step-s", str(STEP_S))
+        await scene.house.start_worker(worker, "--step-s", str(STEP_S), *flags)
         worker.wanted = True
+
+
+async def outgrow(scene: Scene) -> Proof:
+    """The request's decode worker dies and comes back. There is another, which takes only shorter requests: nobody is
+    sent there to be cut short. The one that is asked for after it shows that it serves."""
+    house, short = scene.house, scene.other(scene.decode)
+    house.beyond_repair = True  # that worker is another one than the house had
+    was_dead, length = _kill(scene, short), PROMPT + scene.ask.max_tokens // 2
+    await house.until(was_dead, 5.0, "the other worker is dead")
+    await _start_again(scene, [short], "--max-model-len", str(length))
+    await house.until_ready()
+    proof = await kill("decode", scene)
+    await house.until(proof, 5.0, "the worker is dead")
+    shorter = house.ask(PROMPT, 8)
+    scene.neighbours = [shorter]
+    scene.send(shorter)
+    await _start_again(scene, [scene.decode])
+    await scene.over()
+    ours = house.id_of(scene.ask)
+    return lambda: proof() and shorter.headers.get("x-tandem-decode") == short.name and ours not in short.holders
 
 
 async def restart(role: str, scene: Scene) -> Proof:

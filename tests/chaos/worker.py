@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--cluster-key-file", type=Path)
     parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=64)
     parser.add_argument("--kv-transport", default="auto")
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--watched", action="store_true")
     options = parser.parse_args()
-    engine = ChaosEngine(options.blocks, max_model_len=2048, step_s=options.step_s)
+    engine = ChaosEngine(options.blocks, max_model_len=options.max_model_len, step_s=options.step_s)
     engine.fingerprint, engine.watched = options.fingerprint, options.watched
     settings = WorkerSettings(
         coordinator=f"tcp://{options.coordinator}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,7 +19,7 @@ from common.kv.cache import KvCache
 from common.membership import Membership
 from common.times import FailureTimes
 from common.worker import Worker
-from coordinator import gateway
+from coordinator import gateway, router
 from coordinator.breakers import Breakers
 from coordinator.dispatch import Dispatcher
 from coordinator.lifecycle import Accepted, Gap, Life
@@ -26,7 +27,8 @@ from coordinator.limits import RetryBudget
 from coordinator.refusals import quarantined
 from coordinator.registry import Registry
 from coordinator.registry import Worker as Member
-from coordinator.router import Router
+from coordinator.router import Need, Router
+from coordinator.ticket import Ticket
 from decode.reservations import Reservations
 from decode.worker import DecodeWorker
 from kvtransfer.links import pull, zeromq
@@ -118,6 +120,14 @@ def _grants_to_the_only_one(self: Reservations, spare_blocks: int, asked_before:
     return _RESERVE(self, spare_blocks, asked_before) if not spare_blocks else None
 
 
+def _prefill_holds_all(need: Need, worker: Member, *, whole: bool = False) -> bool:
+    return worker.role == "prefill" or _HOLDS(need, worker, whole=whole)
+
+
+def _wants_all(self: Ticket) -> Need:
+    return replace(_NEED(self), enough=None)
+
+
 def _misses_full(self: Router) -> Any:
     full = (self.account(each).sequences >= each.hello.max_num_seqs for each in self.registry.ready("decode"))
     return "decode" if all(full) and not self.registry.ready("colocated") else _MISSING(self)
@@ -136,6 +146,7 @@ def _hears_a_word(self: Registry, worker: Member) -> None:
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
+_HOLDS, _NEED = router._holds, Ticket.need
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
 _START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
 
@@ -295,6 +306,20 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "full is missing": (
         Mutation("workers whose slots are taken are not there", Router, "missing_role", _misses_full, ("finds no",)),
+    ),
+    "prefill holds everything": (
+        Mutation("prompts go where they have no room", router, "_holds", _prefill_holds_all, ("tokens ends with",)),
+    ),
+    "no limit is a limit": (
+        Mutation(
+            "an answer without a limit wants all that fitted once", Ticket, "need", _wants_all, ("tokens ends with",)
+        ),
+    ),
+    "outgrown for ever": (
+        Mutation(
+            "what fits nobody any more waits for ever",
+            Dispatcher, "_give_up_stranded", _nothing, ("tokens ends with",),
+        ),
     ),
     "no receiver lease": (
         Mutation("a reservation waits for ever", ReceiverSession, "tick", _nothing, (NO_FIRST_TOKEN, NO_NEXT_TOKEN)),

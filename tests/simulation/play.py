@@ -33,6 +33,7 @@ from tests.simulation.situations import (
     OneFault,
     Paused,
     Poisonous,
+    Resized,
     Sick,
     Unaborted,
     Unheard,
@@ -63,6 +64,7 @@ KINDS: tuple[Callable[..., History], ...] = (
     Unaborted,
     Misled,
     CutOff,
+    Resized,
 )
 """One after the other; a new one comes last."""
 STRIDE = 20

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from common.ids import TransferId
 from common.request import SamplingParams
 from common.sequence import Batch
+from coordinator.dispatch import WORKERLESS_WAIT_S
 from coordinator.lifecycle import MAX_CRASHES, State
 from coordinator.router import FAILED_PAIRS
 from tests.fakes.oracle import oracle_stream
@@ -402,18 +403,20 @@ class Careless(OneFault):
 
 
 class Unheard(Careless):
-    """It had tokens that the coordinator has not. Most requests have choices of which one ends long before the others;
-    there is a slot for each, so none of them ever waits."""
+    """It had tokens that the coordinator has not. Most requests have choices of which one ends long before the others,
+    as their worker sees it: their client may have ended those. There is a slot for each, so none of them ever waits."""
 
     tags = "tokens", "last tokens"
     requests, tokens, pace = 3, 125, 8.0
 
     def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
-        n = self.rng.choice((1, 2, 3))
+        n, stops = self.rng.choice((1, 2, 3)), {}
         if n > 1:
-            early = oracle_stream(prompt, sampling.seed, self.rng.randrange(n), 20)[-1]
-            sampling = replace(sampling, stop_token_ids=(early,))
-        return SimulatedClient(self.system, number, prompt, sampling, n)
+            first, *others = self.rng.sample(range(n), n)
+            sampling = replace(sampling, stop_token_ids=(oracle_stream(prompt, sampling.seed, first, 20)[-1],))
+            if self.rng.random() < 0.5:
+                stops = dict.fromkeys(others, 10)
+        return SimulatedClient(self.system, number, prompt, sampling, n, stops)
 
     def _judge(self) -> None:
         super()._judge()
@@ -492,6 +495,68 @@ class Crowded(OneFault):
             self._plan(3.0, self.system.start_worker, self.names[0])
 
         self._when(many, kill)
+
+
+class Resized(OneFault):
+    """Workers die and come back with other pools, or take only shorter requests. What some worker holds is done, to the
+    last token if its client has set a limit; who fits nobody any more is told so, in bounded time."""
+
+    requests, rate = 6, 20.0
+    blocks, prompts = 12, 60
+    """Of every worker at first, and the longest prompt: what comes back holds that at least."""
+
+    def _build(self) -> None:
+        self.roles = self.rng.choice((OneFault.roles, ("prefill", "decode"), ("colocated",) * 2))
+        super()._build()
+
+    def _blocks(self, role: str) -> int:
+        return self.blocks
+
+    def _client(self, number: int, prompt: list[int], sampling: SamplingParams) -> SimulatedClient:
+        prompt = prompt[: self.prompts]
+        open_ended = self.rng.random() < 0.5
+        most = 16 * self.blocks - len(prompt) if open_ended else self.rng.randint(4, 100)
+        sampling = replace(sampling, max_tokens=most)
+        return SimulatedClient(self.system, number, prompt, sampling, 1, open_ended=open_ended)
+
+    def _faults(self) -> None:
+        self.struck = self.rng.sample(self.names, self.rng.randint(1, len(self.names)))
+        for name in self.struck:
+            self._plan(self.rng.uniform(0.05, 1.0), self._resize, name)
+
+    def _resize(self, name: str) -> None:
+        rng, seconds = self.rng, self.rng.uniform(0.1, 1.0)
+        shape = self.system.shapes[name]
+        length = rng.choice((4096, rng.randint(self.prompts + 4, 16 * self.blocks)))
+        self.system.kill_worker(name, seconds)
+        self.system.shapes[name] = shape._replace(blocks=rng.randint(4, self.blocks + 2), length=length)
+        self._plan(seconds, self.system.start_worker, name)
+
+    def _judge(self) -> None:
+        shapes = [shape for shape in map(self.system.shapes.get, self.names) if shape and shape.role != "prefill"]
+        held, least = max(shape.holds for shape in shapes), min(16 * self.blocks, *(shape.holds for shape in shapes))
+        for client in self.system.clients:
+            length, longest = (
+                len(client.prompt) + len(client.output[0]),
+                len(client.prompt) + client.sampling.max_tokens,
+            )
+            allowed = {"done"}
+            if longest > held and (not client.open_ended or length >= held):
+                allowed |= {"failed: worker_lost", "failed: context_length_exceeded"}
+            if longest > least and not client.open_ended:  # the larger ones were not there when it came
+                allowed.add("refused: context_length_exceeded")
+            if len(self.struck) > 1:
+                allowed.add("failed: request_quarantined")
+            if {name for name in self.names if not name.startswith("prefill")} <= {*self.struck}:
+                allowed |= {"refused: no_decode_workers", "failed: no_decode_workers"}  # for a while there was none
+            if client.ends[0] not in allowed:
+                self.system.complain(f"request {client.number} of {longest} tokens ends with {client.ends} ({shapes})")
+            elif client.ends == ["done"] and length < min(longest, least):
+                self.system.complain(f"request {client.number} gets {length} of {longest} tokens ({shapes})")
+            waited_s = client.longest_gap
+            if waited_s > 2 * LEASE_S + WORKERLESS_WAIT_S + NOTICED_S:
+                self.system.complain(f"request {client.number} waits for {waited_s:.1f} s ({shapes})")
+        self.system.check()
 
 
 class Crammed(OneFault):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,11 +60,26 @@ class Poisoned(BaseException):
         self.raised = raised
 
 
+class Shape(NamedTuple):
+    """What a worker is started with; ``length``: the longest prompt and output that it takes."""
+
+    role: Role
+    blocks: int
+    block_size: int
+    host: str
+    length: int = 4096
+
+    @property
+    def holds(self) -> int:
+        """Tokens of one request."""
+        return min(self.length, self.blocks * self.block_size)
+
+
 class SimulatedEngine(OracleEngine):
     """Steps take virtual time, a part of it before each layer is there."""
 
-    def __init__(self, process: Process, blocks: int, block_size: int) -> None:
-        super().__init__(blocks, block_size)
+    def __init__(self, process: Process, blocks: int, block_size: int, length: int) -> None:
+        super().__init__(blocks, block_size, max_model_len=length)
         self.process = process
         self.slowness = 1.0
         self.stuck_s = 0.0
@@ -118,10 +133,10 @@ class SimulatedEngine(OracleEngine):
 class SimulatedWorker:
     """One incarnation: turned when something arrives, when its sleep is over, and after each of its steps."""
 
-    def __init__(self, system: System, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
-        self.system, self.name, self.role = system, name, role
+    def __init__(self, system: System, name: str, shape: Shape) -> None:
+        self.system, self.name, self.role = system, name, shape.role
         self.process = Process(system.clock, name)
-        self.engine = SimulatedEngine(self.process, blocks, block_size)
+        self.engine = SimulatedEngine(self.process, shape.blocks, shape.block_size, shape.length)
         self.engine.slowness = system.pace
         self._next: Event | None = None
         self._busy_until = 0.0
@@ -131,10 +146,10 @@ class SimulatedWorker:
         """Requests that have had none since a turn without a step."""
         self.gone = False
         channels = SimulatedChannels(system.network, self.process, self.wake)
-        settings = WorkerSettings(CONTROL, host, max_num_seqs=8, max_num_batched_tokens=32, drain_timeout_s=5.0)
+        settings = WorkerSettings(CONTROL, shape.host, max_num_seqs=8, max_num_batched_tokens=32, drain_timeout_s=5.0)
         incarnation = Incarnation(f"{name}.{next(system.numbers)}")
-        kind = PrefillWorker if role == "prefill" else DecodeWorker
-        self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, role, self.engine), channels)
+        kind = PrefillWorker if self.role == "prefill" else DecodeWorker
+        self.worker: Worker = kind(self.engine, settings, _hello(name, incarnation, self.role, self.engine), channels)
         if isinstance(self.worker, PrefillWorker):
             system.pools.of(incarnation).answers = lambda: not self.process.stopped
         self.engine.pool = self.worker.cache.pool
@@ -304,8 +319,10 @@ class SimulatedClient:
     sampling: SamplingParams
     n: int
     stop_after: dict[int, int] = field(default_factory=dict)
-    priority: int = 0
     """Choices that end for a reason of the client's (a stop string) after so many tokens."""
+    priority: int = 0
+    open_ended: bool = False
+    """Whether an answer that is shorter is one, too."""
     output: list[list[int]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     ticket: Ticket | None = None
@@ -341,11 +358,15 @@ class SimulatedClient:
             return
         now = self.system.clock.now
         self.record.timeout_s = timeout_s
+        if self.open_ended:  # as the HTTP side does
+            most = self.system.coordinator.router.most_output(len(self.prompt), self.n) or 1
+            limit = max(1, min(self.sampling.max_tokens, most))
+            self.sampling = msgspec.structs.replace(self.sampling, max_tokens=limit)
         chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
         ticket = Ticket(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
             n=self.n, cache_salt=salt, priority=self.priority, chains=chains, client=self, arrived_at=now,
-            tokenized_at=now, deadline_at=now + timeout_s,
+            tokenized_at=now, deadline_at=now + timeout_s, open_ended=self.open_ended,
         )  # fmt: skip
         try:
             self.system.coordinator.dispatcher.submit([ticket])
@@ -401,7 +422,7 @@ class SimulatedClient:
         self._end("done")
         for choice, output in enumerate(self.output):
             wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
-            if len(output) < wanted:
+            if len(output) < wanted and not self.open_ended:
                 self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
 
     def failed(self, ticket: Ticket, error: RequestError) -> None:
@@ -467,7 +488,7 @@ class System:
         self.numbers = iter(range(1, 1 << 30))
         self.coordinator = SimulatedCoordinator(self)
         self.workers: dict[str, SimulatedWorker] = {}
-        self.shapes: dict[str, tuple[Role, int, int, str]] = {}
+        self.shapes: dict[str, Shape] = {}
         self.clients: list[SimulatedClient] = []
         self.running = 0
         self.poison: Callable[[Batch], None] = lambda batch: None
@@ -492,8 +513,8 @@ class System:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def add_worker(self, name: str, role: Role, blocks: int, block_size: int, host: str) -> None:
-        self.shapes[name] = (role, blocks, block_size, host)
-        self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
+        self.shapes[name] = Shape(role, blocks, block_size, host)
+        self.workers[name] = SimulatedWorker(self, name, self.shapes[name])
 
     def kill_worker(self, name: str, seconds: float = 0.0, lingers_s: float = 0.0) -> None:
         """It comes back, if at all, after so long; its sockets are open for ``lingers_s``."""
@@ -505,7 +526,7 @@ class System:
     def start_worker(self, name: str) -> None:
         """Again, after it has died or left."""
         if self.workers[name].gone:
-            self.workers[name] = SimulatedWorker(self, name, *self.shapes[name])
+            self.workers[name] = SimulatedWorker(self, name, self.shapes[name])
 
     def kill_coordinator(self) -> None:
         self.network.count("coordinator killed")
