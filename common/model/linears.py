@@ -185,7 +185,7 @@ def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
         return True
     if dtype == torch.bfloat16:
         fastest = library.variants[0]
-        return fastest == "amx_bf16" or (fastest == "avx512_bf16" and "amx_bf16" not in device.cpu_flags())
+        return fastest == "amx_bf16" or (fastest.startswith("avx512_bf16") and "amx_bf16" not in device.cpu_flags())
     return dtype == torch.float32 and "avx2" in library.variants
 
 

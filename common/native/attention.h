@@ -514,8 +514,8 @@ INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, lo
 INLINE void NAME(fetch_share)(struct NAME(fetch) *fetch)
 {
     for (long line = 0; line < fetch->share; line += 64) {
-        __builtin_prefetch(fetch->far + line, 0, 3);
-        __builtin_prefetch(fetch->near + line, 0, 3);
+        __builtin_prefetch(fetch->far + line, 0, AHEAD_IN_L2 ? 2 : 3);
+        __builtin_prefetch(fetch->near + line, 0, AHEAD_IN_L2 ? 2 : 3);
     }
     fetch->far += fetch->share;
     fetch->near += fetch->share;

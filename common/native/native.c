@@ -178,6 +178,8 @@ struct variant {
     {text, LANES, PANEL, ROWS_AT_ONCE, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),       \
      NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
+#define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
+                         first so little is under way at a time that it is half as fast as what it reads in a row */
 #ifdef X86
 #define LANES 16
 #define TILE_VECTORS 4
@@ -202,6 +204,15 @@ struct variant {
 #define NAME(x) x##_avx512_bf16
 #define VARIANT_NAME "avx512_bf16"
 #include "variant.h"
+#undef NAME
+#undef VARIANT_NAME
+#undef AHEAD_IN_L2
+#define AHEAD_IN_L2 1
+#define NAME(x) x##_avx512_bf16_zen4
+#define VARIANT_NAME "avx512_bf16_zen4"
+#include "variant.h"
+#undef AHEAD_IN_L2
+#define AHEAD_IN_L2 0
 #undef HAS_DOT
 #undef NAME
 #undef VARIANT_NAME
@@ -250,7 +261,7 @@ static const struct variant *const variants[] = {
     &variant_amx_bf16,
 #endif
 #ifdef X86
-    &variant_avx512_bf16, &variant_avx512, &variant_avx2,
+    &variant_avx512_bf16_zen4, &variant_avx512_bf16, &variant_avx512, &variant_avx2,
 #endif
     &variant_portable,
 };
@@ -277,6 +288,8 @@ static int runs_here(const struct variant *variant)
     if (variant == &variant_amx_bf16)
         return dot && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && tiles_are_ours();
 #endif
+    if (variant == &variant_avx512_bf16_zen4)
+        return dot && __builtin_cpu_is("amdfam19h");
     if (variant == &variant_avx512_bf16)
         return dot;
     if (variant == &variant_avx512)

@@ -5,6 +5,16 @@
  * it is read, beside the products, which other units of the processor do.
  */
 
+#undef ONE_TILE_TO
+#undef SOME_TILES_TO
+#if AHEAD_IN_L2
+#define ONE_TILE_TO 3
+#define SOME_TILES_TO 2
+#else
+#define ONE_TILE_TO 0
+#define SOME_TILES_TO 0
+#endif
+
 INLINE words NAME(load_words)(const char *panel, long at, enum words_as as)
 {
     return as == HALVES ? (words)NAME(load_floats)(panel, at, BFLOAT16) : *(const words *)((const uint32_t *)panel + at);
@@ -25,8 +35,8 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
  * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
- * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of the process works on stays in the
- * others. */
+ * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of
+ * the process works on stays in the others. Not so where AHEAD_IN_L2. */
 INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
@@ -47,7 +57,7 @@ INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *ro
             b[v] = NAME(load_words)(panel, (s * width + v) * LANES, as);
         if (as == PAIRS)
             UNROLL for (int line = 0; line < lines; line++)
-                __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 1 ? 0 : 3);
+                __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 2 ? ONE_TILE_TO : lines > 1 ? SOME_TILES_TO : 3);
         else if (lines)
             UNROLL for (int byte = 0; byte < step; byte += 64)
                 __builtin_prefetch(next + s * step + byte, 0, 3);
