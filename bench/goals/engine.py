@@ -18,7 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 from bench.cost import uniform
 from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
 from bench.goals.figures import Row, Target, against
+from bench.goals.turns import Turn
+from bench.goals.turns import measure as turn_by_turn
 from common.checkpoint import open_checkpoint
+from common.errors import StartError
 
 BATCH, CONTEXT = 16, 512
 PROMPTS = (1024, 4096)
@@ -26,7 +29,7 @@ PRODUCT_ROWS = 1024
 """Of the products that give a core's limit."""
 CHUNK = 512
 """Prompt tokens of a step, as a worker on a CPU has them by default."""
-STEPS = 15
+STEPS, TURNS = 15, 128
 T = TypeVar("T")
 
 
@@ -60,8 +63,8 @@ class Calibration:
     """By batch: a step at ``CONTEXT``."""
     prefill: dict[int, list[Measured]]
     """By prompt tokens."""
-    forward: list[float] = field(default_factory=list)
-    """Of the model alone, in a decode step of ``BATCH``."""
+    turns: list[list[Turn]] = field(default_factory=list)
+    """Of a worker's loop with ``BATCH`` streams around ``CONTEXT``, by round."""
     kernels: float = 0.0
     """Linear layers and attention alone, in such a step."""
 
@@ -121,10 +124,15 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     )
     forwards = _watched(engine)
 
+    def turns() -> list[Turn]:
+        found = turn_by_turn(engine, forwards, BATCH, CONTEXT - TURNS // 2, TURNS, CHUNK)
+        if not found:
+            raise StartError("a worker's turns could not be measured", "its streams did not run together", "try again")
+        return found
+
     def decode_s(batch: int) -> float:
         made = uniform(size, batch, CONTEXT - 1, 1)
         engine.step(made)
-        forwards.clear()
         return statistics.median(engine.step(made).seconds for _ in range(STEPS))
 
     def prefill_s(tokens: int) -> float:
@@ -151,7 +159,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         products = dict(roofline.passes(layers, engine.store.dtype, PRODUCT_ROWS))
         for _ in range(rounds):
             measure(decode_s, read_rate, found.decode)
-            found.forward.append(statistics.median(forwards))  # of the batch that comes last
+            found.turns.append(turns())
             measure(prefill_s, flop_rate, found.prefill)
     linear = roofline.product(layers, engine.store.dtype, BATCH)
     shape = kernels.Heads(heads, config.get("num_key_value_heads") or heads, dim)
@@ -285,18 +293,19 @@ def first_token_s(field: Field, system: System, tokens: int) -> float:
 
 
 def c7(field: Field) -> list[Row]:
-    """What of a decode step is not the model: planning, sampling, messages, and what lies between two steps."""
-    core, seen = calibration(field), gaps(field, BATCH)[OURS_ONE_CORE]
-    overheads = [1 - forward / step for forward, step in zip(core.forward, seen, strict=True)]
-    rest = 1 - core.kernels / statistics.median(seen)
+    """What of a worker's turn in decode is not the model: planning, sampling, messages, and what lies between turns."""
+    core = calibration(field)
+    overheads = [statistics.median(1 - turn.model / turn.seconds for turn in each) for each in core.turns]
+    turns = [turn for each in core.turns for turn in each]
+    seconds, model = (statistics.median(column) for column in zip(*turns, strict=True))
     return [
         Row(
             "C7",
-            f"of a decode step at batch {BATCH}, what is not the model",
+            f"of a worker's turn that decodes at batch {BATCH}, what is not the model",
             "%",
             100 * statistics.median(overheads),
             (Target("value", 4, at_most=True),),
-            note=f"step as a client sees it {1000 * statistics.median(seen):.2f} ms, model"
-            f" {1000 * statistics.median(core.forward):.2f} ms; linear layers and attention alone leave {rest:.1%}",
+            note=f"a turn takes {1000 * seconds:.2f} ms, the model {1000 * model:.2f} ms; linear layers and attention"
+            f" alone leave {1 - core.kernels / seconds:.1%}",
         )
     ]

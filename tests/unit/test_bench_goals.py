@@ -33,6 +33,7 @@ from bench.goals.field import (
     System,
 )
 from bench.goals.figures import Row, Target, against, as_json, ratios, table
+from bench.goals.turns import Turn
 from bench.goodput import highest
 from bench.load import Run
 from bench.workloads import Ask
@@ -136,7 +137,7 @@ def core() -> Calibration:
         attention_width=10_000,
         decode={1: [Measured(0.0125, 10e9)], 16: [Measured(0.0227, 10e9)]},
         prefill={1024: [Measured(0.125, 1e12)], 4096: [Measured(1.0, 1e12)]},
-        forward=[0.0194], kernels=0.018,
+        turns=[[Turn(0.02, 0.0194), Turn(0.1, 0.0194), Turn(0.02, 0.0194)]], kernels=0.018,
     )  # fmt: skip
 
 

@@ -1,0 +1,118 @@
+"""A worker's real loop around an engine, turn by turn: how long each takes, and how much of it the model does.
+
+The worker joins what stands in for a coordinator, in a process of its own, which asks it for several answers at once,
+renews its leases and reads what it says. Turn and model are measured in one process at the same time, so that what
+remains is no difference of two runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import zmq
+
+from bench.processes import die_with_parent
+from common.channel import Channels, send
+from common.ids import TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens, pack_transfers
+from common.kv.memory import host_id
+from common.messages import PROTOCOL, FromWorker, Generate, Hello, Lease, Message, Welcome
+from common.request import Request, SamplingParams
+from common.times import FailureTimes
+from common.wire import MAX_REPORT_BYTES, decode
+from common.worker import WorkerSettings
+from decode.worker import DecodeWorker
+
+DEADLINE_MS = 600_000
+TOKEN = 7
+
+
+class Turn(NamedTuple):
+    """A turn in which each stream got a token: seconds from its beginning to that of the next, and of the model."""
+
+    seconds: float
+    model: float
+
+
+def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection) -> None:
+    """The process of the stand-in, whose address goes to ``pipe``; asks whoever says Hello for ``streams`` answers."""
+    die_with_parent()
+    channels, times = Channels(), FailureTimes()
+    socket, address = channels.router("tcp://127.0.0.1:*")
+    pipe.send(address)
+    worker, sent, leased_at = b"", 0, 0.0
+    sampling = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
+    live = b""
+
+    def say(message: Message) -> None:
+        nonlocal sent
+        sent += send(socket, message, worker)
+
+    while True:
+        socket.poll(int(1000 * times.heartbeat_s))
+        try:
+            while True:
+                _, (frame, data) = channels.take(socket)
+                if isinstance(decode(data, FromWorker, MAX_REPORT_BYTES), Hello):
+                    worker = frame
+                    told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
+                    say(Welcome(new_incarnation(), *told))
+                    ids = [new_request_id() for _ in range(streams)]
+                    live = pack_transfers(TransferId(each, 0) for each in ids)
+                    for each in ids:
+                        request = Request(each, pack_tokens([TOKEN] * prompt), sampling, deadline_ms=DEADLINE_MS)
+                        say(Generate(request, 0))
+        except zmq.Again:
+            if worker and time.monotonic() - leased_at > times.heartbeat_s:
+                leased_at = time.monotonic()
+                say(Lease(live, sent + 1))
+
+
+def hello_of(engine: Any, streams: int, budget: int) -> Hello:
+    layout = engine.layout
+    return Hello(
+        PROTOCOL, WorkerName("measured"), new_incarnation(), "colocated", "measured", engine.fingerprint,
+        layout.fingerprint, os.getpid(), "localhost", host_id(), "", ("shm", "zmq"), engine.memory.blocks,
+        layout.block_size, engine.max_model_len, engine.vocab_size, streams, budget, "cpu", layout.dtype,
+    )  # fmt: skip
+
+
+def measure(engine: Any, forwards: list[float], streams: int, prompt: int, tokens: int, budget: int) -> list[Turn]:
+    """Turns of a worker with ``streams`` answers of ``tokens`` tokens after ``prompt``, all of which decode.
+    ``forwards`` gets the seconds of each pass through the model."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    other = context.Process(target=coordinate, args=(streams, prompt, tokens, theirs), daemon=True)
+    other.start()
+    try:
+        settings = WorkerSettings(mine.recv(), host_id(), streams, budget, prefix_caching=False)
+        worker = DecodeWorker(engine, settings, hello_of(engine, streams, budget))
+        try:
+            return _turns(worker, forwards, streams)
+        finally:
+            worker.close()
+    finally:
+        other.kill()
+        other.join()
+
+
+def _turns(worker: DecodeWorker, forwards: list[float], streams: int) -> list[Turn]:
+    found: list[Turn] = []
+    began, whole, seen = 0.0, False, False
+    while worker.holdings() or not seen:
+        now = time.perf_counter()
+        if whole:
+            found.append(Turn(now - began, forwards[-1]))
+        began = now
+        sequences = list(worker.planner.sequences())
+        whole = len(sequences) == streams and all(each.missing == 1 for each in sequences)
+        forwards.clear()
+        rest_s = worker.turn()
+        seen = seen or bool(sequences)
+        if rest_s:
+            whole = False
+            worker.channels.poll(rest_s)
+    return found
