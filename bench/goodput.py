@@ -65,8 +65,8 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
     return Goodput(before.rate if before else 0.0, at_least=True)
 
 
-def next_rate(curve: Sequence[Point], wanted: float, first: float) -> float | None:
-    """The rate to try next; None when the answer is known well enough."""
+def next_rate(curve: Sequence[Point], wanted: float, first: float, near: float = NEAR) -> float | None:
+    """The rate to try next; None when the answer is known well enough: between two rates of the ratio ``near``."""
     good = [point.rate for point in curve if point.attainment >= wanted]
     bad = [point.rate for point in curve if point.attainment < wanted]
     if not curve:
@@ -78,7 +78,7 @@ def next_rate(curve: Sequence[Point], wanted: float, first: float) -> float | No
     below = [rate for rate in good if rate < min(bad)]
     if not below:
         return min(bad) / 2 if min(bad) > first / 16 else None
-    return math.sqrt(max(below) * min(bad)) if min(bad) / max(below) > NEAR else None
+    return math.sqrt(max(below) * min(bad)) if min(bad) / max(below) > near else None
 
 
 def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:

@@ -60,13 +60,13 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
-    that are sent all at once (``sustained``: so many that start and end of the run hardly count),
+    that are sent all at once (``sustained``: enough for a while between its start and its end),
     ``paced`` ones at each rate of a search, streams that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3
     singles: int = 10
     requests: int = 96
-    sustained: int = 576
+    sustained: int = 320
     paced: int = 40
     seconds: float = 8.0
     streamed_tokens: int = 128

@@ -24,7 +24,7 @@ from bench.cost import CostModel, measure
 from bench.goals.engine import in_child
 from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
 from bench.goals.figures import Row, Target, against
-from bench.goodput import FIRST_SHARE, Goodput, Point, highest, next_rate
+from bench.goodput import FIRST_SHARE, NEAR, Goodput, Point, highest, next_rate
 from bench.load import Run
 from bench.metrics import Objective, summarise
 from bench.systems import running
@@ -40,6 +40,8 @@ OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
 ATTAINMENT = 0.9
 BUDGETS = (256, 512, 2048)
 """Tokens of a step that colocated systems are tried with: less is shorter pauses, more is faster prefill."""
+ROUGHLY = 1.3
+"""Two rates of this ratio tell which budget is the best."""
 INPUT, OUTPUT = 1024, 32
 BALANCED_INPUT = 512
 
@@ -127,6 +129,7 @@ def search(
     attempts: Mapping[System, Callable[[float], float | None]],
     firsts: Mapping[System, float],
     wanted: float = ATTAINMENT,
+    near: float = NEAR,
 ) -> dict[System, list[Point]]:
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
     ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
@@ -135,7 +138,7 @@ def search(
     left = list(attempts)
     while left:
         for system in list(left):
-            rate = next_rate(curves[system], wanted, firsts[system])
+            rate = next_rate(curves[system], wanted, firsts[system], near)
             if rate is None:
                 left.remove(system)
             elif (share := attempts[system](rate)) is None:
@@ -179,13 +182,14 @@ def c9(field: Field) -> list[Row]:
 
 
 def _best_budget(field: Field, kind: str) -> System | None:
-    """The system of this kind with the budget that bears the highest rate; None if there is no such peer here."""
-    rates = goodputs(field, [System(kind, budget=budget) for budget in BUDGETS])
+    """The system of this kind with the budget that bears the highest rate; None if there is no such peer here. That is
+    searched for roughly: how high it is, is measured again beside the others."""
+    rates = goodputs(field, [System(kind, budget=budget) for budget in BUDGETS], ROUGHLY)
     return max(rates, key=lambda system: rates[system].rate, default=None)
 
 
-def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
-    """The highest rate of each system that can be measured here, searched together."""
+def goodputs(field: Field, systems: Sequence[System], near: float = NEAR) -> dict[System, Goodput]:
+    """The highest rate of each system that can be measured here, searched together until two rates are ``near``."""
 
     def attempt(system: System) -> Callable[[float], float | None]:
         def inside(rate: float) -> float | None:
@@ -208,7 +212,7 @@ def goodputs(field: Field, systems: Sequence[System]) -> dict[System, Goodput]:
 
     rates = {system: field.tried(system, first) for system in field.open(*systems)}
     firsts = {system: rate for system, rate in rates.items() if rate is not None}
-    curves = search({system: attempt(system) for system in firsts}, firsts)
+    curves = search({system: attempt(system) for system in firsts}, firsts, near=near)
     lines = {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
     shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
     field.pictures["attainment"] = partial(plots.draw_attainment, lines, wanted=ATTAINMENT, objectives=shown)
@@ -242,16 +246,24 @@ def saturation(
 
     def once(system: System) -> float:
         run = field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once")
-        return len(good(run)) / run.seconds
+        return sustained(good(run), MAX_NUM_SEQS)
 
     return field.alternate(systems, once)
 
 
+def sustained(records: Sequence[Record], edge: int) -> float:
+    """Requests per second from the end of the ``edge``-th answer to that of the ``edge``-th before the last: as many as
+    may run at once. Before, a system fills; after, it has no prompt left. Of few requests that is all of the time."""
+    ends = sorted(record.moments[-1] for record in records)
+    if len(ends) <= 2 * edge:
+        return len(ends) / (ends[-1] - min(record.sent_at for record in records))
+    return (len(ends) - 2 * edge) / (ends[-edge - 1] - ends[edge - 1])
+
+
 def c10(field: Field) -> list[Row]:
-    """On a load that keeps both pools equally busy, two pools serve as much as one. Neither is busy all the time:
-    decode waits for the first prompts, and the last answers are decoded when no prompt is left. Of 96 requests that is
-    a fifth of the time: a burst, not saturation. So there are more of them here, without vLLM 1P1D, which is slow and
-    has no goal here: it is measured in C11."""
+    """On a load that keeps both pools equally busy, two pools serve as much as one: without the beginning, when decode
+    waits for the first prompts, and the end, when the last answers are decoded and no prompt is left. vLLM 1P1D, which
+    is slow and has no goal here, is measured in C11."""
 
     def balance() -> int:
         field.open()

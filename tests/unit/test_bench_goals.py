@@ -389,6 +389,15 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
     assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
 
 
+def test_neither_the_filling_nor_the_emptying_of_a_system_counts_as_saturation() -> None:
+    """One answer ends every 0.5 s, but the first 64 at once after a minute and the last 64 four times as slowly."""
+    ends = [60.0] * 64 + [60.0 + 0.5 * number for number in range(1, 201)]
+    ends += [ends[-1] + 2.0 * number for number in range(1, 65)]
+    found = serving.sustained([record(end) for end in reversed(ends)], 64)
+    assert found == pytest.approx(2.0)
+    assert serving.sustained([record(10.0), record(5.0), record(20.0)], 64) == pytest.approx(3 / 20)
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
