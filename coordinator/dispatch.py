@@ -56,6 +56,7 @@ from coordinator.refusals import (
     internal,
     no_workers,
     outgrown,
+    prompt_too_long,
     quarantined,
     shutting_down,
     too_large,
@@ -71,7 +72,8 @@ TOKEN_BYTES = 16
 """Of the secret of one hand-off, which its two ends are told."""
 WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits for a worker of a role that has none left, or of its size; one that has tokens a
-lease longer, as a worker that hangs is not replaced before; one whose client has seen some to its deadline."""
+lease longer, as a worker that hangs is not replaced before. One whose client has seen some waits to its deadline where
+there is no worker, and as long as others where those that are there are too small."""
 REJECTED_WAIT_S = 0.5
 """The same when prefill is missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
@@ -186,9 +188,10 @@ class Dispatcher:
         """Why no worker that is here could ever hold the request, if so."""
         need = ticket.need()
         roomiest = self.router.roomiest(need)
-        if roomiest is None or need.room(roomiest) >= need.least:
-            return None
-        return too_large(need, roomiest, ticket.prompt_length)
+        if roomiest is not None and need.room(roomiest) < need.least:
+            return too_large(need, roomiest, ticket.prompt_length)
+        longest = self.router.longest_prompt()
+        return None if longest is None or need.tokens <= longest else prompt_too_long(need.tokens, longest)
 
     def _expire(self, ticket: Ticket) -> None:
         if ticket.placed_at is not None:
@@ -265,13 +268,13 @@ class Dispatcher:
                     aside.append(heapq.heappop(self._queue))
                     continue
                 verdict = self.router.place(self._need(ticket))
+                if isinstance(verdict, Wait) and not self.router.could_serve(ticket.need()):
+                    ticket.stranded_at = ticket.stranded_at or now
+                    aside.append(heapq.heappop(self._queue))
+                    continue
                 if ticket.life.suspect and not isinstance(verdict, Placement):
                     workerless |= isinstance(verdict, NoWorkers)
                     ticket.shortage = -1
-                    aside.append(heapq.heappop(self._queue))
-                    continue
-                if isinstance(verdict, Wait) and not self.router.could_serve(ticket.need()):
-                    ticket.stranded_at = ticket.stranded_at or self._clock()
                     aside.append(heapq.heappop(self._queue))
                     continue
                 if not isinstance(verdict, Placement):
@@ -283,9 +286,9 @@ class Dispatcher:
                     moments.append(ticket.not_before)
                     break
                 heapq.heappop(self._queue)
-                ticket.stranded_at = None
                 self._leave_queue(ticket, placed=True)
                 self._place(ticket, verdict)
+                ticket.stranded_at, ticket.settles = None, False
         finally:  # also when placing one fails
             for entry in aside:
                 heapq.heappush(self._queue, entry)
@@ -785,12 +788,14 @@ class Dispatcher:
         for ticket in [entry[2] for entry in self._queue]:
             if ticket.stranded_at is None or not ticket.queued:
                 continue
-            if now - ticket.stranded_at <= min(longest_s, self._patience_s(ticket, WORKERLESS_WAIT_S)):
+            if self.router.could_serve(need := ticket.need()):
+                ticket.stranded_at = None
+            elif now - ticket.stranded_at <= min(longest_s, self._patience_s(ticket, WORKERLESS_WAIT_S)):
                 continue
-            if ticket.open_ended and not ticket.settles:
+            elif ticket.open_ended and not ticket.settles:
                 ticket.settles = True
                 self.pump_soon()
-            elif not self.router.could_serve(need := ticket.need()):
+            else:
                 reason = None if ticket.life.started else self._too_large(ticket)
                 self.fail(ticket, reason or outgrown(need.tokens + need.least))
 

@@ -65,6 +65,12 @@ def too_large(need: Need, roomiest: Hello, prompt_tokens: int) -> RequestError:
     return RequestError(text, param="max_tokens", code="context_length_exceeded")
 
 
+def prompt_too_long(tokens: int, longest: int) -> RequestError:
+    """Of one that must be computed by a prefill worker; ``longest``: what the largest computes."""
+    text = f"The prompt has {tokens} tokens, but no prefill worker computes more than {longest}, and none else may."
+    return RequestError(text, param="prompt", code="context_length_exceeded")
+
+
 def outgrown(tokens: int) -> RequestError:
     text = f"The workers that could hold this request of {tokens} tokens are gone, and those that are here are smaller."
     return RequestError(text, status=500, type="server_error", code="worker_lost")

@@ -49,7 +49,7 @@ class Need:
     at most ``output`` more per choice, for ``choices`` choices; ``enough``: so many of these that a worker is of use
     which holds no more, for a request whose client has set no limit (None: all). ``chains`` are its prefix keys.
     ``diverged``: its choices go on from different tokens, so one worker must compute each of them; a hand-off carries
-    one prompt.
+    one prompt (what they have emitted counts as shared nevertheless: they fit one by one, and take turns).
     ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
     both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all."""
 
@@ -167,11 +167,12 @@ class Router:
         return Wait("another suspect is on every worker" if need.apart_from else "every worker is too small")
 
     def _ready(self, role: Role, need: Need) -> list[Worker]:
-        """The workers to choose from: those that could hold the request, to its end if any could. One that keeps
-        failing has room for everything: it is left out, rather than sorted last, as long as there is another."""
+        """The workers of ``role`` to choose from: those that could hold the request to its end, or else those that hold
+        most of it and enough. One that keeps failing has room for everything: it is left out, rather than sorted last,
+        as long as there is another."""
         ready = [worker for worker in self.registry.ready(role) if worker.id not in need.apart_from]
         able = [worker for worker in ready if _holds(need, worker)]
-        ranks = [(self.breakers.allows(Alone(each.id)), _holds(need, each, whole=True)) for each in able]
+        ranks = [(self.breakers.allows(Alone(each.id)), min(need.output, _room(need, each))) for each in able]
         return [worker for worker, rank in zip(able, ranks, strict=True) if rank == max(ranks)]
 
     def could_serve(self, need: Need) -> bool:
@@ -193,6 +194,12 @@ class Router:
             return "decode"
         needs_prefill = self.local_prefill != "always" and self.no_prefill == "reject"
         return "prefill" if needs_prefill and not self.registry.ready("prefill") else None
+
+    def longest_prompt(self) -> int | None:
+        """The most tokens that a prefill worker computes; None if that is no limit, as others may, or there is none."""
+        if self.no_prefill == "local" or self.local_prefill == "always" or self.registry.ready("colocated"):
+            return None
+        return max((_most_tokens(worker.hello) for worker in self.registry.ready("prefill")), default=None)
 
     def roomiest(self, need: Need) -> Hello | None:
         """Of the workers that hold requests to their end, the one with the most room for this one; None if none is
@@ -339,10 +346,18 @@ class Router:
         self.breakers.forget(worker.id)
 
 
-def _holds(need: Need, worker: Worker, *, whole: bool = False) -> bool:
-    """Whether ``worker`` could hold ``need`` if it had nothing else, ``whole``: as long as it may become. A prefill
-    worker needs room for what it computes alone."""
-    hello = worker.hello
-    if hello.role == "prefill":
-        return need.tokens <= min(hello.max_model_len, hello.kv_blocks * hello.block_size)
-    return need.room(hello) >= (need.output if whole else need.least)
+def _holds(need: Need, worker: Worker) -> bool:
+    """Whether ``worker`` could hold enough of ``need`` if it had nothing else."""
+    return _room(need, worker) >= need.least
+
+
+def _room(need: Need, worker: Worker) -> int:
+    """Output per choice that ``worker`` has room for; all of it or none, for a prefill worker."""
+    if worker.role == "prefill":
+        return need.output if need.tokens <= _most_tokens(worker.hello) else -1
+    return need.room(worker.hello)
+
+
+def _most_tokens(hello: Hello) -> int:
+    """Of one sequence."""
+    return min(hello.max_model_len, hello.kv_blocks * hello.block_size)

@@ -117,10 +117,12 @@ class Ticket:
         return median(self.intervals) if self.intervals else 0.0
 
     def need(self) -> Need:
-        emitted = max(map(len, self.life.output))
+        """What its choices that have not ended ask of workers."""
+        lengths = [len(tokens) for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish]
+        emitted, sampling = max(lengths, default=0), self.sampling
         diverged = self.n > 1 and self.life.started
-        tokens, output = self.prompt_length + emitted, self.sampling.max_tokens - emitted
+        tokens, output = self.prompt_length + emitted, sampling.max_tokens - emitted
         enough = None
         if self.open_ended:
-            enough = 1 if self.settles else min(HORIZON_TOKENS, -(-output // 2))
-        return Need(tokens, output, self.n, self.chains, diverged, self.avoid, self.shun, enough=enough)
+            enough = 1 if self.settles else max(sampling.min_tokens - emitted, min(HORIZON_TOKENS, -(-output // 2)))
+        return Need(tokens, output, len(lengths), self.chains, diverged, self.avoid, self.shun, enough=enough)

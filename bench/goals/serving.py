@@ -255,7 +255,7 @@ def sustained(records: Sequence[Record], edge: int) -> float:
     """Requests per second from the end of the ``edge``-th answer to that of the ``edge``-th before the last: as many as
     may run at once. Before, a system fills; after, it has no prompt left. Of few requests that is all of the time."""
     ends = sorted(record.moments[-1] for record in records)
-    if len(ends) <= 2 * edge:
+    if len(ends) <= 2 * edge or ends[edge - 1] == ends[-edge - 1]:
         return len(ends) / (ends[-1] - min(record.sent_at for record in records))
     return (len(ends) - 2 * edge) / (ends[-edge - 1] - ends[edge - 1])
 

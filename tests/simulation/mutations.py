@@ -120,8 +120,8 @@ def _grants_to_the_only_one(self: Reservations, spare_blocks: int, asked_before:
     return _RESERVE(self, spare_blocks, asked_before) if not spare_blocks else None
 
 
-def _prefill_holds_all(need: Need, worker: Member, *, whole: bool = False) -> bool:
-    return worker.role == "prefill" or _HOLDS(need, worker, whole=whole)
+def _prefill_holds_all(need: Need, worker: Member) -> int:
+    return need.output if worker.role == "prefill" else _ROOM(need, worker)
 
 
 def _wants_all(self: Ticket) -> Need:
@@ -146,7 +146,7 @@ def _hears_a_word(self: Registry, worker: Member) -> None:
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
-_HOLDS, _NEED = router._holds, Ticket.need
+_ROOM, _NEED = router._room, Ticket.need
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
 _START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
 
@@ -308,7 +308,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("workers whose slots are taken are not there", Router, "missing_role", _misses_full, ("finds no",)),
     ),
     "prefill holds everything": (
-        Mutation("prompts go where they have no room", router, "_holds", _prefill_holds_all, ("tokens ends with",)),
+        Mutation("prompts go where they have no room", router, "_room", _prefill_holds_all, ("tokens ends with",)),
     ),
     "no limit is a limit": (
         Mutation(

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.ids import RequestId
 from common.messages import Failed, Tokens
-from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Pair
+from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Alone, Pair
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Loss
 from coordinator.lifecycle import State
@@ -33,6 +33,7 @@ class CheckedDispatcher(Dispatcher):
         names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
         _record(ticket).attempts.append(Attempt(frozenset(names), self._clock()))
         self._look_at_breakers(placement)
+        self._look_at_room(ticket, placement)
         super()._place(ticket, placement)
         self._look_at_retries()
 
@@ -56,6 +57,18 @@ class CheckedDispatcher(Dispatcher):
             since = self._clock() - failures[-1]
             if since < FIRST_COOL_DOWN_S - 1e-6:
                 self.complain(f"a pair is tried {since:.2f} s after its third failure")
+
+    def _look_at_room(self, ticket: Ticket, placement: Placement) -> None:
+        """Nobody is sent where it is cut short while another that is not avoided holds more of it."""
+        need, decode = self._need(ticket), placement.decode
+
+        def room(worker: Worker) -> int:
+            return min(need.output, need.room(worker.hello))
+
+        others = [each for each in self.registry.ready(decode.role) if each.id not in need.apart_from]
+        most = max((room(each) for each in others if self.breakers.allows(Alone(each.id))), default=0)
+        if room(decode) < min(most, need.output):
+            self.complain(f"{room(decode)} tokens fit on {decode.hello.name}, {most} elsewhere")
 
     def _look_at_retries(self) -> None:
         """Retries do not crowd out everybody else."""

@@ -11,11 +11,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from common.ids import TransferId
+from common.messages import Role
 from common.request import SamplingParams
 from common.sequence import Batch
 from coordinator.dispatch import WORKERLESS_WAIT_S
 from coordinator.lifecycle import MAX_CRASHES, State
-from coordinator.router import FAILED_PAIRS
+from coordinator.router import FAILED_PAIRS, Need
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
 from tests.simulation.liveness import (
@@ -30,8 +31,9 @@ from tests.simulation.liveness import (
     RESENT_S,
 )
 from tests.simulation.network import Frameless, Losing, Mute, Severed
-from tests.simulation.system import Poisoned, SimulatedClient, SimulatedWorker
+from tests.simulation.system import Poisoned, Shape, SimulatedClient, SimulatedWorker
 
+ROLES: tuple[Role, ...] = ("prefill", "decode", "colocated")
 LONG_S = 12.0
 """A fault that nobody must wait for."""
 UNLISTED_S = 0.6
@@ -501,13 +503,15 @@ class Resized(OneFault):
     """Workers die and come back with other pools, or take only shorter requests. What some worker holds is done, to the
     last token if its client has set a limit; who fits nobody any more is told so, in bounded time."""
 
-    requests, rate = 6, 20.0
+    requests, rate = 7, 5.0
     blocks, prompts = 12, 60
-    """Of every worker at first, and the longest prompt: what comes back holds that at least."""
+    """Of every worker at first, and the longest prompt: whoever comes back and decodes holds that at least."""
 
     def _build(self) -> None:
         self.roles = self.rng.choice((OneFault.roles, ("prefill", "decode"), ("colocated",) * 2))
         super()._build()
+        self.policy = self.rng.choice(("local", "local", "local", "wait", "reject"))
+        self.system.no_prefill = self.system.coordinator.router.no_prefill = self.policy
 
     def _blocks(self, role: str) -> int:
         return self.blocks
@@ -516,8 +520,9 @@ class Resized(OneFault):
         prompt = prompt[: self.prompts]
         open_ended = self.rng.random() < 0.5
         most = 16 * self.blocks - len(prompt) if open_ended else self.rng.randint(4, 100)
-        sampling = replace(sampling, max_tokens=most)
-        return SimulatedClient(self.system, number, prompt, sampling, 1, open_ended=open_ended)
+        n = 1 if open_ended else self.rng.choice((1, 1, 2))
+        sampling = replace(sampling, max_tokens=most // n)
+        return SimulatedClient(self.system, number, prompt, sampling, n, open_ended=open_ended)
 
     def _faults(self) -> None:
         self.struck = self.rng.sample(self.names, self.rng.randint(1, len(self.names)))
@@ -529,34 +534,48 @@ class Resized(OneFault):
         shape = self.system.shapes[name]
         length = rng.choice((4096, rng.randint(self.prompts + 4, 16 * self.blocks)))
         self.system.kill_worker(name, seconds)
-        self.system.shapes[name] = shape._replace(blocks=rng.randint(4, self.blocks + 2), length=length)
+        least = 3 if shape.role == "prefill" else 4
+        self.system.shapes[name] = shape._replace(blocks=rng.randint(least, self.blocks + 2), length=length)
         self._plan(seconds, self.system.start_worker, name)
 
     def _judge(self) -> None:
-        shapes = [shape for shape in map(self.system.shapes.get, self.names) if shape and shape.role != "prefill"]
-        held, least = max(shape.holds for shape in shapes), min(16 * self.blocks, *(shape.holds for shape in shapes))
+        first = Shape("decode", self.blocks, 16, "")
+        shapes = {role: [self.system.shapes[name] for name in self.names if name.startswith(role)] for role in ROLES}
+        holders = shapes["decode"] + shapes["colocated"]
+        missing = [role for role, names in self._by_role().items() if names and names <= {*self.struck}]
         for client in self.system.clients:
-            length, longest = (
-                len(client.prompt) + len(client.output[0]),
-                len(client.prompt) + client.sampling.max_tokens,
-            )
+            need = Need(len(client.prompt), client.sampling.max_tokens, client.n)
+            length, wanted = len(client.prompt) + len(client.output[0]), len(client.prompt) + need.output
+            fits = [all(need.output <= each.room(need) for each in some) for some in (holders, [first])]
+            somewhere = any(need.output <= each.room(need) for each in holders)
             allowed = {"done"}
-            if longest > held and (not client.open_ended or length >= held):
+            if not somewhere and (not client.open_ended or length >= max(each.holds for each in holders)):
                 allowed |= {"failed: worker_lost", "failed: context_length_exceeded"}
-            if longest > least and not client.open_ended:  # the larger ones were not there when it came
+            if not all(fits):  # the larger ones were not there when it came
                 allowed.add("refused: context_length_exceeded")
+            if self.policy != "local" and any(each.holds < wanted for each in shapes["prefill"]):
+                allowed |= {
+                    "failed: worker_lost",
+                    "failed: context_length_exceeded",
+                    "refused: context_length_exceeded",
+                }
             if len(self.struck) > 1:
                 allowed.add("failed: request_quarantined")
-            if {name for name in self.names if not name.startswith("prefill")} <= {*self.struck}:
+            if "prefill" in missing and self.policy == "reject":
+                allowed |= {"refused: no_prefill_workers", "failed: no_prefill_workers"}
+            if "decode" in missing or "colocated" in missing:
                 allowed |= {"refused: no_decode_workers", "failed: no_decode_workers"}  # for a while there was none
             if client.ends[0] not in allowed:
-                self.system.complain(f"request {client.number} of {longest} tokens ends with {client.ends} ({shapes})")
-            elif client.ends == ["done"] and length < min(longest, least):
-                self.system.complain(f"request {client.number} gets {length} of {longest} tokens ({shapes})")
-            waited_s = client.longest_gap
-            if waited_s > 2 * LEASE_S + WORKERLESS_WAIT_S + NOTICED_S:
-                self.system.complain(f"request {client.number} waits for {waited_s:.1f} s ({shapes})")
+                self.system.complain(f"request {client.number} of {wanted} tokens ends with {client.ends} ({shapes})")
+            least = min(each.holds for each in [first, *holders])
+            if client.ends == ["done"] and length < min(wanted, least):
+                self.system.complain(f"request {client.number} gets {length} of {wanted} tokens ({shapes})")
+            if client.longest_gap > 2 * LEASE_S + WORKERLESS_WAIT_S + NOTICED_S:
+                self.system.complain(f"request {client.number} waits for {client.longest_gap:.1f} s ({shapes})")
         self.system.check()
+
+    def _by_role(self) -> dict[str, set[str]]:
+        return {role: {name for name in self.names if name.startswith(role)} for role in ROLES}
 
 
 class Crammed(OneFault):

@@ -30,7 +30,7 @@ from coordinator.gateway import Gateway
 from coordinator.limits import Admission
 from coordinator.metrics import Metrics
 from coordinator.registry import Registry
-from coordinator.router import HORIZON_TOKENS, NoPrefillPolicy, Router
+from coordinator.router import HORIZON_TOKENS, Need, NoPrefillPolicy, Router
 from coordinator.ticket import Ticket
 from decode.worker import DecodeWorker
 from kvtransfer.links.memory import Pools
@@ -73,6 +73,13 @@ class Shape(NamedTuple):
     def holds(self) -> int:
         """Tokens of one request."""
         return min(self.length, self.blocks * self.block_size)
+
+    def room(self, need: Need) -> int:
+        """Output of each choice after the prompt: the first block that is not full, and those after it, are each
+        choice's own."""
+        shared = need.tokens // self.block_size if need.choices > 1 else 0
+        each = (self.blocks - shared) // need.choices * self.block_size
+        return min(self.length, each + shared * self.block_size) - need.tokens
 
 
 class SimulatedEngine(OracleEngine):

@@ -21,7 +21,7 @@ import pytest
 import zmq
 from aiohttp import web
 
-from common.ids import Incarnation, RequestId, unpack_transfers
+from common.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
 from common.messages import (
     Abort,
     Drain,
@@ -39,7 +39,7 @@ from common.messages import (
     Tokens,
     Welcome,
 )
-from common.request import Request
+from common.request import FinishReason, Request, SamplingParams
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, sse
@@ -50,7 +50,7 @@ from coordinator.http import INLINE_BYTES, make_runner
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
-from coordinator.router import Router
+from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.sse import deliver
 from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
@@ -1356,6 +1356,86 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
         _, events = await stream
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert ticket.prompt_length + ticket.output_length == 16 * blocks
+
+
+async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that have met two deaths each, so that they are tried apart from each other."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.02)
+        asked = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
+        streams = [asyncio.create_task(house.stream(TEXT, asked)) for _ in range(2)]
+        tickets = house.dispatcher.tickets
+        await until(lambda: [each.output_length > 1 for each in tickets.values()] == [True] * 2, "both have begun")
+        for ticket in tickets.values():
+            ticket.life.crashes.add(new_incarnation())
+        await house.add("decode", changes={"kv_blocks": 10})
+        first.stop()
+        for stream in streams:
+            _, events = await stream
+            assert events[-1]["error"]["code"] == "worker_lost"
+
+
+async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who could be served there does not settle for less meanwhile, and when that one is lost, too, waits anew."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        tickets, router = house.dispatcher.tickets, house.dispatcher.router
+        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+        (ticket,) = tickets.values()
+        await house.add("decode", changes={"kv_blocks": -(-ticket.prompt_length // 16) + 3})
+        first.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        fits = Router._fits
+
+        def full(self: Router, need: Any, worker: Worker) -> bool:
+            return worker.hello.kv_blocks < 30 and fits(self, need, worker)
+
+        monkeypatch.setattr(Router, "_fits", full)
+        busy = await house.add("decode", changes={"kv_blocks": 30})
+        assert router.could_serve(ticket.need())
+        await until(lambda: ticket.stranded_at is None, "it waits for that one")
+        await asyncio.sleep(house.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
+        assert ticket.queued and not ticket.settles
+        busy.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it again")
+        monkeypatch.setattr(Router, "_fits", fits)
+        await house.add("decode", changes={"kv_blocks": 30})
+        _, events = await stream
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert ticket.prompt_length + ticket.output_length == 16 * 30
+
+
+@pytest.mark.parametrize("policy", ["wait", "reject"])
+async def test_a_prompt_that_only_decode_could_compute_is_refused_where_it_may_not(model: Path, policy: str) -> None:
+    async with open_house(model, no_prefill_policy=policy) as house:
+        await house.add("prefill", changes={"kv_blocks": 4})
+        await house.add("decode")
+        response, body = await house.post(TEXT, {"prompt": [50] * 65, "max_tokens": 3})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert body["error"]["param"] == "prompt" and "64" in body["error"]["message"]
+        assert (await house.post(TEXT, {"prompt": [50] * 64, "max_tokens": 3}))[0].status == 200
+
+
+def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> None:
+    def ticket(**changes: Any) -> Ticket:
+        sampling = SamplingParams(2000, 1, min_tokens=changes.pop("min_tokens", 0))
+        client: Any = None
+        return Ticket(RequestId(bytes(16)), pack_tokens([1] * 16), sampling, 2, "", 0, {}, client, 0, 0, 1, **changes)
+
+    limited, free = ticket(), ticket(open_ended=True)
+    assert (limited.need().least, free.need().least) == (2000, HORIZON_TOKENS)
+    for each in (limited, free):
+        each.life.output = [[1] * 1000, [1] * 20]
+        assert each.need().tokens == 1016 and each.need().choices == 2
+        each.life.finish[0] = FinishReason.LENGTH
+        assert each.need().tokens == 36 and each.need().choices == 1
+    assert (limited.need().least, free.need().least) == (1980, HORIZON_TOKENS)
+    assert ticket(open_ended=True, min_tokens=900).need().least == 900, "what the client wants at least"
+    free.settles = True
+    assert free.need().least == 1
 
 
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

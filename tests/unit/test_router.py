@@ -191,6 +191,15 @@ def test_a_request_never_goes_where_it_would_be_cut_short() -> None:
         assert place(router, asked)[0].decode is long
 
 
+def test_who_takes_what_there_is_takes_most_of_it() -> None:
+    registry = Registry("f")
+    join(registry, "tiny", "tiny", "colocated", kv_blocks=200, max_model_len=401)
+    most = join(registry, "most", "most", "colocated", kv_blocks=200, max_model_len=640)
+    router = Router(registry)
+    for _ in range(3):
+        assert place(router, Need(400, 600, 1, enough=1))[0].decode is most
+
+
 @pytest.mark.parametrize("policy", ["local", "wait", "reject"])
 def test_a_prefill_worker_that_is_too_small_computes_nothing_of_it(policy: Any) -> None:
     registry = Registry("f")
