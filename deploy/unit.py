@@ -175,4 +175,4 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
+    return f"{name}, by somebody or for want of memory" if name == "SIGKILL" else name

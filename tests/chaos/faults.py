@@ -366,11 +366,7 @@ async def outgrow(scene: Scene) -> Proof:
     """The request's decode worker dies and comes back. There is another, which takes only shorter requests: nobody is
     sent there to be cut short. The one that is asked for after it shows that it serves."""
     house, short = scene.house, scene.other(scene.decode)
-    house.beyond_repair = True  # that worker is another one than the house had
-    was_dead, length = _kill(scene, short), PROMPT + scene.ask.max_tokens // 2
-    await house.until(was_dead, 5.0, "the other worker is dead")
-    await _start_again(scene, [short], "--max-model-len", str(length))
-    await house.until_ready()
+    await _restart_with(scene, short, "--max-model-len", str(PROMPT + scene.ask.max_tokens // 2))
     proof = await kill("decode", scene)
     await house.until(proof, 5.0, "the worker is dead")
     shorter = house.ask(PROMPT, 8)
@@ -378,8 +374,16 @@ async def outgrow(scene: Scene) -> Proof:
     scene.send(shorter)
     await _start_again(scene, [scene.decode])
     await scene.over()
-    ours = house.id_of(scene.ask)
-    return lambda: proof() and shorter.headers.get("x-tandem-decode") == short.name and ours not in short.holders
+    kept_out = house.id_of(scene.ask) not in short.holders
+    await _restart_with(scene, short)
+    return lambda: proof() and kept_out and shorter.headers.get("x-tandem-decode") == short.name
+
+
+async def _restart_with(scene: Scene, worker: Worker, *flags: str) -> None:
+    """The worker is another one, with these flags."""
+    await scene.house.until(_kill(scene, worker), 5.0, f"{worker.name} is dead")
+    await _start_again(scene, [worker], *flags)
+    await scene.house.until_ready()
 
 
 async def restart(role: str, scene: Scene) -> Proof:
