@@ -271,7 +271,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "siblings are not missed": (
         Mutation(
             "a choice may be silent while another goes on",
-            Dispatcher, "_ask_for_the_silent", _nothing, ("of one choice",),
+            Dispatcher, "_ask_for_the_silent", _nothing, ("of one choice", NO_NEXT_TOKEN),
         ),
     ),
     "no retry budget": (
