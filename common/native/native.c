@@ -96,7 +96,6 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 #define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
-#define FEW_TILES 3           /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
@@ -178,6 +177,7 @@ struct variant {
     {text, LANES, PANEL, ROWS_AT_ONCE, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),       \
      NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
 
+#define FEW_TILES 3   /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
                          first so little is under way at a time that it is half as fast as what it reads in a row */
 #ifdef X86
@@ -206,11 +206,15 @@ struct variant {
 #include "variant.h"
 #undef NAME
 #undef VARIANT_NAME
+#undef FEW_TILES
+#define FEW_TILES 2
 #undef AHEAD_IN_L2
 #define AHEAD_IN_L2 1
 #define NAME(x) x##_avx512_bf16_zen4
 #define VARIANT_NAME "avx512_bf16_zen4"
 #include "variant.h"
+#undef FEW_TILES
+#define FEW_TILES 3
 #undef AHEAD_IN_L2
 #define AHEAD_IN_L2 0
 #undef HAS_DOT
