@@ -342,6 +342,9 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
         shown_default="1 on one core, else none",
     )
     chat: bool = option(False, "chat in this terminal once it serves", SWITCH, "pools")
+    lend_cores: bool = option(
+        True, "a worker that rests lends its cores to those that compute many tokens", SWITCH, "cores"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

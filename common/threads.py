@@ -28,8 +28,8 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-COMPUTING_SLICE_S, ANSWERING_SLICE_S = 0.005, 0.0001
-"""More than Linux gives by itself (0.7 to 2.8 ms, by the number of cores), and the least that it takes."""
+COMPUTING_SLICE_S, ANSWERING_SLICE_S, BORROWING_SLICE_S = 0.005, 0.0001, 0.1
+"""More than Linux gives by itself (0.7 to 2.8 ms, by the number of cores), and the least and the most that it takes."""
 URGENT = -10
 """Niceness of who answers for everybody: it has its share of time again soon after it had some, and so goes first
 also when it wakes up several times in a row."""
@@ -50,6 +50,17 @@ def compute() -> None:
     """The calling thread, and all that it starts from now on, computes for long, and lets all go first that
     :func:`answer`. How much time a thread gets in all is not changed."""
     _rank(0, COMPUTING_SLICE_S)
+
+
+@contextlib.contextmanager
+def borrowing() -> Iterator[None]:
+    """What the calling thread, which computes, starts in this block computes on cores of others, and lets these go
+    first when they wake up."""
+    _rank(0, BORROWING_SLICE_S)
+    try:
+        yield
+    finally:
+        compute()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from common.kv.cache import BlockCopy, KvCache
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
 from common.kv.table import BlockTable
+from common.lending import LentCores
 from common.membership import Membership, Snapshot
 from common.messages import (
     MAX_HELD,
@@ -113,6 +114,8 @@ class Worker(abc.ABC):
             self.cache, max_tokens=settings.max_num_batched_tokens, max_sequences=settings.max_num_seqs
         )
         self.pace = Pace()
+        self.cores: LentCores | None = None
+        """This worker's, if others may have them while it rests, and theirs while they do."""
         self.counters: dict[str, float] = {}
         self.draining_until: float | None = None
         self._trials: dict[TransferId, BlockTable] = {}
@@ -224,7 +227,12 @@ class Worker(abc.ABC):
         return self.rest_s() if self.holdings() else IDLE_S
 
     def _wait(self, seconds: float, waker: socket.socket) -> None:
-        if waker.fileno() in self.channels.poll(seconds):
+        if seconds and self.cores is not None:
+            self.cores.lend()
+        ready = self.channels.poll(seconds)
+        if seconds and self.cores is not None:
+            self.cores.take_back()
+        if waker.fileno() in ready:
             for _ in waker.recv(64):  # one byte per signal
                 self._stop_asked()
 
@@ -447,6 +455,8 @@ class Worker(abc.ABC):
         self.counters["stale_frames"] = self.stale_frames()
         self.counters["cut_off_peers"] = self.cut_off_peers()
         self.counters["leaked_blocks"] = self.cache.strays()
+        if self.cores is not None:
+            self.counters["borrowed_core_seconds"] = self.cores.borrowed_s()
         self.membership.snapshot = Snapshot(
             live=b"".join({transfer.request: None for transfer in self.holdings()}),
             acted_on=self.membership.acted_on,

@@ -273,6 +273,7 @@ class _Pools(Collector):
         for name, text in (
             ("stale_frames", "KV frames that came after their hand-off was over."),
             ("reaped_requests", "Requests that workers dropped because no lease listed them any more."),
+            ("borrowed_core_seconds", "Time for which workers computed on cores that others lent them."),
         ):
             yield CounterMetricFamily(f"tandem_{name}", text, self._sum(name))
 

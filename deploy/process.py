@@ -26,6 +26,7 @@ import msgspec
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
+from common.lending import Lending
 from common.log import setup_logging
 from deploy import status
 
@@ -35,11 +36,12 @@ _MEBIBYTE = 1 << 20
 
 class Launch(msgspec.Struct, frozen=True):
     """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
-    process ids."""
+    process ids. ``lending``, for a worker."""
 
     kind: str
     config: dict[str, Any]
     workers: dict[WorkerName, int] = {}
+    lending: Lending | None = None
 
 
 def die_with(parent: int) -> None:
@@ -58,9 +60,10 @@ async def start(
     environment: Mapping[str, str],
     line: socket.socket | None = None,
     workers: Mapping[WorkerName, int] | None = None,
+    lending: Lending | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
-    ``line`` is the child's end of a socket pair for :mod:`deploy.line`, ``workers`` as in :class:`Launch`."""
+    ``line`` is the child's end of a socket pair for :mod:`deploy.line`, the others are as in :class:`Launch`."""
     reading, writing = os.pipe()
     passed = (writing,) if line is None else (writing, line.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
@@ -71,7 +74,7 @@ async def start(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_MEBIBYTE,
-            pass_fds=passed,
+            pass_fds=(*passed, *([lending.descriptor] if lending else ())),
             process_group=0,  # a terminal's Ctrl-C goes to the launcher alone
             env={**os.environ, **environment},
         )
@@ -81,7 +84,7 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config), dict(workers or {}))))
+    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending)))
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
     pipe = os.fdopen(reading, "rb", 0)
@@ -110,7 +113,7 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
         setup_logging(config.log_level, config.log_format, label)
         from deploy.worker import run as run_worker
 
-        return run_worker(config)
+        return run_worker(config, launch.lending)
     except StartError as error:
         if launch.config.get("debug"):
             traceback.print_exc()

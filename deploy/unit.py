@@ -14,6 +14,7 @@ from collections import deque
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
+from common.lending import Lending
 from deploy import cores, process, status
 from deploy.line import Launcher, serve
 from deploy.screen import Screen
@@ -36,8 +37,10 @@ class Unit:
         share: cores.Share,
         screen: Screen,
         launcher: Launcher | None = None,
+        lending: Lending | None = None,
     ) -> None:
         self.label, self.config, self.share = label, config, share
+        self._lending = lending
         self._launcher = launcher
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
@@ -124,7 +127,9 @@ class Unit:
                 line, theirs = socket.socketpair()
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
-            self._process, reports = await process.start(self.label, self.config, environment, theirs, workers)
+            self._process, reports = await process.start(
+                self.label, self.config, environment, theirs, workers, self._lending
+            )
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()
         assert self._process.stdout is not None

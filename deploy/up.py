@@ -28,6 +28,7 @@ from common.client import Server
 from common.config import CoordinatorConfig, UpConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
+from common.lending import Lending, LentCores
 from common.log import setup_logging
 from common.messages import Role
 from deploy import builtin, cores
@@ -106,6 +107,7 @@ class Supervisor:
     def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
         self._config, self._fleet, self._screen = config, fleet, screen
         self._units: list[Unit] = []
+        self._lent = LentCores.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._grown = asyncio.Event()
@@ -145,6 +147,8 @@ class Supervisor:
                 task.cancel()
             await self._units[0].close_lines()
             await asyncio.gather(*self._keepers.values(), serving, stopped, return_exceptions=True)
+            if self._lent is not None:
+                self._lent.close()
 
     def _watched(self) -> list[asyncio.Task[None]]:
         """Whose end may end everything; a worker that was asked for later is its asker's business until it is ready."""
@@ -163,7 +167,9 @@ class Supervisor:
             expect_colocated=roles.count("colocated"),
         )
         coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self)
-        return [coordinator, *(self._make_worker(member, len(roles)) for member in self._fleet)]
+        workers = [self._make_worker(member, len(roles)) for member in self._fleet]
+        self._settle_cores(workers)
+        return [coordinator, *workers]
 
     def _make_worker(self, member: Member, workers: int) -> Unit:
         """One of ``workers`` workers on this machine."""
@@ -175,7 +181,15 @@ class Supervisor:
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
         )
-        return Unit(member.label, config, member.share, self._screen)
+        lending = None
+        if self._lent is not None and member.share.cores is not None:
+            lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
+        return Unit(member.label, config, member.share, self._screen, lending=lending)
+
+    def _settle_cores(self, units: Iterable[Unit]) -> None:
+        """The workers of this machine are ``units`` from here on: who has cores for itself may lend them."""
+        if self._lent is not None:
+            self._lent.settle(unit.share.cores or () for unit in units)
 
     # -- coming up ----------------------------------------------------------------------------------------------------
 
@@ -311,11 +325,13 @@ class Supervisor:
                 await self._grow(unit)
 
         self._coming = list(coming)
+        self._settle_cores([*self._units[1:], *coming])
         try:
             results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
         finally:
             self._coming = []
         await asyncio.gather(*map(self._shrink, leaving))
+        self._settle_cores(self._units[1:])
         for failure in results:
             if isinstance(failure, BaseException):
                 raise failure

@@ -5,12 +5,15 @@ The composition root of a worker: the only place where an engine, a role and the
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
 import os
 import platform
 import signal
 import socket
+from collections.abc import Iterator
 
 from common import device, heap, threads
 from common.channel import Channels, is_local
@@ -18,6 +21,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
 from common.kv.memory import host_id
+from common.lending import MAX_CORES, Lending, LentCores
 from common.messages import PROTOCOL, Hello
 from common.worker import Worker, WorkerSettings
 from deploy import cores, status
@@ -32,16 +36,18 @@ DECODE_ROWS_HINT = 16
 """Rows that a decode step typically has: weights are packed for it."""
 
 
-def run(config: WorkerConfig) -> int:
-    """Serves one role; 0 after a drain. StartError says in words why it cannot start."""
+def run(config: WorkerConfig, lending: Lending | None = None) -> int:
+    """Serves one role; 0 after a drain. StartError says in words why it cannot start. ``lending``: who its cores are
+    lent to, and whose it borrows."""
     config.check_binds()
     if config.out_of_reach:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
     heap.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint)
-    gc.freeze()  # the model and its modules live for ever: later collections need not walk them
-    worker.run()
+    with _lent(lending, config.cores) as worker.cores:
+        gc.freeze()  # the model and its modules live for ever: later collections need not walk them
+        worker.run()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, as it should: whoever is impatient changes nothing
     return 0
 
@@ -121,6 +127,29 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         notes=list(engine.notes),
     )
     return worker
+
+
+@contextlib.contextmanager
+def _lent(lending: Lending | None, own: tuple[int, ...] | None) -> Iterator[LentCores | None]:
+    """For a block: cores ``own`` to lend while this worker rests, and those of others to borrow. None for nobody's, and
+    without kernels that can."""
+    from common import native
+
+    library = native.library()
+    if lending is None or own is None or library is None:
+        yield None
+        return
+    lent = LentCores(lending.descriptor, own)
+    lent.take_back()  # of a process before this one, which may have ended while it rested
+    lent.borrowed_s = library.borrowed_s
+    others = [core for core in lending.cores if core in range(MAX_CORES) and core not in own]
+    with threads.borrowing():
+        library.borrow(lent.address, (ctypes.c_int32 * len(others))(*others), len(others))
+    try:
+        yield lent
+    finally:
+        library.give_back()
+        lent.close()
 
 
 def _loading(done: int, total: int, text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 8
+INTERFACE = 9
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -96,6 +96,9 @@ class Pass(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "tandem_borrow": (ctypes.c_int, [_P, _P, ctypes.c_int]),
+    "tandem_borrowed_s": (ctypes.c_double, []),
+    "tandem_give_back": (None, []),
     "tandem_decode": (ctypes.c_int, [_P, _P, _I64, _I64]),
     "tandem_lanes": (ctypes.c_int, []),
     "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
@@ -121,7 +124,10 @@ class Library:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
         self.attend = self._library.tandem_attend
+        self.borrow = self._library.tandem_borrow
+        self.borrowed_s = self._library.tandem_borrowed_s
         self.decode = self._library.tandem_decode
+        self.give_back = self._library.tandem_give_back
         self.lanes = self._library.tandem_lanes
         self.linear = self._library.tandem_linear
         self.norm = self._library.tandem_norm

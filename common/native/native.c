@@ -1,8 +1,9 @@
 /* Kernels for CPUs, called with raw pointers by common/native/__init__.py.
  *
  * Each kernel is written once, in the header of its name, and compiled for every variant of the instruction set below;
- * which one runs is found out at start. Threads are those of OpenMP, the same that torch uses.
+ * which one runs is found out at start. Threads are those of OpenMP, the same that torch uses, and those of borrow.h.
  */
+#define _GNU_SOURCE
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -305,7 +306,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 8; }
+EXPORT int tandem_interface(void) { return 9; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -343,6 +344,8 @@ static char *own_memory(size_t bytes)
     }
     return thread_memory;
 }
+
+#include "borrow.h"
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
@@ -487,6 +490,37 @@ static int merge_parts(const struct layer *layer, const struct tasks *tasks, con
     return 0;
 }
 
+/* All tasks of a call. */
+struct attending {
+    const struct layer *layer;
+    const struct tasks *tasks;
+    float *parts;
+    size_t bytes; /* of scratch */
+    long rows;    /* room for partial results of so many rows of all heads */
+    int failed;
+};
+
+static void attend_part(void *of, long i)
+{
+    struct attending *work = of;
+    const struct layer *layer = work->layer;
+    const struct task *task = work->tasks->list + i;
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    struct scratch s;
+    char *memory = own_memory(work->bytes);
+    if (!memory) {
+        __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    lay_out(layer, work->rows, memory, &s);
+    active->attend_rows(layer, task, &s);
+    if (task->part < 0)
+        active->write_rows(layer, task, &s);
+    else
+        keep_part(&s, work->parts + task->part * work->rows * (padded + 2), task->rows * layer->group * task->heads,
+                  padded);
+}
+
 /* Attention of all spans' rows; 0, or -1 when there is no memory for it. */
 EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, const void *query, void *out,
                          int64_t query_row, int64_t query_head, int threads)
@@ -494,45 +528,34 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
     struct call call = {query, out, query_row, query_head};
     struct tasks tasks = {0};
     struct scratch sizes;
+    struct attending work = {.layer = layer, .tasks = &tasks};
     long rows = 0;
-    int failed = 0;
-    for (long i = 0; i < spans->count && !failed; i++)
-        failed = add_span(&tasks, layer, spans, i, threads);
+    for (long i = 0; i < spans->count && !work.failed; i++) {
+        work.failed = add_span(&tasks, layer, spans, i, threads);
+        rows += spans->length[i];
+    }
     for (long i = 0; i < tasks.count; i++) {
         long own = tasks.list[i].rows * layer->group * tasks.list[i].heads;
         tasks.list[i].call = &call;
         tasks.list[i].next = i + 1 < tasks.count ? tasks.list + i + 1 : NULL;
-        rows = own > rows ? own : rows;
+        work.rows = own > work.rows ? own : work.rows;
     }
-    size_t bytes = lay_out(layer, rows, NULL, &sizes);
+    work.bytes = lay_out(layer, work.rows, NULL, &sizes);
     long padded = ROUND_UP(layer->v_dim, active->lanes);
-    float *parts = tasks.parts ? malloc(tasks.parts * rows * (padded + 2) * sizeof *parts) : NULL;
-    failed |= tasks.parts && !parts;
-    if (!failed) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)                 \
-    reduction(| : failed)
-        for (long i = 0; i < tasks.count; i++) {
-            const struct task *task = tasks.list + i;
-            struct scratch s;
-            char *memory = own_memory(bytes);
-            if (!memory) {
-                failed = 1;
-                continue;
-            }
-            lay_out(layer, rows, memory, &s);
-            active->attend_rows(layer, task, &s);
-            if (task->part < 0)
-                active->write_rows(layer, task, &s);
-            else
-                keep_part(&s, parts + task->part * rows * (padded + 2), task->rows * layer->group * task->heads,
-                          padded);
-        }
+    work.parts = tasks.parts ? malloc(tasks.parts * work.rows * (padded + 2) * sizeof *work.parts) : NULL;
+    work.failed |= tasks.parts && !work.parts;
+    if (!work.failed && may_borrow(rows)) {
+        share_parts(attend_part, &work, tasks.count, threads);
+    } else if (!work.failed) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
+        for (long i = 0; i < tasks.count; i++)
+            attend_part(&work, i);
     }
-    if (!failed && tasks.parts)
-        failed = merge_parts(layer, &tasks, parts, bytes, rows);
-    free(parts);
+    if (!work.failed && tasks.parts)
+        work.failed = merge_parts(layer, &tasks, work.parts, work.bytes, work.rows);
+    free(work.parts);
     free(tasks.list);
-    return failed ? -1 : 0;
+    return work.failed ? -1 : 0;
 }
 
 /* -- layers -------------------------------------------------------------------------------------------------------- */
@@ -553,11 +576,31 @@ EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in,
     active->pack_bytes(weight, columns, in, type == BFLOAT16, to);
 }
 
+/* A product whose columns are worked on some panels at a time. */
+struct multiplying {
+    const struct linear *linear;
+    const struct product *product;
+    long panels, each;
+};
+
+static void multiply_part(void *of, long i)
+{
+    const struct multiplying *work = of;
+    long first = i * work->each, last = first + work->each;
+    active->linear_panels(work->linear, work->product, first, last < work->panels ? last : work->panels);
+}
+
 EXPORT void tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
                           int64_t in_row, int64_t out_row, int threads)
 {
     struct product product = {from, add, to, rows, in_row, out_row};
     long panels = (linear->columns + active->panel - 1) / active->panel;
+    if (may_borrow(rows)) {
+        long each = (panels + MOST_PARTS - 1) / MOST_PARTS;
+        struct multiplying work = {linear, &product, panels, each};
+        share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
+        return;
+    }
     if (threads > panels)
         threads = (int)panels;
     if (threads <= 1) {

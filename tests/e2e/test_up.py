@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,16 @@ def workers(server: Server) -> dict[str, dict[str, Any]]:
     return {worker["id"]: worker for worker in body["workers"] if worker["state"] == "ready"}
 
 
+def long_prompt_was_helped_with(server: Server) -> bool:
+    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
+    prompt = [random.randrange(1000, 2000) for _ in range(1500)]
+    server.post("/v1/completions", {"model": server.model(), "prompt": prompt, "max_tokens": 1})
+    with urllib.request.urlopen(f"{server.url}/metrics") as page:
+        found = re.search(r"^tandem_borrowed_core_seconds_total (\S+)", page.read().decode(), re.M)
+    assert found is not None
+    return float(found[1]) > 0
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -106,6 +118,9 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
     assert server.model() == builtin.NAME
     chunks = list(ask(server, 4))
     assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]] == [None] * 4 + ["length"]
+
+    if len(os.sched_getaffinity(0)) > 1:
+        wait_for(lambda: long_prompt_was_helped_with(server), START_S)
 
     before = workers(server)
     assert set(before) == {"prefill-0", "decode-0"}

@@ -278,6 +278,7 @@ class FakeWorker:
             "cut_off_peers": 1.0,
             "stale_frames": 3.0,
             "reaped_requests": 5.0,
+            "borrowed_core_seconds": 1.5,
             "leaked_blocks": 1.0,
         }
         return Heartbeat(

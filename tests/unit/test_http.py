@@ -1803,6 +1803,7 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         'tandem_cut_off_peers_total{source="workers"} 2.0',
         "tandem_stale_frames_total 6.0",
         "tandem_reaped_requests_total 10.0",
+        "tandem_borrowed_core_seconds_total 3.0",
         'tandem_leaked_kv_blocks{role="decode",worker="decode-1"} 1.0',
         "tandem_open_breakers 0.0",
         'tandem_stage_seconds_sum{stage="transfer_exposed"} 0.0005',
