@@ -224,8 +224,9 @@ async def _answer(
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
         sampling = model.sampling(options, len(prompt), prompt_field, most_output)
-        chains = await model.prefix_chains(prompt, options.cache_salt)
-        tickets.append(_ticket(services, arrived_at, prompt, sampling, chains, options, reply))
+        packed = pack_tokens(prompt)
+        chains = await model.prefix_chains(packed, options.cache_salt)
+        tickets.append(_ticket(services, arrived_at, packed, sampling, chains, options, reply))
     reply.expect(tickets)
     with services.answers:
         try:
@@ -246,7 +247,7 @@ async def _answer(
 def _ticket(
     services: Services,
     arrived_at: float,
-    prompt: list[int],
+    prompt: bytes,
     sampling: SamplingParams,
     chains: Chains,
     options: Options,
@@ -254,7 +255,7 @@ def _ticket(
 ) -> Ticket:
     return Ticket(
         id=new_request_id(),
-        prompt=pack_tokens(prompt),
+        prompt=prompt,
         sampling=sampling,
         n=options.n,
         cache_salt=options.cache_salt,

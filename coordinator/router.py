@@ -173,7 +173,8 @@ class Router:
         ready = [worker for worker in self.registry.ready(role) if worker.id not in need.apart_from]
         able = [worker for worker in ready if _holds(need, worker)]
         ranks = [(self.breakers.allows(Alone(each.id)), min(need.output, _room(need, each))) for each in able]
-        return [worker for worker, rank in zip(able, ranks, strict=True) if rank == max(ranks)]
+        best = max(ranks, default=None)
+        return [worker for worker, rank in zip(able, ranks, strict=True) if rank == best]
 
     def could_serve(self, need: Need) -> bool:
         """Whether those that are ready could serve it if they had nothing else to do."""

@@ -19,7 +19,7 @@ from common import threads
 from common.checkpoint import Checkpoint
 from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
-from common.kv.prefix import chain_root, extend_chain
+from common.kv.prefix import Chain, chain_root
 from common.request import SamplingParams
 from coordinator.answers import encode
 from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S
@@ -31,7 +31,7 @@ from coordinator.text import LONG, TextModel
 
 T = TypeVar("T")
 
-INLINE_TOKENS = 8_192
+INLINE_BYTES = 32_768
 MAX_TEXTS = 256
 MAX_TEXT_CHARS = 64 << 20
 """So many texts, of so many characters together, may be tokenized or wait for it; more get 429."""
@@ -116,18 +116,15 @@ class ServedModel:
             self._outside("prompt", max(prompt))
         return prompt
 
-    async def prefix_chains(self, ids: Sequence[int], cache_salt: str) -> Chains:
-        """The prefix keys under which this prompt's KV is cached, by the element type in which it was computed: of
-        every type that a worker has."""
+    async def prefix_chains(self, packed: bytes, cache_salt: str) -> Chains:
+        """The prefix keys under which the KV of ``packed`` tokens is cached, by the element type in which it was
+        computed: of every type that a worker has."""
         hellos = self.workers.hellos()
         roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
-
-        def extended() -> Chains:
-            return {dtype: extend_chain(root, [], ids) for dtype, root in roots.items()}
-
-        if len(ids) * len(roots) <= INLINE_TOKENS:
-            return extended()
-        return await self.in_thread(len(ids), extended)
+        chains = {dtype: Chain(root, packed) for dtype, root in roots.items()}
+        if len(packed) * len(chains) > INLINE_BYTES:  # whoever looks for the last key would hold everybody up
+            await self.in_thread(len(packed), lambda: [list(chain) for chain in chains.values()])
+        return chains
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on ``size`` characters or tokens, in a thread if they are many."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from common.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP, KvDtype
@@ -32,9 +33,36 @@ def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -
     previous = chain[-1] if chain else root
     packed = pack_tokens(tokens[len(chain) * CHAIN_STEP : len(tokens) // CHAIN_STEP * CHAIN_STEP])
     for at in range(0, len(packed), _STEP_BYTES):
-        previous = hashlib.blake2b(packed[at : at + _STEP_BYTES], digest_size=KEY_BYTES, key=previous).digest()
+        previous = _next_key(previous, packed[at : at + _STEP_BYTES])
         chain.append(previous)
     return chain
+
+
+def _next_key(previous: ChainKey, packed: bytes) -> ChainKey:
+    return hashlib.blake2b(packed, digest_size=KEY_BYTES, key=previous).digest()
+
+
+class Chain(Sequence[ChainKey]):
+    """The chain of all full steps of ``packed`` tokens. Keys are made as far as somebody has looked: who compares them
+    with what is cached stops at the first that is not, which for most prompts is the first of all."""
+
+    __slots__ = ("_keys", "_packed", "_root")
+
+    def __init__(self, root: ChainKey, packed: bytes) -> None:
+        self._root, self._packed = root, packed
+        self._keys: list[ChainKey] = []
+
+    def __len__(self) -> int:
+        return len(self._packed) // _STEP_BYTES
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        wanted, keys = range(len(self))[index], self._keys  # IndexError beyond the last
+        while (at := len(keys)) <= wanted:
+            step = self._packed[at * _STEP_BYTES : (at + 1) * _STEP_BYTES]
+            keys.append(_next_key(keys[-1] if keys else self._root, step))
+        return keys[wanted]
 
 
 class PrefixIndex:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import BlockId
+from common.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP
-from common.kv.prefix import KEY_BYTES, PrefixIndex, chain_root, extend_chain
+from common.kv.prefix import KEY_BYTES, Chain, PrefixIndex, chain_root, extend_chain
 
 # few distinct steps, so that prefixes really meet
 STEPS = [[10 * kind + i for i in range(CHAIN_STEP)] for kind in range(3)]
@@ -38,6 +39,21 @@ def test_a_chain_grown_in_parts_is_the_chain_of_the_whole(kinds: list[int], tail
     for cut in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4))):
         extend_chain(root, chain, tokens[:cut])
     assert extend_chain(root, chain, tokens) == extend_chain(root, [], tokens)
+
+
+@given(steps, tails, st.data())
+def test_a_chain_that_is_made_as_far_as_it_is_looked_at_is_the_same(
+    kinds: list[int], tail: int, data: st.DataObject
+) -> None:
+    tokens, root = tokens_of(kinds, tail), chain_root("s", "m", "d")
+    expected, chain = extend_chain(root, [], tokens), Chain(root, pack_tokens(tokens))
+    assert len(chain) == len(expected)
+    for at in data.draw(st.lists(st.integers(-len(kinds), len(kinds) - 1), max_size=4)) if kinds else []:
+        assert chain[at] == expected[at]
+    assert chain[1:] == expected[1:] and list(chain) == expected
+    for beyond in (len(kinds), -len(kinds) - 1):
+        with pytest.raises(IndexError):
+            chain[beyond]
 
 
 @given(st.tuples(texts, texts, texts), st.tuples(texts, texts, texts))
