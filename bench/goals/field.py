@@ -49,7 +49,7 @@ class System:
         name = {"vllm": "vLLM colocated", "vllm-1p1d": "vLLM 1P1D"}.get(self.kind, self.kind)
         cores = f" on {self.cores} core{'s' if self.cores > 1 else ''}" if self.cores else ""
         budget = f" with {self.budget} tokens a step" if self.budget else ""
-        return name + cores + budget
+        return " ".join([name + cores + budget, *self.flags])
 
 
 OURS, OURS_ONE_CORE = System("1p1d"), System("1c", cores=1)

@@ -186,7 +186,8 @@ def test_without_peers_only_our_own_are_measured() -> None:
 
 
 def test_the_hand_off_is_what_it_adds_to_the_first_token_and_before_the_second() -> None:
-    first = {OURS: 0.204, OURS_ONE_CORE: 0.2, VLLM_1P1D: 0.9, VLLM_ONE_CORE: 0.3}
+    """Prefill has one core, as whom it is compared with."""
+    first = {handoff.ON_ITS_CORE: 0.204, OURS_ONE_CORE: 0.2, VLLM_1P1D: 0.9, VLLM_ONE_CORE: 0.3}
     scripted = Scripted(lambda system, ask, at: record(first[system], 0.03, *[0.02] * 5))
     added, gap = handoff.c4(scripted)
     assert added.value == pytest.approx(2.0) and added.met is False and added.held is True
