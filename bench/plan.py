@@ -1,8 +1,9 @@
 """``tandem bench plan``: with which pools to serve a workload, for pools that are not there.
 
 The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.world`) whose steps cost what steps of
-the real engine were measured to cost (:mod:`bench.cost`). Each worker has the cores of one measured worker, so systems
-of as many workers stand on as many cores: the advice is given for each number of workers. ``--check`` puts what a
+the real engine were measured to cost (:mod:`bench.cost`). Each worker has the cores of one measured worker, and by
+default lends them while it rests, as on one machine; so systems of as many workers stand on as many cores: the advice
+is given for each number of workers. ``--check`` puts what a
 ``compare`` has measured beside what the plan says of the same systems.
 """
 
@@ -54,7 +55,7 @@ def run(config: BenchPlanConfig) -> int:
     tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
     limits = Limits(
         config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
-        checkpoint.position_limit, config.link_rate,
+        checkpoint.position_limit, config.link_rate, config.lend_cores,
     )  # fmt: skip
     longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
     asks, left_out = within(workload(config, tokenizer), config.num_prompts, longest)

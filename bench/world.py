@@ -31,11 +31,14 @@ from coordinator.router import Need, NoWorkers, Placement, Promise, Router, Wait
 TOKEN = 1
 """Every sampled token: which one it is changes no time."""
 MODEL = "planned"
+LENT_TOKENS = 128
+"""Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/native/borrow.h)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What each worker has, and the link between two: bytes per second."""
+    """What each worker has, and the link between two: bytes per second. ``lend_cores``: whether all are on one machine,
+    where a worker that rests computes for those that compute many tokens."""
 
     kv_blocks: int
     block_size: int
@@ -43,6 +46,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     link_bytes_per_s: float
+    lend_cores: bool = False
 
 
 @dataclass
@@ -60,12 +64,20 @@ class _Job:
 
 @dataclass
 class _Worker:
-    """One worker: its planner, whether it computes, and sequences that wait for blocks to land in."""
+    """One worker: its planner, whether it computes, and sequences that wait for blocks to land in. Of its step
+    ``left_s`` was left at ``since``, as long as one worker takes for it, and is done by ``hands`` of them."""
 
     role: Role
     planner: Planner
     name: str
     busy: bool = False
+    shared: bool = False
+    left_s: float = 0.0
+    since: float = 0.0
+    hands: float = 1.0
+    changes: int = 0
+    """Of ``hands``, and steps: an end that was expected before the last one does not come then."""
+    batch: Batch = field(default_factory=lambda: Batch((), ()))
     landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)
 
 
@@ -150,7 +162,28 @@ class World:
             job = self._jobs[segment.sequence.request.id]
             if job.prefill_began is None:
                 job.prefill_began = self.now
-        self._at(self.now + self._cost.step(batch), lambda: self._stepped(worker, batch))
+        worker.left_s, worker.since, worker.hands = self._cost.step(batch), self.now, 1.0
+        worker.shared = self._limits.lend_cores and batch.length >= LENT_TOKENS
+        self._expect(worker, batch)
+        self._share()
+
+    def _expect(self, worker: _Worker, batch: Batch) -> None:
+        """The end of its step, if nobody comes or goes before."""
+        worker.changes += 1
+        worker.batch, change = batch, worker.changes
+        end = self.now + worker.left_s / worker.hands
+        self._at(end, lambda: self._stepped(worker, batch) if worker.changes == change else None)
+
+    def _share(self) -> None:
+        """Who rests works for those that have many tokens, for all of these as much."""
+        shared = [worker for worker in self._workers.values() if worker.busy and worker.shared]
+        resting = sum(not worker.busy for worker in self._workers.values())
+        for worker in shared:
+            hands = 1 + resting / len(shared)
+            if hands != worker.hands:
+                worker.left_s -= (self.now - worker.since) * worker.hands
+                worker.since, worker.hands = self.now, hands
+                self._expect(worker, worker.batch)
 
     def _stepped(self, worker: _Worker, batch: Batch) -> None:
         worker.busy = False
@@ -160,6 +193,8 @@ class World:
         while worker.landing and self._land(worker, *worker.landing[0]):
             worker.landing.popleft()
         self._kick(worker)
+        if not worker.busy:
+            self._share()
 
     def _sampled(self, worker: _Worker, sample: Sampled) -> None:
         sequence, job = sample.sequence, self._jobs[sample.sequence.request.id]

@@ -621,6 +621,7 @@ class BenchPlanConfig(ArrivalOptions):
     link_rate: int = option(
         1 << 30, "bytes of KV per second between two workers", SIZE, "systems", shown_default="1GiB"
     )
+    lend_cores: bool = option(True, "workers that rest lend their cores, as those of one machine do", SWITCH, "systems")
     check: str | None = option(None, "file of tandem bench compare to hold the plan against", TEXT, "results")
     tolerance: float = option(0.5, "how far off the check may be", decimal(0, 1), "results")
     goodput: str = option(DEFAULT_OBJECTIVES, "objectives in ms", TEXT, "results")
