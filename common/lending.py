@@ -1,9 +1,9 @@
 """Cores that the workers of one machine lend each other while they have nothing to compute.
 
-A byte per core in memory that the launcher makes and all of its workers map: 1 while the worker that owns the core
-rests. The others' helper threads (``common/native/borrow.h``) work there then. A byte behind these for each core says
-whether it has one owner: a core that several workers share is never lent, since none of them knows of the others. Must
-not know: what is computed.
+A byte per core in memory that the launcher makes and all of its workers map: 0, or 1 while the worker that owns the
+core rests. The others' helper threads (``common/native/borrow.h``) work there then, one at a time, which makes it 2. A
+byte behind these for each core says whether it has one owner: a core that several workers share is never lent, since
+none of them knows of the others. Must not know: what is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LentCores:
         self.descriptor = descriptor
         self.own = [core for core in own if core < MAX_CORES]
         self.borrowed_s: Callable[[], float] = float
-        """Seconds for which this process has computed on others' cores."""
+        """Seconds of processor time that this process has had on others' cores."""
         self._bytes = mmap.mmap(descriptor, 2 * MAX_CORES)
 
     @classmethod
@@ -50,7 +50,7 @@ class LentCores:
 
     @property
     def address(self) -> int:
-        """Of the byte of core 0; good for as long as this object is."""
+        """Of the byte of core 0, for helpers; good for as long as this object is."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
 
     def settle(self, shares: Iterable[Iterable[int]]) -> None:
@@ -62,7 +62,7 @@ class LentCores:
                 self._bytes[core] = 0
 
     def lend(self) -> None:
-        """This worker has nothing to compute."""
+        """This worker has nothing to compute. Who has died with a core of it has it no more."""
         for core in self.own:
             self._bytes[core] = self._bytes[MAX_CORES + core]
 
@@ -73,7 +73,7 @@ class LentCores:
 
     def lent(self) -> list[int]:
         """The cores that can be borrowed now."""
-        return [core for core in range(MAX_CORES) if self._bytes[core]]
+        return [core for core in range(MAX_CORES) if self._bytes[core] == 1]
 
     def close(self) -> None:
         """Nothing may use :attr:`address` any more."""

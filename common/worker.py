@@ -426,11 +426,12 @@ class Worker(abc.ABC):
         now, length, attended = self.clock(), batch.length, batch.attended
         self.before_step(batch, now)
         self.membership.expected_s = self.pace.expect(length, attended)
-        stood_still_s = -self.membership.stood_still_s()
+        stood_still_s, helped_s = -self.membership.stood_still_s(), -self._helped_s()
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
         stood_still_s += self.membership.stood_still_s()  # a process that was stopped in a step does not compute slowly
-        self.pace.took(length, attended, max(0.0, self.clock() - now - stood_still_s))
+        helped_s += self._helped_s()  # nor does one quickly that had help: the next step may have none
+        self.pace.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -443,6 +444,10 @@ class Worker(abc.ABC):
         self.count("steps")
         self.count("step_seconds", result.seconds)
         self.count("step_tokens", length)
+
+    def _helped_s(self) -> float:
+        """For how much longer this worker would have computed in all, had it not borrowed others' cores."""
+        return 0.0 if self.cores is None else self.cores.borrowed_s() / max(1, len(self.cores.own))
 
     # -- telling about itself -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from common import device, heap, threads
 from common.channel import Channels, is_local
@@ -40,12 +40,17 @@ def run(config: WorkerConfig, lending: Lending | None = None) -> int:
     """Serves one role; 0 after a drain. StartError says in words why it cannot start. ``lending``: who its cores are
     lent to, and whose it borrows."""
     config.check_binds()
+    lent, others = None, list[int]()
+    if lending is not None and config.cores:
+        lent = LentCores(lending.descriptor, config.cores)
+        lent.take_back()  # of a process before this one, which may have ended while it rested
+        others = [core for core in lending.cores if core in range(MAX_CORES) and core not in config.cores]
     if config.out_of_reach:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
     heap.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint)
-    with _lent(lending, config.cores) as worker.cores:
+    with _borrowing(lent, others) as worker.cores:
         gc.freeze()  # the model and its modules live for ever: later collections need not walk them
         worker.run()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, as it should: whoever is impatient changes nothing
@@ -130,19 +135,16 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
 
 
 @contextlib.contextmanager
-def _lent(lending: Lending | None, own: tuple[int, ...] | None) -> Iterator[LentCores | None]:
-    """For a block: cores ``own`` to lend while this worker rests, and those of others to borrow. None for nobody's, and
-    without kernels that can."""
+def _borrowing(lent: LentCores | None, others: Sequence[int]) -> Iterator[LentCores | None]:
+    """For a block: cores of ``lent`` to lend and ``others`` to borrow. None for nobody's, and without kernels that
+    can."""
     from common import native
 
     library = native.library()
-    if lending is None or own is None or library is None:
+    if lent is None or library is None:
         yield None
         return
-    lent = LentCores(lending.descriptor, own)
-    lent.take_back()  # of a process before this one, which may have ended while it rested
     lent.borrowed_s = library.borrowed_s
-    others = [core for core in lending.cores if core in range(MAX_CORES) and core not in own]
     with threads.borrowing():
         library.borrow(lent.address, (ctypes.c_int32 * len(others))(*others), len(others))
     try:

@@ -1,19 +1,27 @@
 /* Cores of other processes, borrowed while these have nothing to compute.
  *
  * A helper is a thread of ours on such a core. Work that is cut into parts is taken part by part by whoever is free:
- * by the threads that were always ours, and by helpers as long as their core is lent, which they look up before each
- * part (a byte per core in memory that all processes share, written by who owns the core). What a part computes does not
- * depend on who does it. An owner that needs its core again shares it with a helper until the end of a part, at most.
+ * by the threads that were always ours, and by helpers as long as they have their core, which they look up before each
+ * part. What a part computes does not depend on who does it. An owner that needs its core again shares it with a helper
+ * until the end of a part, at most.
+ *
+ * All processes share a byte per core. Its owner writes whether it lends the core; of several that would borrow it one
+ * has it at a time, since those that took turns in the middle of parts would keep each other's owners waiting. Whoever
+ * dies with a core has it until its owner lends it again.
  *
  * A helper without work looks for some for a while, since the next product is a norm away, then sleeps; it sleeps at
- * once when its core is not lent any more, and only one on a core that is lent is woken.
+ * once when its core is not to be had any more, and is woken when there is work and it is.
  */
 
 #define BORROWING_ROWS 128     /* of which work takes long enough to share it: more than a decode step usually has */
-#define MOST_PARTS 32          /* of a product: a part is much less than the whole, and much more than taking it */
+#define LEAST_PARTS 32         /* of a product: a part is much less than the whole, and much more than taking it */
+#define PARTS_OF_EACH 4        /* of whoever works on a product, at least */
+#define PART_PRODUCTS 50000000 /* multiplications of a part: a quarter of a millisecond, or a few */
 #define LOOKING_NS 300000      /* how long a helper without work looks for some before it sleeps */
 #define LOOKS 64               /* between two looks at the clock */
 #define WAITING_TURNS 2000     /* turns of a loop in which who shared its work waits for its last parts; then it sleeps */
+
+enum core { KEPT, LENT, BORROWED };
 
 typedef void do_part(void *work, long part);
 
@@ -34,7 +42,7 @@ struct helper {
 };
 
 static struct {
-    const volatile uint8_t *lent; /* by core */
+    uint8_t *cores; /* enum core, by number */
     struct helper *helpers;
     int count;
     do_part *part;
@@ -45,7 +53,7 @@ static struct {
     uint32_t waiting;  /* whether somebody sleeps until none is */
     uint32_t taken;    /* whether a thread shares its work now: no other does */
     uint32_t ending;
-    uint64_t nanoseconds; /* that helpers worked in all */
+    uint64_t nanoseconds; /* of processor time that helpers worked in all */
 } borrowed;
 
 static long futex(uint32_t *word, int what, uint32_t value)
@@ -53,10 +61,10 @@ static long futex(uint32_t *word, int what, uint32_t value)
     return syscall(SYS_futex, word, what | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-static uint64_t now_ns(void)
+static uint64_t time_ns(clockid_t clock)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
@@ -67,13 +75,24 @@ static void pause_a_little(void)
 #endif
 }
 
-static int is_lent(const struct helper *helper) { return borrowed.lent[helper->core]; }
+static int is(const struct helper *helper, enum core state)
+{
+    return __atomic_load_n(borrowed.cores + helper->core, __ATOMIC_RELAXED) == state;
+}
+
+/* Makes the helper's core, if it is ``from``, ``to``; whether it was. */
+static int change(const struct helper *helper, enum core from, enum core to)
+{
+    uint8_t expected = from;
+    return __atomic_compare_exchange_n(borrowed.cores + helper->core, &expected, to, 0, __ATOMIC_SEQ_CST,
+                                       __ATOMIC_RELAXED);
+}
 
 /* The turn that has parts for this helper, which it has not ``seen``; 0 for none. */
 static uint32_t turn_for(const struct helper *helper, uint32_t seen)
 {
     uint32_t turn = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
-    return turn % 2 && turn != seen && is_lent(helper) ? turn : 0;
+    return turn % 2 && turn != seen && is(helper, LENT) ? turn : 0;
 }
 
 /* Looks for work, then sleeps until there is some; 0 at the end of all. */
@@ -81,11 +100,11 @@ static uint32_t find_work(struct helper *helper, uint32_t seen)
 {
     for (;;) {
         uint32_t turn;
-        uint64_t since = now_ns();
-        for (long looks = 1; is_lent(helper) && !__atomic_load_n(&borrowed.ending, __ATOMIC_SEQ_CST); looks++) {
+        uint64_t since = time_ns(CLOCK_MONOTONIC);
+        for (long looks = 1; is(helper, LENT) && !__atomic_load_n(&borrowed.ending, __ATOMIC_SEQ_CST); looks++) {
             if ((turn = turn_for(helper, seen)))
                 return turn;
-            if (looks % LOOKS == 0 && now_ns() - since > LOOKING_NS)
+            if (looks % LOOKS == 0 && time_ns(CLOCK_MONOTONIC) - since > LOOKING_NS)
                 break;
             pause_a_little();
         }
@@ -100,14 +119,19 @@ static uint32_t find_work(struct helper *helper, uint32_t seen)
     }
 }
 
-/* Takes parts for as long as there are any and, for a helper, its core is lent. */
-static void take_parts(const struct helper *helper)
+/* The part that is to be done next; whether there is one. */
+static int take_part(long *part)
 {
-    while (!helper || is_lent(helper)) {
-        long part = __atomic_fetch_add(&borrowed.next, 1, __ATOMIC_SEQ_CST);
-        if (part >= borrowed.parts)
-            return;
-        borrowed.part(borrowed.work, part);
+    return (*part = __atomic_fetch_add(&borrowed.next, 1, __ATOMIC_SEQ_CST)) < borrowed.parts;
+}
+
+static void wake_helpers(void)
+{
+    for (int i = 0; i < borrowed.count; i++) {
+        struct helper *helper = borrowed.helpers + i;
+        if (__atomic_load_n(&helper->asleep, __ATOMIC_SEQ_CST) && is(helper, LENT) &&
+            __atomic_exchange_n(&helper->asleep, 0, __ATOMIC_SEQ_CST))
+            futex(&helper->asleep, FUTEX_WAKE, 1);
     }
 }
 
@@ -118,10 +142,17 @@ static void *help(void *of)
     while ((turn = find_work(helper, turn))) {
         __atomic_fetch_add(&borrowed.inside, 1, __ATOMIC_SEQ_CST);
         /* who shares its work waits for those inside, and lets nobody else in: one of us sees the other */
-        if (__atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST) == turn) {
-            uint64_t since = now_ns();
-            take_parts(helper);
-            __atomic_fetch_add(&borrowed.nanoseconds, now_ns() - since, __ATOMIC_RELAXED);
+        uint32_t open = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
+        if (open == turn && change(helper, LENT, BORROWED)) {
+            uint64_t since = time_ns(CLOCK_THREAD_CPUTIME_ID);
+            long part;
+            int more = 1;
+            while (is(helper, BORROWED) && (more = take_part(&part)))
+                borrowed.part(borrowed.work, part);
+            if (more)
+                turn = 0; /* it had to leave, and comes back if it may */
+            change(helper, BORROWED, LENT);
+            __atomic_fetch_add(&borrowed.nanoseconds, time_ns(CLOCK_THREAD_CPUTIME_ID) - since, __ATOMIC_RELAXED);
         }
         __atomic_fetch_sub(&borrowed.inside, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&borrowed.waiting, __ATOMIC_SEQ_CST))
@@ -137,7 +168,7 @@ static int may_borrow(int64_t rows)
     int lent = 0;
     if (rows >= BORROWING_ROWS)
         for (int i = 0; i < borrowed.count && !lent; i++)
-            lent = is_lent(borrowed.helpers + i);
+            lent = is(borrowed.helpers + i, LENT);
     return lent && !__atomic_exchange_n(&borrowed.taken, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -149,13 +180,13 @@ static void share_parts(do_part *part, void *work, long parts, int threads)
     borrowed.parts = parts;
     __atomic_store_n(&borrowed.next, 0, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&borrowed.turn, 1, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < borrowed.count; i++) {
-        struct helper *helper = borrowed.helpers + i;
-        if (is_lent(helper) && __atomic_exchange_n(&helper->asleep, 0, __ATOMIC_SEQ_CST))
-            futex(&helper->asleep, FUTEX_WAKE, 1);
-    }
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    take_parts(NULL);
+    for (long i;;) {
+        wake_helpers(); /* before each part: a core may have been lent since the one before */
+        if (!take_part(&i))
+            break;
+        part(work, i);
+    }
     __atomic_fetch_add(&borrowed.turn, 1, __ATOMIC_SEQ_CST);
     uint32_t inside;
     for (long turns = 0; (inside = __atomic_load_n(&borrowed.inside, __ATOMIC_SEQ_CST)); turns++)
@@ -184,17 +215,21 @@ EXPORT void tandem_give_back(void)
     __atomic_store_n(&borrowed.ending, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Starts a helper on each of ``cores`` [count], which borrows it while its byte of ``lent``, indexed by core, is not
- * zero; helpers from before end. How many there are: a core that this process may not use gets none. */
-EXPORT int tandem_borrow(const uint8_t *lent, const int32_t *cores, int count)
+/* Starts a helper on each of ``cores`` [count], which borrows it while its byte of ``states``, indexed by core, says
+ * that it is lent; helpers from before end. How many there are: a core that this process may not use gets none. */
+EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
 {
     sigset_t all, before;
     tandem_give_back();
     if (!(borrowed.helpers = calloc(count, sizeof *borrowed.helpers)))
         return 0;
-    borrowed.lent = lent;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
+    borrowed.cores = states;
+    sigfillset(&all); /* signals are for the threads of Python, but for those that a fault sends to who made it */
+    sigdelset(&all, SIGSEGV);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGFPE);
+    sigdelset(&all, SIGILL);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 0; i < count; i++) {
         struct helper *helper = borrowed.helpers + borrowed.count;
         cpu_set_t only;
@@ -212,7 +247,10 @@ EXPORT int tandem_borrow(const uint8_t *lent, const int32_t *cores, int count)
     return borrowed.count;
 }
 
-/* Seconds that helpers have worked in all. */
+/* Threads of our own, and cores that could be borrowed. */
+static long hands(int threads) { return threads + borrowed.count; }
+
+/* Seconds of processor time that helpers have worked in all. */
 EXPORT double tandem_borrowed_s(void)
 {
     return (double)__atomic_load_n(&borrowed.nanoseconds, __ATOMIC_RELAXED) / 1e9;
@@ -225,10 +263,11 @@ static void share_parts(do_part *part, void *work, long parts, int threads)
     for (long i = 0; i < parts; i++)
         part(work, i);
 }
+static long hands(int threads) { return threads; }
 EXPORT void tandem_give_back(void) {}
-EXPORT int tandem_borrow(const uint8_t *lent, const int32_t *cores, int count)
+EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
 {
-    return (void)lent, (void)cores, (void)count, 0;
+    return (void)states, (void)cores, (void)count, 0;
 }
 EXPORT double tandem_borrowed_s(void) { return 0; }
 #endif

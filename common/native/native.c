@@ -596,7 +596,9 @@ EXPORT void tandem_linear(const struct linear *linear, const void *from, void *t
     struct product product = {from, add, to, rows, in_row, out_row};
     long panels = (linear->columns + active->panel - 1) / active->panel;
     if (may_borrow(rows)) {
-        long each = (panels + MOST_PARTS - 1) / MOST_PARTS;
+        long by_size = rows * linear->in * linear->columns / PART_PRODUCTS, by_hands = PARTS_OF_EACH * hands(threads);
+        long most = by_size > by_hands ? by_size : by_hands, parts = most > LEAST_PARTS ? most : LEAST_PARTS;
+        long each = (panels + parts - 1) / parts;
         struct multiplying work = {linear, &product, panels, each};
         share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
         return;

@@ -16,13 +16,15 @@ from common import native
 from common.attention.interface import Params
 from common.attention.native import NativeAttention
 from common.channel import Channels
-from common.ids import Incarnation, WorkerName
+from common.ids import Incarnation, WorkerName, new_request_id, pack_tokens
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.lending import MAX_CORES, LentCores
 from common.messages import PROTOCOL, Hello
 from common.model.linears import NativeLinear
+from common.request import Request, SamplingParams
+from common.sequence import Sequence
 from common.worker import WorkerSettings
 from decode.worker import DecodeWorker
 from tests.fakes.oracle import OracleEngine
@@ -87,14 +89,17 @@ def test_cores_beyond_what_can_be_told_are_kept(lent: LentCores) -> None:
     worker.close()
 
 
-def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = OracleEngine(blocks=8)
-    hello = Hello(
+def hello_of(engine: OracleEngine) -> Hello:
+    return Hello(
         PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint, 1,
         "h", "h", "", ("zmq",), 8, engine.layout.block_size, engine.max_model_len, engine.vocab_size, 4, 64, "cpu",
         engine.layout.dtype,
     )  # fmt: skip
-    worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello)
+
+
+def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OracleEngine(blocks=8)
+    worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
     lent.settle([(3,)])
     worker.cores = of(lent, 3)
     worker.cores.borrowed_s = lambda: 2.5
@@ -113,6 +118,27 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch
     assert seen == [(True, [3]), (False, []), (True, [3])]
     assert lent.lent() == [], "it has it back when it leaves"
     assert worker.counters["borrowed_core_seconds"] == 2.5
+    worker.cores.close()
+    engine.memory.close()
+
+
+def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: LentCores) -> None:
+    """With two cores of its own and 0.6 s of others' a step would have taken 0.3 s longer: so may the next one."""
+    engine = OracleEngine(blocks=8)
+    worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
+    worker.cores = of(lent, 2, 3)
+    borrowed = iter((1.0, 1.6))
+    worker.cores.borrowed_s = lambda: next(borrowed)
+    request = Request(new_request_id(), pack_tokens(range(20)), SamplingParams(4, 0))
+    worker.planner.add(Sequence(request, 0))
+    batch = worker.planner.plan()
+    assert batch is not None
+    worker.sampled = lambda samples, now: None  # type: ignore[method-assign]
+    worker._step(batch)
+    assert 0.3 <= worker.pace.last < 0.4
+    worker.cores.borrowed_s = float
+    worker.planner.finish(batch.segments[0].sequence)
+    worker.close()
     worker.cores.close()
     engine.memory.close()
 
@@ -209,6 +235,23 @@ def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: LentCores
         linear.rows(few)
     assert library.borrowed_s() == before
     until_helped(lambda: linear.rows(many), linear.rows(many))
+
+
+@needs_kernels
+def test_a_core_is_borrowed_by_one_at_a_time(helped: LentCores) -> None:
+    """Another process has it, or has died with it: then it is free again when its owner lends it anew."""
+    assert library is not None
+    linear, x = NativeLinear(torch.randn(512, 256), None), torch.randn(256, 256)
+    expected = linear.rows(x)
+    helped.lend()
+    ctypes.c_uint8.from_address(helped.address + CORE).value = 2
+    before = library.borrowed_s()
+    for _ in range(50):
+        linear.rows(x)
+    assert library.borrowed_s() == before and helped.lent() == []
+    helped.lend()
+    until_helped(lambda: linear.rows(x), expected)
+    assert helped.lent() == [CORE], "it was given back"
 
 
 @needs_kernels
