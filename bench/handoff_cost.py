@@ -235,6 +235,7 @@ def snapshot(live: int) -> float:
         cache=cache,
         planner=Planner(cache, max_tokens=512, max_sequences=64),
         pace=Pace(),
+        cores=None,
         counters=dict(COUNTERS),
         membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),
         bad_transfer_messages=int,
