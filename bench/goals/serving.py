@@ -239,31 +239,51 @@ def balanced_output(cost: CostModel, prompt: int, batch: int, chunk: int) -> int
     return tokens
 
 
+Rates = dict[System, list[float]]
+"""Requests per second, by round."""
+
+
 def saturation(
     field: Field, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
-) -> dict[System, list[float]]:
-    """Requests per second of each when ``count`` are sent at once, by round."""
+) -> tuple[Rates, Rates]:
+    """What each does when ``count`` are sent at once: from the first to the last token, and while prompts wait."""
 
-    def once(system: System) -> float:
+    def once(system: System) -> tuple[float, float]:
         run = field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once")
-        return sustained(good(run), MAX_NUM_SEQS)
+        records = good(run)
+        return overall(records), sustained(records, MAX_NUM_SEQS)
 
-    return field.alternate(systems, once)
+    found = field.alternate(systems, once)
+    whole = {system: [each for each, _ in rounds] for system, rounds in found.items()}
+    return whole, {system: [each for _, each in rounds] for system, rounds in found.items()}
+
+
+def overall(records: Sequence[Record]) -> float:
+    """Requests per second, from when they were sent to the last token of all."""
+    ended = max(record.moments[-1] for record in records)
+    return len(records) / (ended - min(record.sent_at for record in records))
 
 
 def sustained(records: Sequence[Record], edge: int) -> float:
-    """Requests per second from the end of the ``edge``-th answer to that of the ``edge``-th before the last: as many as
-    may run at once. Before, a system fills; after, it has no prompt left. Of few requests that is all of the time."""
-    ends = sorted(record.moments[-1] for record in records)
-    if len(ends) <= 2 * edge or ends[edge - 1] == ends[-edge - 1]:
-        return len(ends) / (ends[-1] - min(record.sent_at for record in records))
-    return (len(ends) - 2 * edge) / (ends[-edge - 1] - ends[edge - 1])
+    """Requests per second of a balanced load, from the first token of the ``edge``-th to that of the last: before, a
+    system fills, and after, it has no prompt left. A prompt counts half a request and its tokens together the other
+    half, since that is their share of the work: answers end in waves, and those that end in a window are not what a
+    system has worked for in it. Of few requests that is all of the time."""
+    firsts = sorted(record.moments[0] for record in records)
+    began, ended = firsts[min(edge, len(firsts)) - 1], firsts[-1]
+    if len(firsts) <= 2 * edge or began == ended:
+        return overall(records)
+    tokens = 0.0
+    for record in records:
+        later = record.moments[1:]
+        tokens += sum(began < moment <= ended for moment in later) / len(later) if later else 0.0
+    return (sum(began < first for first in firsts) + tokens) / 2 / (ended - began)
 
 
 def c10(field: Field) -> list[Row]:
     """On a load that keeps both pools equally busy, two pools serve as much as one: without the beginning, when decode
-    waits for the first prompts, and the end, when the last answers are decoded and no prompt is left. vLLM 1P1D, which
-    is slow and has no goal here, is measured in C11."""
+    waits for the first prompts, and the end, when the last answers are decoded and no prompt is left; the note is with
+    both. vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
 
     def balance() -> int:
         field.open()
@@ -272,18 +292,21 @@ def c10(field: Field) -> list[Row]:
 
     output: int = field.remember("balance", balance)
     systems = field.open(OURS, *COLOCATED, VLLM)
-    found = saturation(field, systems, field.effort.sustained, BALANCED_INPUT, output)
+    whole, found = saturation(field, systems, field.effort.sustained, BALANCED_INPUT, output)
     what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
-    return [
+    medians = (f"{statistics.median(rates):.2f} ({system})" for system, rates in whole.items())
+    note = f"from the first to the last token {', '.join(medians)} req/s"
+    own, peer = (
         _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95)),
         _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
-    ]
+    )
+    return [replace(own, note=note), peer]
 
 
 def c11(field: Field) -> list[Row]:
     """Where prefill is most of the work, one core that only decodes is little used."""
     systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
-    found = saturation(field, systems, field.effort.requests, INPUT, OUTPUT)
+    found, _ = saturation(field, systems, field.effort.requests, INPUT, OUTPUT)
     what = f"saturation, {INPUT:,}/{OUTPUT}"
     return [
         _saturated("C11", what, found, VLLM, Target("ratio", 1.0)),

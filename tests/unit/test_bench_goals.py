@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +392,27 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
 
 
 def test_neither_the_filling_nor_the_emptying_of_a_system_counts_as_saturation() -> None:
-    """One answer ends every 0.5 s, but the first 64 at once after a minute and the last 64 four times as slowly."""
-    ends = [60.0] * 64 + [60.0 + 0.5 * number for number in range(1, 201)]
-    ends += [ends[-1] + 2.0 * number for number in range(1, 65)]
-    found = serving.sustained([record(end) for end in reversed(ends)], 64)
-    assert found == pytest.approx(2.0)
+    """A prompt is computed every 0.5 s, but the first 64 in no time; the last answers take a minute."""
+    firsts = [1.0] * 64 + [1.0 + 0.5 * number for number in range(1, 201)]
+    records = [record(first, *[0.1] * 10) for first in firsts]
+    records[-1] = record(firsts[-1], *[6.0] * 10)
+    assert serving.sustained(records[::-1], 64) == pytest.approx(2.0, rel=0.2)
     assert serving.sustained([record(10.0), record(5.0), record(20.0)], 64) == pytest.approx(3 / 20)
+
+
+def test_work_counts_where_it_is_done_though_answers_end_in_waves() -> None:
+    """Two waves of 100: their prompts are computed in 50 s, then their tokens in 50 s more. A hundred answers end in no
+    time at all, once in 100 s; one per second is what is sustained."""
+    wave = [record(0.5 * (1 + number), 50.5 - 0.5 * (1 + number), *[50 / 99] * 99) for number in range(100)]
+    later = [replace(each, moments=[100 + moment for moment in each.moments]) for each in wave]
+    assert serving.sustained([*wave, *later], 50) == pytest.approx(1.0, rel=0.2)
+    assert serving.overall([*wave, *later]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_tokens_that_come_several_at_a_time_count_as_much() -> None:
+    singly = [record(float(number), *[0.25] * 20) for number in range(1, 31)]
+    pairs = [record(float(number), *[0.5] * 10) for number in range(1, 31)]
+    assert serving.sustained(pairs, 10) == pytest.approx(serving.sustained(singly, 10), rel=0.05)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
