@@ -32,6 +32,8 @@ log = logging.getLogger("tandem.worker")
 CPU_BATCHED_TOKENS = 512
 """A chunk of this size keeps a CPU's matrix units busy and a colocated stream's pause short."""
 GPU_BATCHED_TOKENS = 2048
+AHEAD_BYTES = 256 << 20
+"""Of the KV pool, beyond what was ever used: the rest takes memory only as it is needed."""
 DECODE_ROWS_HINT = 16
 """Rows that a decode step typically has: weights are packed for it."""
 
@@ -95,6 +97,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         kv_transport=config.kv_transport,
         data_address=f"tcp://{config.host}:*",
         drain_timeout_s=config.drain_timeout,
+        ahead_bytes=AHEAD_BYTES,
         supervised=status.supervised(),
     )
     hello = Hello(

@@ -24,6 +24,7 @@ from common.kv.layout import KvDtype, KvLayout
 Table = Sequence[BlockId] | npt.NDArray[np.int64]
 """Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
 # fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
 _F_ADD_SEALS, _F_GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1034, 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -138,6 +139,12 @@ class KvMemory(BlockArray):
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """A copy of the generation words of these blocks."""
         return self.generations[ids]
+
+    def populate(self, first: int, last: int) -> None:
+        """Has the bytes [first, last) of the pool in memory, as they are: in the middle of a step it would take as
+        long. OSError if there is no memory, or Linux is older than 5.14."""
+        first -= first % _PAGE
+        self._mmap.madvise(_MADV_POPULATE_WRITE, first, last - first)
 
     def close(self) -> None:
         """Unmaps; views must not be used afterwards."""

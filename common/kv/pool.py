@@ -53,6 +53,8 @@ class BlockPool:
         self.total = total
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
+        self.peak = 0
+        """Blocks of this number and higher were never in use."""
         # the last one freed is the first one taken: its memory is still warm, and tables dropped from their end come
         # back in rising order, so that runs of neighbours stay together
         self._free = [BlockId(i) for i in reversed(range(total))]
@@ -127,6 +129,7 @@ class BlockPool:
     def _take_one(self, holder: Holder) -> BlockId:
         if self._free:
             block = self._free.pop()
+            self.peak = max(self.peak, block + 1)
         else:
             block, _ = self._evictable.popitem(last=False)
             self.on_evict(block)

@@ -219,3 +219,18 @@ def test_the_fingerprint_names_what_the_bytes_mean() -> None:
         KvLayout((LayerLayout(2, 4, 4), LayerLayout(4, 2, 2)), "float32", 16),
     ]
     assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 1 + len(others)
+
+
+def test_populated_bytes_have_memory_and_keep_what_is_in_them() -> None:
+    layout = KvLayout((LayerLayout(2, 64, 64),), "bfloat16", 16)
+    memory = KvMemory(layout, 64)
+    size = layout.block_bytes * 64
+    assert os.fstat(memory.fd).st_blocks == 0, "a pool that is not used takes no memory"
+    memory.raw[3] = 7
+    try:
+        memory.populate(100, size // 2)
+    except OSError:
+        pytest.skip("Linux older than 5.14")
+    assert size // 2 <= os.fstat(memory.fd).st_blocks * 512 < size
+    assert (memory.raw[3] == 7).all() and not memory.raw[4:].any()
+    memory.close()

@@ -96,6 +96,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.take(1, CACHE)
 
     @invariant()
+    def what_lies_behind_the_peak_was_never_used(self) -> None:
+        assert not any(self.generations[self.pool.peak :])
+        assert self.pool.peak <= sum(count > 0 for count in self.generations), "the lowest are given out first"
+
+    @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "pool"):
             return

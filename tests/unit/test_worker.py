@@ -1,0 +1,91 @@
+"""What every worker does between its steps, whatever its role."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.ids import Incarnation, WorkerName, new_request_id, pack_tokens
+from common.messages import PROTOCOL, Generate, Hello
+from common.request import Request, SamplingParams
+from common.worker import IDLE_S, POPULATED_BYTES, WorkerSettings
+from decode.worker import DecodeWorker
+from tests.fakes.oracle import OracleEngine, oracle_layout
+
+BLOCKS = 1 << 13
+SLACK = 1 << 14
+"""Pages at both ends, and those that count the uses of blocks."""
+
+
+@pytest.fixture
+def worker_of() -> Iterator[Callable[..., DecodeWorker]]:
+    made: list[DecodeWorker] = []
+
+    def make(**settings: int) -> DecodeWorker:
+        engine = OracleEngine(blocks=BLOCKS)
+        hello = Hello(
+            PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint,
+            1, "h", "h", "", ("zmq",), BLOCKS, engine.layout.block_size, engine.max_model_len, engine.vocab_size, 4, 64,
+            "cpu", engine.layout.dtype,
+        )  # fmt: skip
+        made.append(DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64, **settings), hello))
+        return made[-1]
+
+    yield make
+    while made:
+        worker = made.pop()
+        worker._drop_all()
+        worker.close()
+        worker.engine.memory.close()
+        del worker  # who counts its blocks' generations keeps them mapped
+
+
+def in_memory(worker: DecodeWorker) -> int:
+    """Bytes of its pool."""
+    return os.fstat(worker.engine.memory.fd).st_blocks * 512  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_rests_has_memory_made_ready_for_blocks_to_come(worker_of: Callable[..., DecodeWorker]) -> None:
+    size, ahead = oracle_layout(16).block_bytes, 3 * POPULATED_BYTES // 2
+    assert size * BLOCKS > 3 * ahead, "so that the pool is larger than what is made ready"
+    worker = worker_of(ahead_bytes=ahead)
+    assert in_memory(worker) == 0
+    assert worker.turn() == 0.0, "it looks for messages between two parts of it"
+    if not in_memory(worker):
+        pytest.skip("Linux older than 5.14")
+    assert POPULATED_BYTES <= in_memory(worker) < ahead
+    assert [worker.turn() for _ in range(2)] == [0.0, IDLE_S]
+    assert ahead <= in_memory(worker) < ahead + SLACK
+
+    request = Request(new_request_id(), pack_tokens(range(1000)), SamplingParams(3, 0, ignore_eos=True))
+    worker._generate(Generate(request, 0), 0.0)
+    while worker.holdings():
+        worker.turn()
+        assert in_memory(worker) < ahead + SLACK, "somebody waits"
+    peak = worker.cache.pool.peak * size
+    assert peak >= 1000 // 16 * size > 2 * SLACK
+    assert worker.turn() == 0.0
+    assert ahead + peak <= in_memory(worker) < ahead + peak + SLACK
+    assert worker.turn() == IDLE_S
+
+
+def test_where_the_system_cannot_do_that_blocks_get_their_memory_when_they_are_used(
+    worker_of: Callable[..., DecodeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(ahead_bytes=1 << 30)
+    asked: list[int] = []
+
+    def refuse(first: int, last: int) -> None:
+        asked.append(first)
+        raise OSError("no such call")
+
+    monkeypatch.setattr(worker.engine.memory, "populate", refuse)
+    assert [worker.turn() for _ in range(3)] == [0.0, IDLE_S, IDLE_S]
+    assert asked == [0] and in_memory(worker) == 0
+
+
+def test_a_worker_takes_no_memory_ahead_unless_it_is_told_to(worker_of: Callable[..., DecodeWorker]) -> None:
+    worker = worker_of()
+    assert worker.turn() == IDLE_S and in_memory(worker) == 0
