@@ -6,9 +6,10 @@ the end of every layer, so cores are dealt out whole wherever there are enough.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,6 +78,21 @@ def deal_more(
         load[core] += 1
         shares.append(Share((core,), threads or 1))
     return shares
+
+
+def beside_streams(cores: Sequence[int], decode: Iterable[Share]) -> tuple[int, ...]:
+    """Where whoever passes tokens on should run: not on cores of ``decode`` workers, which every token would keep from
+    the next one, where there are others. A prompt takes longer instead, by as much."""
+    busy = {core for share in decode for core in share.cores or ()}
+    return tuple(core for core in cores if core not in busy) or tuple(cores)
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """The process, with all threads that it has and will have, runs on ``cores``. One that has ended, or may not, is
+    left as it is."""
+    with contextlib.suppress(OSError):
+        for thread in sorted(map(int, os.listdir(f"/proc/{pid}/task"))):  # the first one first: it starts the others
+            os.sched_setaffinity(thread, cores)
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
@@ -41,6 +42,7 @@ class Unit:
     ) -> None:
         self.label, self.config, self.share = label, config, share
         self._lending = lending
+        self._cores: Sequence[int] | None = None
         self._launcher = launcher
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
@@ -90,6 +92,15 @@ class Unit:
             self._hung = why
             self._process.kill()
 
+    def bind(self, to: Sequence[int]) -> None:
+        """This process, and those that follow it, run on these cores; for a child that does not pin itself."""
+        self._cores = to
+        self._pin()
+
+    def _pin(self) -> None:
+        if self._cores is not None and self._process is not None and self._process.returncode is None:
+            cores.pin(self._process.pid, self._cores)
+
     def running(self) -> bool:
         """Whether there is a process now."""
         return self._process is not None and self._process.returncode is None
@@ -132,6 +143,7 @@ class Unit:
             )
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()
+        self._pin()
         assert self._process.stdout is not None
         readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
         if line is not None and self._launcher is not None:

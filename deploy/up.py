@@ -168,7 +168,7 @@ class Supervisor:
         )
         coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self)
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
-        self._settle_cores(workers)
+        self._settle_cores(coordinator, workers)
         return [coordinator, *workers]
 
     def _make_worker(self, member: Member, workers: int) -> Unit:
@@ -186,10 +186,17 @@ class Supervisor:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
         return Unit(member.label, config, member.share, self._screen, lending=lending)
 
-    def _settle_cores(self, units: Iterable[Unit]) -> None:
-        """The workers of this machine are ``units`` from here on: who has cores for itself may lend them."""
+    def _settle_cores(self, coordinator: Unit, workers: Sequence[Unit]) -> None:
+        """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and where
+        the coordinator runs it disturbs no stream."""
         if self._lent is not None:
-            self._lent.settle(unit.share.cores or () for unit in units)
+            self._lent.settle(unit.share.cores or () for unit in workers)
+        mine = machine(self._config)[0]
+        decode = [
+            unit.share for unit in workers if isinstance(unit.config, WorkerConfig) and unit.config.role == "decode"
+        ]
+        if all(unit.share.cores for unit in workers):  # else nobody has cores for itself
+            coordinator.bind(cores.beside_streams(mine, decode))
 
     # -- coming up ----------------------------------------------------------------------------------------------------
 
@@ -325,13 +332,13 @@ class Supervisor:
                 await self._grow(unit)
 
         self._coming = list(coming)
-        self._settle_cores([*self._units[1:], *coming])
+        self._settle_cores(self._units[0], [*self._units[1:], *coming])
         try:
             results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
         finally:
             self._coming = []
         await asyncio.gather(*map(self._shrink, leaving))
-        self._settle_cores(self._units[1:])
+        self._settle_cores(self._units[0], self._units[1:])
         for failure in results:
             if isinstance(failure, BaseException):
                 raise failure

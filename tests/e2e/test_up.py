@@ -92,6 +92,15 @@ def long_prompt_was_helped_with(server: Server) -> bool:
     return float(found[1]) > 0
 
 
+def coordinator_of(up: Up) -> int:
+    """Its process."""
+    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
+    (found,) = (
+        each for each in children if b"deploy.process\0coordinator" in Path(f"/proc/{each}/cmdline").read_bytes()
+    )
+    return int(found)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -124,6 +133,9 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
 
     before = workers(server)
     assert set(before) == {"prefill-0", "decode-0"}
+    if len(os.sched_getaffinity(0)) > 1:
+        decode = os.sched_getaffinity(before["decode-0"]["pid"])
+        assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), "nobody else's turn delays a token"
     os.kill(before["decode-0"]["pid"], signal.SIGKILL)
 
     def healed() -> bool:

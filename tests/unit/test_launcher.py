@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +87,31 @@ def test_workers_that_join_later_get_what_is_free_or_least_crowded() -> None:
     assert cores.deal_more(range(4), running, 2) == [cores.Share((2,), 1), cores.Share((3,), 1)]
     assert [share.cores for share in cores.deal_more(range(2), cores.deal(range(2), 2), 3)] == [(0,), (1,), (0,)]
     assert cores.deal_more(range(64), [cores.Share(None, 4)] * 2, 2, quota=8) == [cores.Share(None, 2)] * 2
+
+
+def test_the_coordinator_runs_where_no_stream_is_decoded_if_there_is_such_a_core() -> None:
+    one, two = cores.Share((1,), 1), cores.Share((2, 3), 2)
+    assert cores.beside_streams(range(4), [one]) == (0, 2, 3)
+    assert cores.beside_streams(range(4), [one, two]) == (0,)
+    assert cores.beside_streams(range(1, 4), [one, two]) == (1, 2, 3), "there is none"
+    assert cores.beside_streams(range(2), []) == (0, 1)
+
+
+def test_a_process_is_pinned_with_all_of_its_threads() -> None:
+    allowed = os.sched_getaffinity(0)
+    code = "import threading; threading.Thread(target=input, daemon=True).start(); print(1, flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"1\n"
+        threads = os.listdir(f"/proc/{child.pid}/task")
+        assert len(threads) == 2
+        cores.pin(child.pid, [min(allowed)])
+        assert all(os.sched_getaffinity(int(each)) == {min(allowed)} for each in threads)
+        cores.pin(child.pid, [1 << 20])  # there is no such core
+        assert os.sched_getaffinity(child.pid) == {min(allowed)}
+    finally:
+        child.communicate()
+    cores.pin(child.pid, [min(allowed)])  # it has ended
 
 
 def test_the_quota_is_read(tmp_path: Path) -> None:
