@@ -160,11 +160,12 @@ def test_a_signal_to_all_of_its_processes_drains_as_one_to_it_does(start: Callab
     """As systemd and timeout send it: each child gets two."""
     up = start()
     running = ask(up.server(), 800)
-    next(running)
+    for _ in range(3):  # a token of decode's: a worker that is told to stop takes nothing new, and has this by then
+        next(running)
     family = up.children()
     for process in (*family, up.process):
         process.send_signal(signal.SIGTERM)
-    assert len(list(running)) >= 799
+    assert len(list(running)) >= 797
     assert up.process.wait(30) == 0
     assert not any(child.is_running() for child in family)
 
