@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import xxhash
 
-from common.ids import SequenceId
+from common.ids import Incarnation, SequenceId, WorkerName
 from common.kv.cache import BlockCopy
 from common.kv.convert import Bytes, converted
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory, Table
+from common.messages import PROTOCOL, Hello
 from common.sequence import Batch, Segment, StepResult, TokenLogprobs
 
 LAYERS = (LayerLayout(2, 1, 3), LayerLayout(4, 1, 1))
@@ -196,3 +197,12 @@ class OracleEngine:
     def _logprobs(segment: Segment, ids: list[int]) -> list[TokenLogprobs]:
         wanted = segment.sequence.request.sampling.logprobs
         return [] if wanted is None else [TokenLogprobs(-float(token) / VOCABULARY) for token in ids]
+
+
+def hello_of(engine: OracleEngine) -> Hello:
+    """What a decode worker with this engine, for four sequences, says to a coordinator."""
+    return Hello(
+        PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint, 1,
+        "h", "h", "", ("zmq",), engine.memory.blocks, engine.layout.block_size, engine.max_model_len,
+        engine.vocab_size, 4, 64, "cpu", engine.layout.dtype,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from common.ids import BlockId
 from common.kv.convert import converted
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory
+from tests.fakes.system import needs_populate
 
 BLOCKS = 6
 DTYPES: tuple[KvDtype, ...] = ("float32", "bfloat16", "float16")
@@ -221,16 +222,14 @@ def test_the_fingerprint_names_what_the_bytes_mean() -> None:
     assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 1 + len(others)
 
 
+@needs_populate
 def test_populated_bytes_have_memory_and_keep_what_is_in_them() -> None:
     layout = KvLayout((LayerLayout(2, 64, 64),), "bfloat16", 16)
     memory = KvMemory(layout, 64)
     size = layout.block_bytes * 64
     assert os.fstat(memory.fd).st_blocks == 0, "a pool that is not used takes no memory"
     memory.raw[3] = 7
-    try:
-        memory.populate(100, size // 2)
-    except OSError:
-        pytest.skip("Linux older than 5.14")
+    memory.populate(100, size // 2)
     assert size // 2 <= os.fstat(memory.fd).st_blocks * 512 < size
     assert (memory.raw[3] == 7).all() and not memory.raw[4:].any()
     memory.close()

@@ -16,18 +16,17 @@ from common import native
 from common.attention.interface import Params
 from common.attention.native import NativeAttention
 from common.channel import Channels
-from common.ids import Incarnation, WorkerName, new_request_id, pack_tokens
+from common.ids import new_request_id, pack_tokens
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.lending import MAX_CORES, LentCores
-from common.messages import PROTOCOL, Hello
 from common.model.linears import NativeLinear
 from common.request import Request, SamplingParams
 from common.sequence import Sequence
 from common.worker import WorkerSettings
 from decode.worker import DecodeWorker
-from tests.fakes.oracle import OracleEngine
+from tests.fakes.oracle import OracleEngine, hello_of
 from tests.unit.test_attention import random_spans
 
 library = native.library()
@@ -87,14 +86,6 @@ def test_cores_beyond_what_can_be_told_are_kept(lent: LentCores) -> None:
     worker.lend()
     assert lent.lent() == [MAX_CORES - 1]
     worker.close()
-
-
-def hello_of(engine: OracleEngine) -> Hello:
-    return Hello(
-        PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint, 1,
-        "h", "h", "", ("zmq",), 8, engine.layout.block_size, engine.max_model_len, engine.vocab_size, 4, 64, "cpu",
-        engine.layout.dtype,
-    )  # fmt: skip
 
 
 def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.ids import Incarnation, WorkerName, new_request_id, pack_tokens
-from common.messages import PROTOCOL, Generate, Hello
+from common.ids import new_request_id, pack_tokens
+from common.messages import Generate
 from common.request import Request, SamplingParams
 from common.worker import IDLE_S, POPULATED_BYTES, WorkerSettings
 from decode.worker import DecodeWorker
-from tests.fakes.oracle import OracleEngine, oracle_layout
+from tests.fakes.oracle import OracleEngine, hello_of, oracle_layout
+from tests.fakes.system import needs_populate
 
 BLOCKS = 1 << 13
 SLACK = 1 << 14
@@ -25,12 +26,8 @@ def worker_of() -> Iterator[Callable[..., DecodeWorker]]:
 
     def make(**settings: int) -> DecodeWorker:
         engine = OracleEngine(blocks=BLOCKS)
-        hello = Hello(
-            PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint,
-            1, "h", "h", "", ("zmq",), BLOCKS, engine.layout.block_size, engine.max_model_len, engine.vocab_size, 4, 64,
-            "cpu", engine.layout.dtype,
-        )  # fmt: skip
-        made.append(DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64, **settings), hello))
+        settled = WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64, **settings)
+        made.append(DecodeWorker(engine, settled, hello_of(engine)))
         return made[-1]
 
     yield make
@@ -47,14 +44,13 @@ def in_memory(worker: DecodeWorker) -> int:
     return os.fstat(worker.engine.memory.fd).st_blocks * 512  # type: ignore[attr-defined]
 
 
+@needs_populate
 def test_a_worker_that_rests_has_memory_made_ready_for_blocks_to_come(worker_of: Callable[..., DecodeWorker]) -> None:
     size, ahead = oracle_layout(16).block_bytes, 3 * POPULATED_BYTES // 2
     assert size * BLOCKS > 3 * ahead, "so that the pool is larger than what is made ready"
     worker = worker_of(ahead_bytes=ahead)
     assert in_memory(worker) == 0
     assert worker.turn() == 0.0, "it looks for messages between two parts of it"
-    if not in_memory(worker):
-        pytest.skip("Linux older than 5.14")
     assert POPULATED_BYTES <= in_memory(worker) < ahead
     assert [worker.turn() for _ in range(2)] == [0.0, IDLE_S]
     assert ahead <= in_memory(worker) < ahead + SLACK
