@@ -42,7 +42,7 @@ builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draf
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
 
 bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
-	@PEERS="$(PEERS)" $(BIN)/python -m bench.goals $(ARGS)
+	@$(BIN)/python -m bench.goals $(if $(PEERS),--peers $(PEERS)) $(ARGS)
 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program, then saved) measure what tandem bench serve does?
 	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM) --save bench/results/crosscheck.json)

@@ -17,11 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common import device
 from common.errors import StartError
 
 PICTURES = (".png", ".svg")
 KEYS, FLAGS = ("--api-key", "--admin-api-key"), "--up-flags"
 """Options with a secret, and the one that has options of another command in it."""
+INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
+"""Of those that a processor may have, the ones that kernels differ by."""
 DATE = "%Y%m%d-%H%M%S"
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +37,9 @@ def provenance() -> dict[str, Any]:
         "command": _command(),
         "commit": _commit(),
         "machine": {
-            "cpu": _cpu(),
+            "cpu": device.cpu_name(),
+            "cpu_model": device.cpu_model(),
+            "instructions": sorted(device.cpu_flags() & INSTRUCTIONS),
             "cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "python": platform.python_version(),
@@ -48,7 +53,8 @@ def told() -> str:
     found = provenance()
     machine = found["machine"]
     date = datetime.strptime(found["date"], DATE).date()
-    return f"`{found['command']}`, {date}, {machine['cores']} x {machine['cpu']}, commit {found['commit']}"
+    cpu = f"{machine['cpu']} ({machine['cpu_model']})" if machine["cpu_model"] else machine["cpu"]
+    return f"`{found['command']}`, {date}, {machine['cores']} x {cpu}, commit {found['commit']}"
 
 
 def _command() -> str:
@@ -107,15 +113,6 @@ def comparable(earlier: dict[str, Any]) -> bool:
 def _git(*words: str) -> str:
     command = ["git", "-C", str(ROOT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def check_outputs(save: str | None, plot: str | None) -> None:

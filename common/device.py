@@ -82,6 +82,13 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or platform.machine()
 
 
+def cpu_model() -> str:
+    """Which processor it is as Linux numbers it, since names do not tell those of virtual machines apart; empty where
+    Linux does not."""
+    x86, arm = ("cpu family", "model", "stepping"), ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
+    return ", ".join(f"{key} {value}" for key in (*x86, *arm) if (value := _cpuinfo(key)) is not None)
+
+
 def _cpuinfo(key: str) -> str | None:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

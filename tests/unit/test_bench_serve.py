@@ -219,7 +219,8 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
     commit_all(tmp_path)
     earlier = provenance()
     assert results.comparable(earlier)
-    assert not results.comparable(earlier | {"machine": earlier["machine"] | {"cores": 1000}})
+    for other in ({"cores": 1000}, {"cpu_model": "cpu family 1, model 2"}, {"instructions": []}):
+        assert not results.comparable(earlier | {"machine": earlier["machine"] | other})
     assert not results.comparable(earlier | {"commit": "0123456789ab"})
     for path in (text, figures):
         path.write_text("2")

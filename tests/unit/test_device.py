@@ -49,6 +49,21 @@ def test_the_machine_is_probed() -> None:
     assert set(found.cpus) == os.sched_getaffinity(0)
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"cpu family": "25", "model": "17", "stepping": "0"}, "cpu family 25, model 17, stepping 0"),
+        ({"CPU implementer": "0x41", "CPU part": "0xd40"}, "CPU implementer 0x41, CPU part 0xd40"),
+        ({}, ""),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(
+    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_cpuinfo", told.get)
+    assert device.cpu_model() == expected
+
+
 def test_a_control_group_limits_free_memory(tmp_path: Path) -> None:
     for name, text in {
         "memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 5\ninactive_file 50000\n"
