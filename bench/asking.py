@@ -17,6 +17,8 @@ from common.client import Server
 from common.config import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
 from common.errors import StartError
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Options that are fields of every request, where they are given."""
 WARM = 1 << 31
 """A run number that no run has: its words are for warming up."""
 
@@ -46,9 +48,15 @@ class Prepared:
         return [first[index % len(first)] for index in range(count)]
 
 
-def prepare(options: LoadOptions, url: str, api_key: str | None = None, model: str | None = None) -> Prepared:
+def prepare(
+    options: LoadOptions,
+    url: str,
+    api_key: str | None = None,
+    model: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Prepared:
     """Looks at the server and makes the asks of ``options``; StartError if either cannot be."""
-    return prepare_with(options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model)
+    return prepare_with(options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model, headers)
 
 
 def prepare_with(
@@ -58,9 +66,10 @@ def prepare_with(
     url: str,
     api_key: str | None = None,
     model: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Prepared:
     """The same with asks that ``make`` makes."""
-    server = Server(url, api_key)
+    server = Server(url, api_key, headers=headers)
     served = server.served(model)
     name = str(served["id"])
     tokenizer: Tokenizer = (
@@ -77,12 +86,13 @@ def prepare_with(
         raise StartError("there is nothing to ask", why, "give shorter lengths, or another dataset")
     if len(asks) < prompts.num_prompts:
         notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {prompts.num_prompts}")
-    extra = dict(requests.extra_body or {})
+    sampling = {name: getattr(requests, name) for name in SAMPLING}
+    extra = {name: value for name, value in sampling.items() if value is not None} | (requests.extra_body or {})
     if requests.ignore_eos:
         extra.setdefault("ignore_eos", True)
     if served.get("owned_by") == "tandem":
         extra.setdefault("return_metrics", True)
-    target = Target(server.url, name, requests.backend, api_key, requests.answer_timeout, extra)
+    target = Target(server.url, name, requests.backend, api_key, requests.answer_timeout, extra, headers or {})
     return Prepared(target, asks, tokenizer, notes, longest)
 
 

@@ -74,7 +74,7 @@ def run(config: BenchBatchingConfig) -> int:
     console = Console(stderr=True, highlight=False)
     prepared = prepare_with(
         config, lambda tokenizer: _prompts(config, tokenizer), config, config.url, config.api_key,
-        config.served_model_name,
+        config.served_model_name, config.header,
     )  # fmt: skip
     mean = config.random_output_len
     most = longest_answer(mean, config.random_input_len, prepared.longest)
@@ -94,7 +94,7 @@ def run(config: BenchBatchingConfig) -> int:
     shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(f"continuous batching gives {shown} times as many, against batches of {config.batch_size}")
     if config.save:
-        results.save(Path(config.save), _as_json(config, most, found, ratios))
+        results.save(Path(config.save), {"model_id": prepared.target.model} | _as_json(config, most, found, ratios))
     return 0
 
 

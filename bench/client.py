@@ -156,7 +156,8 @@ class Events:
 
 @dataclass(frozen=True)
 class Target:
-    """A server and how it is asked. ``extra`` are fields of every body; ``url`` has no path."""
+    """A server and how it is asked. ``extra`` are fields of every body, ``headers`` those of every request beside the
+    usual ones; ``url`` has no path."""
 
     url: str
     model: str
@@ -164,12 +165,14 @@ class Target:
     api_key: str | None = None
     timeout_s: float = 600.0
     extra: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def session(self) -> aiohttp.ClientSession:
         """A client session without a limit of connections of its own."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
+        headers |= self.headers
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=30),

@@ -142,7 +142,7 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
 def run(config: BenchGoodputConfig) -> int:
     """Prints the curve and the goodput; exit code 1 if no rate was good enough."""
     console = Console(stderr=True, highlight=False)
-    prepared = prepare(config, config.url, config.api_key, config.served_model_name)
+    prepared = prepare(config, config.url, config.api_key, config.served_model_name, config.header)
     for note in prepared.notes:
         console.print(f"note: {note}", markup=False)
     alone = unloaded(prepared, console)

@@ -2,7 +2,7 @@
 
 It speaks the completions and chat endpoints of OpenAI, streams only, and computes nothing: request i gets its chunks at
 the times that script i says, one word each. ``GET /truth`` tells when each chunk was really written, which is what a
-client on the same machine must have measured. One id stands for one byte of text.
+client on the same machine must have measured; ``GET /asked`` has headers and bodies of the requests. One id stands for one byte of text.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class MockServer:
         self._asked = 0
         self.said: list[Said] = []
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
@@ -74,12 +75,14 @@ class MockServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/truth", self._truth)
+        app.router.add_get("/asked", self._asked_for)
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         came_at = self._clock()
         body = json.loads(await request.read())
         self.bodies.append(body)
+        self.headers.append(dict(request.headers))
         self._asked += 1
         if self._refuse_every and self._asked % self._refuse_every == 0:
             error = {"message": "too much", "type": "server_error", "param": None, "code": "server_is_overloaded"}
@@ -119,6 +122,9 @@ class MockServer:
 
     async def _truth(self, _: web.Request) -> web.Response:
         return web.json_response([said.moments for said in self.said])
+
+    async def _asked_for(self, _: web.Request) -> web.Response:
+        return web.json_response([list(each) for each in zip(self.headers, self.bodies, strict=True)])
 
 
 def _prompt_tokens(body: dict[str, Any]) -> int:

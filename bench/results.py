@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from common import device
 from common.errors import StartError
 
 PICTURES = (".png", ".svg")
-KEYS, FLAGS = ("--api-key", "--admin-api-key"), "--up-flags"
-"""Options with a secret, and the one that has options of another command in it."""
+SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), "--up-flags"
+"""Options with a secret, with several, and the one that has options of another command in it."""
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
 """Of those that a processor may have, the ones that kernels differ by."""
 DATE = "%Y%m%d-%H%M%S"
@@ -67,16 +66,22 @@ def _command() -> str:
 
 
 def _without_secrets(words: Iterable[str]) -> Iterator[str]:
-    for before, word in pairwise(["", *words]):
+    flag = ""  # that a word may be the value of
+    for word in words:
         option, equals, value = word.partition("=")
-        if before in KEYS or (equals and option in KEYS):
-            yield "..." if before in KEYS else f"{option}=..."
-        elif before == FLAGS:
-            yield shlex.join(_without_secrets(shlex.split(word)))
-        elif equals and option == FLAGS:
-            yield f"{FLAGS}={shlex.join(_without_secrets(shlex.split(value)))}"
+        if option.startswith("--") and " " not in option:
+            flag, said = option.replace("_", "-"), f"{option}{equals}"
         else:
-            yield re.sub(r"(?<=://)[^/@]+@", "", word)
+            equals, said, value = "", "", word
+        if flag in (*SECRETS, *MANY_SECRETS):
+            shown = value and "..."
+        elif flag == FLAGS:
+            shown = shlex.join(_without_secrets(shlex.split(value)))
+        else:
+            shown = re.sub(r"(?<=://)[^/@]+@", "", value)
+        if equals or (value and flag not in MANY_SECRETS):
+            flag = ""
+        yield said + shown
 
 
 def _commit() -> str | None:

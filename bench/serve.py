@@ -27,7 +27,7 @@ def run(config: BenchServeConfig) -> int:
     objectives = absolute_objectives(config.goodput)
     metrics, ramp = _metrics(config.percentile_metrics), _ramp(config)
     console = Console(stderr=True, highlight=False)
-    prepared = prepare(config, config.url, config.api_key, config.served_model_name)
+    prepared = prepare(config, config.url, config.api_key, config.served_model_name, config.header)
     for note in prepared.notes:
         console.print(f"note: {note}", markup=False)
     asks = prepared.asks()
@@ -46,9 +46,10 @@ def run(config: BenchServeConfig) -> int:
     )))  # fmt: skip
     if config.save:
         figures = {
+            **(config.metadata or {}),
             "endpoint_type": config.backend,  # as it was called once
             "backend": config.backend,
-            "label": None,
+            "label": config.label,
             "model_id": prepared.target.model,
             "tokenizer_id": config.tokenizer,
             "dataset_name": config.dataset_name,

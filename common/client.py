@@ -29,9 +29,12 @@ class Refused(TandemError):
 
 
 class Server:
-    """The server at ``url``. ``key`` is sent with every request; ``timeout_s`` bounds each wait for bytes."""
+    """The server at ``url``. ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for
+    bytes."""
 
-    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, key: str | None = None, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
+    ) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             host, self._port = parts.hostname, parts.port
@@ -42,7 +45,7 @@ class Server:
             raise _no_address(url, "http://HOST:PORT is")
         self.url, self._host = f"{parts.scheme}://{parts.netloc}", host
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> tuple[int, Any]:

@@ -24,7 +24,9 @@ from common.options import (
     CPUS,
     DEADLINE,
     JSON_OBJECT,
+    LIST,
     NUMBERS,
+    PAIRS,
     PORT,
     RATE,
     SECONDS,
@@ -386,7 +388,7 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
 class ClientOptions:
     """What every client of a running server takes."""
 
-    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client")
+    url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client", aliases=("--base-url",))
     api_key: str | None = option(None, "key to send", TEXT, "client", secret=True)
 
 
@@ -498,6 +500,14 @@ class RequestOptions:
     )
     num_warmups: int = option(1, "requests sent before, one by one, that do not count", count(0), "load")
     ignore_eos: bool = option(True, "answers are as long as asked for, whatever the model says", SWITCH, "load")
+    temperature: float | None = option(None, "0 is greedy", decimal(0, 2), "load", shown_default="the server's")
+    top_p: float | None = option(
+        None, "tokens that together are this probable", decimal(0, 1), "load", shown_default="the server's"
+    )
+    top_k: int | None = option(None, "most probable tokens", count(0), "load", shown_default="the server's")
+    min_p: float | None = option(
+        None, "tokens this probable beside the most probable", decimal(0, 1), "load", shown_default="the server's"
+    )
     extra_body: dict[str, Any] | None = option(None, "fields added to every request", JSON_OBJECT, "load")
     answer_timeout: float = option(600.0, "how long one answer may take", DEADLINE, "load")
 
@@ -516,6 +526,7 @@ class TargetOptions(ClientOptions):
     served_model_name: str | None = option(
         None, "which of its models is measured", TEXT, "client", aliases=("--model",), shown_default="the first"
     )
+    header: dict[str, str] | None = option(None, "headers of every request", PAIRS, "client", secret=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,8 +539,10 @@ class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions):
     ramp_up_start_rps: float | None = option(None, "requests per second at its start", RATE, "load")
     ramp_up_end_rps: float | None = option(None, "requests per second at its end", RATE, "load")
     goodput: str | None = option(
-        None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", TEXT, "results"
+        None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", LIST, "results"
     )
+    label: str | None = option(None, "name of the run, saved with its figures", TEXT, "results")
+    metadata: dict[str, str] | None = option(None, "more to save with them", PAIRS, "results")
     percentile_metrics: str = option("ttft,tpot,itl,e2el", "metrics that are shown", TEXT, "results")
     metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
     save_detailed: bool = option(False, "save every request, not only the figures of all", SWITCH, "results")
@@ -554,7 +567,7 @@ class BenchGoodputConfig(TargetOptions, LoadOptions):
     """``tandem bench goodput``: the highest rate at which most requests are inside the objectives."""
 
     goodput: str = option(
-        DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
+        DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", LIST, "results"
     )
     attainment: float = option(0.9, "share of requests that must be inside them", decimal(0.01, 1), "results")
     rates: tuple[float, ...] | None = option(

@@ -36,11 +36,13 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none)."""
+    """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none).
+    ``between``: its flag takes several words, too, which are one text with this between them."""
 
     metavar: str
     expects: str
     parse: Callable[[str], Any]
+    between: str | None = None
 
 
 def parse_number(text: str) -> int:
@@ -154,6 +156,13 @@ def _parse_rate(text: str) -> float:
     return value
 
 
+def _parse_pairs(text: str) -> dict[str, str]:
+    pairs = dict(line.split("=", 1) for line in text.splitlines() if line)
+    if not pairs or not all(pairs):
+        raise ValueError(text)
+    return pairs
+
+
 def _parse_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -162,6 +171,8 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 TEXT = Kind("TEXT", "some text", _parse_text)
+LIST = Kind("TEXT", "some text", _parse_text, ",")
+PAIRS = Kind("NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n")
 SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
 DEADLINE = decimal(0.001, 1e6, "SECONDS")
@@ -311,6 +322,7 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these options"
     )
     groups: dict[str, Any] = {}
+    last = not any(item.positional for item in options(config))  # no word that follows a flag is a positional one
     for item in options(config):
         group = groups.get(item.group) or groups.setdefault(item.group, parser.add_argument_group(item.group))
         text = item.help.replace("%", "%%")
@@ -323,7 +335,10 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
             action = argparse.BooleanOptionalAction
             group.add_argument(*flags, dest=item.name, action=action, default=argparse.SUPPRESS, help=text)
         else:
-            group.add_argument(*flags, dest=item.name, metavar=item.kind.metavar, default=argparse.SUPPRESS, help=text)
+            words: Any = {"nargs": "+"} if last and item.kind.between is not None else {}
+            group.add_argument(
+                *flags, dest=item.name, metavar=item.kind.metavar, default=argparse.SUPPRESS, help=text, **words
+            )
 
 
 def known_flags(parser: argparse.ArgumentParser) -> list[str]:
@@ -364,6 +379,8 @@ def _find(
 ) -> tuple[Any, str] | None:
     """The value of one option and where it came from; None when nobody set it."""
     if (value := given.get(item.name)) is not None:
+        if isinstance(value, list):
+            value = (item.kind.between or "").join(value)
         return (value if isinstance(value, bool) else item.parse(value, item.flag)), item.flag
     if environ.get(item.env):
         return item.parse(environ[item.env], item.env), item.env

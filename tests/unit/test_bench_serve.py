@@ -152,6 +152,25 @@ def test_the_command_reports_what_was_done(
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
+def test_requests_say_what_vllms_flags_say(mock_url: str, tmp_path: Path) -> None:
+    """Objectives, headers and metadata as several words; the sampling of each request; what ``--extra-body`` has goes
+    before it; whatever else is saved keeps its name."""
+    saved = tmp_path / "run.json"
+    words = "--num-prompts 1 --num-warmups 0 --random-output-len 2 --goodput ttft:100000 tpot:100000 --label one".split()
+    words += ["--header", "x-team=a, b", "x-tenant=c=d", "--metadata", "version=7", "completed=never"]
+    words += ["--temperature", "0", "--top-p", "0.5", "--top-k", "4", "--extra-body", '{"top_k": 5, "seed": 1}']
+    assert cli.main(["bench", "serve", "--base-url", mock_url, *words, "--save", str(saved)]) == 0
+    with urllib.request.urlopen(f"{mock_url}/asked") as response:
+        ((headers, body),) = json.load(response)
+    assert (headers["x-team"], headers["x-tenant"]) == ("a, b", "c=d")
+    assert {name: body.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")} == {
+        "temperature": 0, "top_p": 0.5, "top_k": 5, "min_p": None, "seed": 1
+    }  # fmt: skip
+    figures = json.loads(saved.read_text())
+    assert (figures["label"], figures["version"], figures["completed"]) == ("one", "7", 1)
+    assert figures["goodput"] == "ttft:100000,tpot:100000" and figures["slo_attainment"] == 1
+
+
 RAMP = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "100", "--ramp-up-end-rps", "104")
 
 
@@ -176,6 +195,13 @@ def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> No
         "tandem bench compare model --api-key ... --url http://host:80/v1"
         " --up-flags '--api-key ... --admin-api-key=...' '--up-flags=--api-key ...' --api-key=..."
     )
+    words = ["bench", "serve", "--api_key", "one", "--header", "a=two", "b=three", "--num-prompts", "4", "--header=c=d"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", *words])
+    assert provenance()["command"] == (
+        "tandem bench serve --api_key ... --header ... ... --num-prompts 4 --header=..."
+    )
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", "bench", "compare", "--api-key", "one", "model"])
+    assert provenance()["command"] == "tandem bench compare --api-key ... model"
 
 
 def git(folder: Path, *words: str) -> None:
@@ -255,6 +281,7 @@ def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsy
         (("--request-rate", "0"), "more than 0"),
         (("--request-rate", "nan"), "more than 0"),
         (("--metric-percentiles", "50,101"), "0 to 100"),
+        (("--header", "one"), "NAME=VALUE"),
         (("--percentile-metrics", "ttft,tttt"), "tttt"),
         (("--save-detailed",), "--save"),
         (("--extra-body", "[1]"), "JSON object"),
