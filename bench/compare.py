@@ -134,9 +134,14 @@ def best(outcomes: Iterable[Outcome], figure: str) -> Outcome | None:
 
 
 def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[str]:
-    """In words: whether to disaggregate, why, and what speaks for other pool sizes. Pure."""
+    """In words: whether to disaggregate, why, what speaks for other pool sizes, and what the server at ``--url`` is
+    beside the best of these. Pure."""
     objectives = f"{' '.join(map(str, bounds))} (ms)"
     figure = merit(outcomes)
+    return [*_advice(outcomes, bounds, figure, objectives), *_beside_other(outcomes, figure, objectives)]
+
+
+def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: str, objectives: str) -> list[str]:
     apart = best((each for each in outcomes if each.disaggregated), figure)
     together = best((each for each in outcomes if each.colocated), figure)
     if apart is None or together is None:
@@ -181,6 +186,22 @@ def verdict(outcomes: Sequence[Outcome], bounds: Sequence[Objective]) -> list[st
     return [*lines, *_sizes(apart, bounds)]
 
 
+def _beside_other(outcomes: Sequence[Outcome], figure: str, objectives: str) -> list[str]:
+    other = next((each for each in outcomes if each.system == OTHER), None)
+    ours = best((each for each in outcomes if each.system != OTHER and each.answered), figure)
+    if other is None or ours is None:
+        return []
+    if not other.answered:
+        return ["The server at --url answered no request."]
+    if not (other.figure(figure).high or ours.figure(figure).high):
+        return [f"Neither {ours.system} nor the server at --url has any request inside {objectives}."]
+    gain = ours.against(other, figure)
+    shown = f"{ours.system} has {gain:.2f} times as many requests inside {objectives} as the server at --url"
+    if min(each.figure("itl_p99").low for each in (ours, other)):
+        shown += f", whose P99 time between tokens is {other.against(ours, 'itl_p99'):.2f} times as long"
+    return [f"{shown}."]
+
+
 def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
     """What the objectives that its requests miss say about the sizes of its pools: the first token waits for prefill,
     the others for decode."""
@@ -195,11 +216,14 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
     if max(late, slow) <= FEW:
         failed = apart.failed / (apart.failed + apart.answered) > FEW
         return [f"{shown}: {'of those that were answered' if failed else 'its pools are large enough'}."]
+    prefill, decode, _ = counts(apart.system)
     if late > 2 * slow:
-        return [f"{shown}: it lacks prefill, a larger prefill pool would serve more."]
-    if slow > 2 * late:
-        return [f"{shown}: it lacks decode, a larger decode pool would serve more."]
-    return [f"{shown}: both pools are too small."]
+        lacks, larger = "it lacks prefill", f"{prefill + 1}p{decode}d"
+    elif slow > 2 * late:
+        lacks, larger = "it lacks decode", f"{prefill}p{decode + 1}d"
+    else:
+        lacks, larger = "both pools are too small", f"{prefill + 1}p{decode + 1}d"
+    return [f"{shown}: {lacks}, {larger} would serve more (tandem bench plan tells how much)."]
 
 
 def busy_shares(run: Run) -> dict[str, float]:

@@ -83,7 +83,14 @@ def run(config: BenchPlanConfig) -> int:
         from bench import plots
 
         plots.draw_runs({each.system: each.runs[0] for each in outcomes}, Path(config.plot), objectives)
-    off = [ratio for ratios in checked.values() for ratio in ratios.values() if abs(ratio - 1) > config.tolerance]
+    off = [
+        f"{name} of {system}"
+        for system, ratios in checked.items()
+        for name, ratio in ratios.items()
+        if abs(ratio - 1) > config.tolerance
+    ]
+    if off:
+        print(f"the plan is off by more than {config.tolerance:.0%} (--tolerance): {', '.join(off)}")
     return 1 if off else 0
 
 

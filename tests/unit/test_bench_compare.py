@@ -128,12 +128,27 @@ def test_the_best_of_each_kind_are_compared() -> None:
     )
 
 
+def test_the_server_at_the_url_is_compared_with_the_best_system() -> None:
+    other = outcome("other", (30, 35), (60, 35))
+    rounds = [outcome("1p1d", (60, 10), (60, 10)), outcome("1c", (90, 10), (90, 10))]
+    assert verdict([*rounds, other], OBJECTIVES)[-1] == (
+        "1c has 2.25 (1.50 to 3.00) times as many requests inside ttft:1000 tpot:40 (ms) as the server at --url, whose"
+        " P99 time between tokens is 3.50 (3.50 to 3.50) times as long."
+    )
+    alone = verdict([rounds[0], other], OBJECTIVES)
+    assert alone[0].startswith("No advice") and alone[1].startswith("1p1d has 1.50 (1.00 to 2.00) times")
+    dead = failing(outcome("other", (90, 10), (90, 10)), 100)
+    assert verdict([*rounds, dead], OBJECTIVES)[-1] == "The server at --url answered no request."
+    late = [outcome(name, (0, 10), (0, 10)) for name in ("1p1d", "1c", "other")]
+    assert verdict(late, OBJECTIVES)[-1].startswith("Neither 1p1d nor the server at --url has any request inside")
+
+
 @pytest.mark.parametrize(
     ("inside", "gap_ms", "said"),
     [
-        (70, 10, "it lacks prefill"),
-        (95, 60, "it lacks decode"),
-        (30, 60, "both pools are too small"),
+        (70, 10, "it lacks prefill, 2p1d would serve more"),
+        (95, 60, "it lacks decode, 1p2d would serve more"),
+        (30, 60, "both pools are too small, 2p2d would"),
         (100, 10, "its pools are large enough"),
     ],
 )

@@ -175,6 +175,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rounds[0]["median_ttft_ms"] *= 3
     measured.write_text(json.dumps({"systems": {"1p1d": {"rounds": rounds}}}))
     assert cli.main(check) == 1
+    assert "the plan is off by more than 50% (--tolerance): ttft_p50 of 1p1d" in capsys.readouterr().out
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
