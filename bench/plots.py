@@ -25,7 +25,9 @@ LEAST_MS = 0.1
 """Shorter times are drawn as this one."""
 DECADE = 10
 """Times further apart than this factor are drawn on a logarithmic axis."""
-WAIT, PREFILL, DECODE = "#c7c7c7", "#d1603d", "#3d6fb1"
+WAIT, PREFILL, DECODE, UNTOLD = "#c7c7c7", "#d1603d", "#3d6fb1", "#dfb3a3"
+PHASES = {WAIT: "waiting", PREFILL: "prefill", UNTOLD: "waiting and prefill", DECODE: "decode"}
+"""``UNTOLD`` is what a server does not tell apart."""
 
 
 def draw_run(run: Run, path: Path, objectives: Iterable[Objective] = ()) -> None:
@@ -127,24 +129,29 @@ def _timelines(figure: Figure, places: Sequence[tuple[SubplotSpec, SubplotSpec]]
 
 
 def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:
-    """A row per request: waiting, prefill (as far as the server tells it apart from waiting), decode."""
+    """A row per request: waiting and prefill, told apart where the server does, and decode."""
     from matplotlib.ticker import MaxNLocator
 
+    seen: set[str] = set()
     for row, record in enumerate(records):
         if not record.moments:
             axes.plot(record.sent_at - began_at, row, "x", color="black", markersize=4)
             continue
         sent, first, last = (at - began_at for at in (record.sent_at, record.moments[0], record.moments[-1]))
-        prefill = min(first - sent, ((record.stages or {}).get("prefill_ms") or 1e12) / 1000)
-        axes.barh(row, first - sent - prefill, left=sent, height=0.8, color=WAIT)
-        axes.barh(row, prefill, left=first - prefill, height=0.8, color=PREFILL)
-        axes.barh(row, last - first, left=first, height=0.8, color=DECODE)
-    for colour, name in ((WAIT, "waiting"), (PREFILL, "prefill"), (DECODE, "decode")):
-        axes.barh(0, 0, color=colour, label=name)
+        told = (record.stages or {}).get("prefill_ms")
+        began = first - min(first - sent, told / 1000) if told else first
+        for colour, start, end in ((WAIT if told else UNTOLD, sent, began), (PREFILL, began, first), (DECODE, first, last)):
+            if end > start:
+                axes.barh(row, end - start, left=start, height=0.8, color=colour)
+                seen.add(colour)
+    for colour, name in PHASES.items():
+        if colour in seen:
+            axes.barh(0, 0, color=colour, label=name)
     axes.set_ylim(len(records) - 0.5, -0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _label(axes, f"{title}every request from being sent to its last token", "s", "request")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0)
+    if seen:
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(seen), frameon=False, borderaxespad=0)
 
 
 def _lanes(axes: Axes, run: Run) -> None:

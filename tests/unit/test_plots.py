@@ -88,3 +88,13 @@ def test_requests_are_counted_in_whole_numbers(figure: list[Any]) -> None:
         low, high = sorted(timeline.get_ylim())
         shown = [at for at in timeline.get_yticks() if low <= at <= high]
         assert shown and all(at == int(at) and 0 <= at < count for at in shown)
+
+
+def test_what_a_server_does_not_tell_apart_is_not_called_prefill(figure: list[Any]) -> None:
+    told, untold = run(40.0), run(40.0)
+    for record in untold.records:
+        record.stages = None
+    plots.draw_timelines({"told": told, "untold": untold}, Path("run.png"))
+    legends = [axes.get_legend() for axes in figure[0].axes]
+    names = [[text.get_text() for text in legend.get_texts()] for legend in legends if legend]
+    assert names == [["waiting", "prefill", "decode"], ["waiting and prefill", "decode"]]
