@@ -1,8 +1,8 @@
 """``tandem bench kernels``: attention and linear layers beside their limits.
 
 Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
-second from memory of that size, with torch's path beside it on the same pool; then the linear layers, as shares of the
-rate at which many rows are multiplied or weights are read. Blocks lie in random order, values are random. What is
+second from memory of that size, with torch's path beside it on the same pool; then the linear layers, with whole and
+with int8 weights, as shares of the rate at which many rows are multiplied or weights are read. Blocks lie in random order, values are random. What is
 compared is timed in alternation. Figures are those of what a worker would use, and at the end stands where torch would
 have been faster.
 """
@@ -30,6 +30,7 @@ from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048, 8192)
+ROWS = (1, 4, 16, 64, 512)
 BLOCK = 16
 EQUAL = 0.98
 """Nothing is called slower than torch for what one kernel differs by between two measurements."""
@@ -117,6 +118,10 @@ def served(found: Product) -> str:
     return next(reversed(found.seconds))
 
 
+def _kind(layers: Product) -> str:
+    return "int8" if layers.int8 else "linear"
+
+
 def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All kernels on ``threads`` threads; ``say`` takes each line of the table as it comes."""
     with on_threads(threads):
@@ -138,21 +143,28 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
                     + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
                 )
         torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        linear = [product(shapes(LLAMA_82M), torch_dtype, rows) for rows in (1, 4, 16, 64, 512)]
+        layers = shapes(LLAMA_82M)
+        linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
         top = max(each.flops_per_s for each in linear)
+        whole_s = {each.rows: each.seconds[served(each)] for each in linear if not each.int8}
         for each in linear:
             flops_per_s, bytes_per_s = each.rates(served(each))
             share = max(flops_per_s / top, bytes_per_s / read(256 * MIB))
+            seconds = each.seconds[served(each)]
             say(
-                f"linear     {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}"
-                f"  {each.seconds['torch'] / each.seconds[served(each)]:5.2f} x torch"
-                + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in each.seconds.items())
+                f"{_kind(each):<10} {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
+                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}  {each.seconds['torch'] / seconds:5.2f} x torch"
+                + (f"  {whole_s[each.rows] / seconds:5.2f} x {dtype}" if each.int8 else "")
+                + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
             )
     behind = [each for each in attention if each.gain < EQUAL]
     slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
-    gains = {each.rows: each.seconds["torch"] / each.seconds[served(each)] for each in linear}
-    slower += [f"linear layers of {rows} rows ({gain:.2f})" for rows, gain in gains.items() if gain < EQUAL]
+    gains = [each.seconds["torch"] / each.seconds[served(each)] for each in linear]
+    slower += [
+        f"{_kind(each)} layers of {each.rows} rows ({gain:.2f})"
+        for each, gain in zip(linear, gains, strict=True)
+        if gain < EQUAL
+    ]
     say(f"slower than torch: {', '.join(slower)}" if slower else "nothing is slower than torch")
     return {
         "cpu": device.cpu_name(),
@@ -164,13 +176,14 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
             asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
             for each in attention
         ],
-        "linear": [asdict(each) | {"times_torch": gains[each.rows]} for each in linear],
+        "linear": [asdict(each) | {"times_torch": gain} for each, gain in zip(linear, gains, strict=True)],
         "slower_than_torch": slower,
     }
 
 
 def run(config: BenchKernelsConfig) -> int:
-    """Prints each line of the tables as it comes. StartError for heads that are none."""
+    """Prints each line of the tables as it comes; exit code 1 if anything is slower than torch's. StartError for heads
+    that are none."""
     try:
         heads = Heads(*(int(part) for part in config.heads.split("/")))
     except (TypeError, ValueError) as error:
@@ -180,4 +193,4 @@ def run(config: BenchKernelsConfig) -> int:
     figures = measure(heads, dtype, config.threads, lambda line: print(line, flush=True))
     if config.save:
         results.save(Path(config.save), figures)
-    return 0
+    return 1 if figures["slower_than_torch"] else 0

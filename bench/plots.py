@@ -140,7 +140,8 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
         sent, first, last = (at - began_at for at in (record.sent_at, record.moments[0], record.moments[-1]))
         told = (record.stages or {}).get("prefill_ms")
         began = first - min(first - sent, told / 1000) if told else first
-        for colour, start, end in ((WAIT if told else UNTOLD, sent, began), (PREFILL, began, first), (DECODE, first, last)):
+        spans = ((WAIT if told else UNTOLD, sent, began), (PREFILL, began, first), (DECODE, first, last))
+        for colour, start, end in spans:
             if end > start:
                 axes.barh(row, end - start, left=start, height=0.8, color=colour)
                 seen.add(colour)

@@ -26,7 +26,7 @@ from bench import results
 from common import builtin, device, native
 from common.checkpoint import open_checkpoint
 from common.config import BenchRooflineConfig
-from common.model.linears import NativeLinear, PackedLinear, gather, native_pays, packing_pays
+from common.model.linears import Int8Linear, NativeLinear, PackedLinear, gather, native_pays, packing_pays
 
 MIB = 1 << 20
 READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -158,9 +158,17 @@ def socket_rate() -> float:
 # -- matrix products --------------------------------------------------------------------------------------------------
 
 
-def ways(dtype: torch.dtype, rows: int) -> dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]]:
-    """How a linear layer can be computed here: by name, a weight to a function of its rows."""
-    found: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callable[[torch.Tensor], Layer]]:
+    """How a linear layer can be computed here: by name, a weight to a function of its rows. ``int8``: quantised."""
+    if int8:
+        kept: dict[str, Callable[[torch.Tensor], Layer]] = {"torch": lambda weight: Int8Linear(weight, None)}
+        if native_pays(dtype, int8=True):
+            kept["native"] = lambda weight: NativeLinear(weight, None, int8=True)
+        return kept
+    found: dict[str, Callable[[torch.Tensor], Layer]] = {
         "torch": lambda weight: lambda x: functional.linear(x, weight)
     }
     if packing_pays(dtype, rows):
@@ -172,8 +180,10 @@ def ways(dtype: torch.dtype, rows: int) -> dict[str, Callable[[torch.Tensor], Ca
     return found
 
 
-def weight_bytes(way: str, dtype: torch.dtype) -> int:
+def weight_bytes(way: str, dtype: torch.dtype, int8: bool = False) -> int:
     """Bytes of a weight in that way of computing with ``dtype``."""
+    if int8:
+        return 1
     return 2 if way == HALVES else dtype.itemsize
 
 
@@ -188,14 +198,17 @@ class Product:
     """Of the weights, as that way keeps them."""
     way: str
     seconds: dict[str, float]
+    int8: bool = False
 
     def rates(self, way: str) -> tuple[float, float]:
         """Operations, and bytes of weights, per second in that ``way``."""
         flops_per_s = self.flops_per_s * self.seconds[self.way] / self.seconds[way]
-        return flops_per_s, flops_per_s / (2 * self.rows) * weight_bytes(way, getattr(torch, self.dtype))
+        return flops_per_s, flops_per_s / (2 * self.rows) * weight_bytes(way, getattr(torch, self.dtype), self.int8)
 
 
-def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def passes(
+    layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Each way's name, and a pass of ``rows`` rows through all of them behind one another, as a step does it, so that
     weights come from where a step finds them: ours in large pages. One way's weights are made when it is asked for."""
     inputs = {shape.inputs: torch.randn(rows, shape.inputs).to(dtype) for shape in layers}
@@ -204,7 +217,7 @@ def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple
         for shape in layers
         for _ in range(shape.count)
     ]
-    for name, make in ways(dtype, rows).items():
+    for name, make in ways(dtype, rows, int8).items():
         functions = [(make(weight), inputs[shape.inputs]) for weight, shape in weights]
         gather([each for each, _ in functions if isinstance(each, NativeLinear)])
         yield name, lambda functions=functions: [each(x) for each, x in functions]  # type: ignore[misc]
@@ -212,10 +225,10 @@ def passes(layers: list[Shape], dtype: torch.dtype, rows: int) -> Iterator[tuple
 
 
 @torch.inference_mode()
-def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
+def product(layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = False) -> Product:
     """Times each way's pass."""
     seconds = {}
-    for name, run in passes(layers, dtype, rows):
+    for name, run in passes(layers, dtype, rows, int8):
         seconds[name] = best_s(run, 3)
         del run  # and its weights, before the next way's are made
     elements = sum(layer.outputs * layer.inputs * layer.count for layer in layers)
@@ -224,9 +237,10 @@ def product(layers: list[Shape], dtype: torch.dtype, rows: int) -> Product:
         str(dtype).removeprefix("torch."),
         rows,
         2 * elements * rows / seconds[way],
-        elements * weight_bytes(way, dtype) / seconds[way],
+        elements * weight_bytes(way, dtype, int8) / seconds[way],
         way,
         seconds,
+        int8,
     )
 
 

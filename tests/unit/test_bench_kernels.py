@@ -57,6 +57,10 @@ def test_rates_are_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     found = product([Shape("a", 64, 32, 3), Shape("b", 128, 32, 1)], torch.bfloat16, 4)
     assert found.flops_per_s == 2 * 4 * (3 * 64 * 32 + 128 * 32) / 0.5
     assert found.bytes_per_s == 2 * (3 * 64 * 32 + 128 * 32) / 0.5
+    halved = product([Shape("a", 64, 32, 3)], torch.float32, 4, int8=True)
+    assert halved.bytes_per_s == 3 * 64 * 32 / 0.5 and halved.rates(halved.way) == (
+        halved.flops_per_s, halved.bytes_per_s
+    )  # fmt: skip
     attended = attend(Heads(6, 2, 32), "bfloat16", 3, 100, lambda size: 1e6)
     assert attended.kv_bytes == 3 * 100 * 2 * 2 * 32 * 2 and attended.seconds["cpu"] == 0.5 / 12
     assert attended.share == attended.kv_bytes / (0.5 / 12) / 1e6
@@ -93,7 +97,10 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     def attended(heads: Heads, dtype: str, batch: int, context: int, read: object) -> kernels.Attended:
         return kernels.Attended(batch, context, 1000, {"native": 0.002, "cpu": 0.001 if batch == 4 else 0.004}, 1e6)
 
-    def linear(layers: object, dtype: torch.dtype, rows: int) -> roofline.Product:
+    def linear(layers: object, dtype: torch.dtype, rows: int, int8: bool) -> roofline.Product:
+        if int8:
+            quantised = {"torch": 0.1 if rows == 64 else 2.0, "native": 0.5}
+            return roofline.Product("bfloat16", rows, 1e9 * rows, 5e8, "native", quantised, int8)
         ways = {"torch": 0.5 if rows == 16 else 3.0, "onednn": 0.25, "native": 1.0}
         return roofline.Product("bfloat16", rows, 4e9 * rows, 4e9, "onednn", ways)
 
@@ -102,12 +109,15 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     monkeypatch.setattr(kernels, "read_rates", lambda: {1024: 2e9})
     monkeypatch.setattr(kernels, "CONTEXTS", (128,))
     saved = tmp_path / "kernels.json"
-    assert kernels.run(BenchKernelsConfig(save=str(saved))) == 0
-    slower = ["attention of batch 4 at 128 (0.50)", "linear layers of 16 rows (0.50)"]
+    assert kernels.run(BenchKernelsConfig(save=str(saved))) == 1
+    slower = [
+        "attention of batch 4 at 128 (0.50)", "linear layers of 16 rows (0.50)", "int8 layers of 64 rows (0.20)"
+    ]  # fmt: skip
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == f"slower than torch: {', '.join(slower)}"
     assert "50% of" in shown[1] and " 2.00 x torch" in shown[1]
     assert "1.0 GB/s" in shown[5] and "50%" in shown[5], "a quarter of what the fastest way has"
+    assert shown[10].startswith("int8          1 rows") and " 4.00 x torch   2.00 x bfloat16" in shown[10]
     figures = json.loads(saved.read_text())
     assert figures["slower_than_torch"] == slower and figures["attention"][1]["share"] == 0.5
 
