@@ -46,16 +46,28 @@ class Process:
             time.sleep(POLL_S)
         raise StartError(f"{self.name} is not ready after {within_s:g} s", last_words(self.said()), todo)
 
+    def pause(self) -> None:
+        """Halts its whole group, until :meth:`resume`. (If this process dies meanwhile, the kernel ends the group: one
+        that is orphaned and halted is told to hang up and to go on.)"""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
     def stop(self) -> None:
         """Asks the leader to leave, and ends whatever is left of its group."""
         if self._popen.poll() is None:
             self._popen.terminate()
+            self.resume()  # who is halted hears nothing
         try:
             self._popen.wait(STOP_S)
         except subprocess.TimeoutExpired:
             pass
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._popen.wait()
 
 

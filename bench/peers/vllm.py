@@ -46,17 +46,41 @@ def version(environment: Path) -> str:
     return entries[-1].name.removesuffix(".dist-info") if entries else "vllm"
 
 
+class Peer:
+    """A running vLLM: the ``url`` where it is asked, and its servers, each with its own."""
+
+    def __init__(self, url: str, servers: Sequence[tuple[Process, str]]) -> None:
+        self.url = url
+        self._servers, self._paused = servers, False
+
+    def pause(self) -> None:
+        """Halts it while others are measured: a worker that has NIXL polls without a rest, on all of its cores."""
+        if not self._paused:
+            for process, _ in self._servers:
+                process.pause()
+        self._paused = True
+
+    def resume(self) -> None:
+        """Lets it go on; it has answered when this returns, and so has closed whatever connection grew too old."""
+        if self._paused:
+            for process, _ in self._servers:
+                process.resume()
+            for server in self._servers:
+                _ready(*server)
+        self._paused = False
+
+
 @contextlib.contextmanager
 def running(
     environment: Path, model: str, mode: Mode, cores: Sequence[int], *, kv_gib: int = 1, flags: Sequence[str] = ()
-) -> Iterator[str]:
-    """The URL of a ready vLLM that serves ``model`` with ``flags``, ``kv_gib`` GiB of KV cache in each server.
+) -> Iterator[Peer]:
+    """A ready vLLM that serves ``model`` with ``flags``, ``kv_gib`` GiB of KV cache in each server.
     StartError if it is not installed or does not start; nothing of it is left behind."""
     check_installed(environment)
     with contextlib.ExitStack() as stack:
         if mode == "colocated":
             server = stack.enter_context(_server(environment, model, cores, free_port(), kv_gib, flags))
-            yield _ready(*server)
+            yield Peer(_ready(*server), [server])
             return
         half = len(cores) // 2
         if not half:
@@ -69,7 +93,8 @@ def running(
         urls = [_ready(*server) for server in servers]
         port = free_port()
         words = [sys.executable, "-m", "bench.peers.proxy", str(port), *urls]
-        yield _ready(stack.enter_context(started("the proxy before vLLM", words)), f"http://127.0.0.1:{port}")
+        proxy = stack.enter_context(started("the proxy before vLLM", words))
+        yield Peer(_ready(proxy, f"http://127.0.0.1:{port}"), servers)
 
 
 @contextlib.contextmanager

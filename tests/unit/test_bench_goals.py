@@ -37,6 +37,7 @@ from bench.goals.figures import Row, Target, against, as_json, ratios, table
 from bench.goals.turns import Turn
 from bench.goodput import highest
 from bench.load import Run
+from bench.peers import vllm
 from bench.workloads import Ask
 from common.errors import StartError
 from common.ids import new_request_id, pack_tokens, unpack_tokens
@@ -555,6 +556,31 @@ def test_systems_stay_as_long_as_goals_want_them(monkeypatch: pytest.MonkeyPatch
         assert watched.open(OURS, COLOCATED[0]) == [OURS, COLOCATED[0]]
         watched.open(COLOCATED[0])
     assert events == ["+1p1d", "+1c", "-1p1d", "-1c"]
+
+
+def test_peers_are_halted_while_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Watched(Field):
+        def start(self, system: System) -> Any:
+            peer = vllm.Peer("http://127.0.0.1:1", [])
+            monkeypatch.setattr(peer, "pause", lambda: events.append(f"-{system}"))
+            monkeypatch.setattr(peer, "resume", lambda: events.append(f"+{system}"))
+            return contextlib.nullcontext(peer if system.is_peer else "http://127.0.0.1:1")
+
+        def _warm_up(self, system: System) -> None: ...
+
+    monkeypatch.setattr(field.Field, "_target", lambda self, url, system: None)
+    monkeypatch.setattr(field, "run_now", lambda *_, **__: Run([], 1.0, 0.0))
+    with field.opened(Watched(SOME, (0, 1), SOME, FULL, Console(quiet=True))) as watched:
+        watched.open(OURS, VLLM, VLLM_1P1D)
+        watched.run(OURS, [])
+        assert events == ["-vLLM colocated", "-vLLM 1P1D"]
+        watched.run(VLLM_1P1D, [])
+        assert events[2:] == ["-vLLM colocated", "+vLLM 1P1D"]
+        watched.open(OURS, VLLM)
+        watched.run(VLLM, [])
+        assert events[4:] == ["+vLLM colocated"], "who has been stopped is neither"
 
 
 @pytest.mark.parametrize("when", ["it starts", "it is warmed up"])

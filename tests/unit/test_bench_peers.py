@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,57 @@ def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.01)
+
+
+def _state(pid: int) -> str:
+    """T of a process that is halted, Z or nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _until(look: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not look():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(vllm, "is_ready", lambda url, path: asked.append(url + path) is None)
+    with started("a family", [sys.executable, "-c", _FAMILY]) as process:
+        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
+        both = (process.pid, child)
+        peer = vllm.Peer("http://proxy", [(process, "http://server")])
+        peer.resume()
+        assert not asked, "it was never halted"
+        for _ in range(2):
+            peer.pause()
+        _until(lambda: all(_state(pid) == "T" for pid in both), "they run")
+        peer.resume()
+        assert asked == ["http://server/health"]
+        _until(lambda: all(_state(pid) in ("S", "R") for pid in both), "they are halted")
+        peer.pause()
+    _until(lambda: all(_state(pid) in ("Z", "") for pid in both), "who is halted is not stopped")
+
+
+def test_a_peer_that_is_halted_ends_with_whoever_measures_it(tmp_path: Path) -> None:
+    """However that ends: a group without a parent in its session is told to hang up."""
+    told = tmp_path / "pids"
+    measuring = f"""
+import os, pathlib, signal, sys
+from bench.processes import started
+with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
+    child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, 30, "")
+    process.pause()
+    pathlib.Path({str(told)!r}).write_text(f"{{process.pid}} {{child}}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", measuring], start_new_session=True, cwd=Path(__file__).parents[2], timeout=60)
+    pids = [int(pid) for pid in told.read_text().split()]
+    _until(lambda: all(_state(pid) in ("Z", "") for pid in pids), "they are left over")
 
 
 def test_a_process_that_ends_says_why_in_its_own_words() -> None:
