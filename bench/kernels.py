@@ -2,9 +2,9 @@
 
 Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
 second from memory of that size, with torch's path beside it on the same pool; then the linear layers, with whole and
-with int8 weights, as shares of the rate at which many rows are multiplied or weights are read. Blocks lie in random order, values are random. What is
-compared is timed in alternation. Figures are those of what a worker would use, and at the end stands where torch would
-have been faster.
+with int8 weights, as shares of the rate at which many rows are multiplied or weights are read. Blocks lie in random
+order, values are random. What is compared is timed in alternation. Figures are those of what a worker would use, and at
+the end stands where torch would have been faster.
 """
 
 from __future__ import annotations

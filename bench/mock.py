@@ -2,7 +2,8 @@
 
 It speaks the completions and chat endpoints of OpenAI, streams only, and computes nothing: request i gets its chunks at
 the times that script i says, one word each. ``GET /truth`` tells when each chunk was really written, which is what a
-client on the same machine must have measured; ``GET /asked`` has headers and bodies of the requests. One id stands for one byte of text.
+client on the same machine must have measured; ``GET /asked`` has headers and bodies of the requests. One id stands for
+one byte of text.
 """
 
 from __future__ import annotations

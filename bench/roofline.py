@@ -168,9 +168,7 @@ def ways(dtype: torch.dtype, rows: int, int8: bool = False) -> dict[str, Callabl
         if native_pays(dtype, int8=True):
             kept["native"] = lambda weight: NativeLinear(weight, None, int8=True)
         return kept
-    found: dict[str, Callable[[torch.Tensor], Layer]] = {
-        "torch": lambda weight: lambda x: functional.linear(x, weight)
-    }
+    found: dict[str, Callable[[torch.Tensor], Layer]] = {"torch": lambda weight: lambda x: functional.linear(x, weight)}
     if packing_pays(dtype, rows):
         found["onednn"] = lambda weight: PackedLinear(weight, None, rows)
     if native_pays(dtype):

@@ -156,7 +156,9 @@ def test_requests_say_what_vllms_flags_say(mock_url: str, tmp_path: Path) -> Non
     """Objectives, headers and metadata as several words; the sampling of each request; what ``--extra-body`` has goes
     before it; whatever else is saved keeps its name."""
     saved = tmp_path / "run.json"
-    words = "--num-prompts 1 --num-warmups 0 --random-output-len 2 --goodput ttft:100000 tpot:100000 --label one".split()
+    words = (
+        "--num-prompts 1 --num-warmups 0 --random-output-len 2 --goodput ttft:100000 tpot:100000 --label one".split()
+    )
     words += ["--header", "x-team=a, b", "x-tenant=c=d", "--metadata", "version=7", "completed=never"]
     words += ["--temperature", "0", "--top-p", "0.5", "--top-k", "4", "--extra-body", '{"top_k": 5, "seed": 1}']
     assert cli.main(["bench", "serve", "--base-url", mock_url, *words, "--save", str(saved)]) == 0
@@ -197,9 +199,7 @@ def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> No
     )
     words = ["bench", "serve", "--api_key", "one", "--header", "a=two", "b=three", "--num-prompts", "4", "--header=c=d"]
     monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", *words])
-    assert provenance()["command"] == (
-        "tandem bench serve --api_key ... --header ... ... --num-prompts 4 --header=..."
-    )
+    assert provenance()["command"] == ("tandem bench serve --api_key ... --header ... ... --num-prompts 4 --header=...")
     monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", "bench", "compare", "--api-key", "one", "model"])
     assert provenance()["command"] == "tandem bench compare --api-key ... model"
 
