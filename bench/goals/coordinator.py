@@ -1,10 +1,11 @@
 """C6: what the coordinator costs, between a client and workers that compute nothing (:mod:`bench.goals.mocks`).
 
 A prompt takes those workers no time and a step of decode ``STEP_S``. So a request's time to the first token is what
-HTTP, tokenizing, placing, messages and the client itself take. What of it the coordinator adds is told by a bare HTTP
-server in the same run: it gets the same requests from the same client at the same moments, and says the same bytes,
-without looking at anything. The difference, percentile by percentile, is the coordinator's, its messages to workers
-and back included. CPU time of the coordinator's process alone gives the tokens that one core of it could pass on.
+HTTP, checking (a prompt is ids, as a load generator sends it), placing, messages and the client itself take. What of it
+the coordinator adds is told by a bare HTTP server in the same run: it gets the same requests from the same client at
+the same moments, and says the same bytes, without looking at anything. The difference, percentile by percentile, is the
+coordinator's, its messages to workers and back included. CPU time of the coordinator's process alone gives the tokens
+that one core of it could pass on.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
     served = [size / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
     least = [core.step_s(batch, step.rate) for step in steps]
     multiplied = [least_s > size / step.rate for least_s, step in zip(least, steps, strict=True)]
-    bound = ", the limit is what the core multiplies" if all(multiplied) else ""
+    read = statistics.median(size / step.rate / step.seconds for step in steps)
+    bound = f", the limit is what the core multiplies, of what it reads {read:.1%}" if all(multiplied) else ""
     peer = [size / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
     return Row(
         goal,

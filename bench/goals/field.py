@@ -66,7 +66,7 @@ class Effort:
     rounds: int = 3
     singles: int = 10
     requests: int = 96
-    sustained: int = 320
+    sustained: int = 224
     paced: int = 40
     seconds: float = 8.0
     streamed_tokens: int = 128

@@ -42,7 +42,8 @@ def c4(field: Field) -> list[Row]:
             "%",
             statistics.median(added),
             (Target("value", 1, 3, at_most=True),),
-            note=f"{_ms(firsts[ON_ITS_CORE])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core",
+            note=f"{_ms(firsts[ON_ITS_CORE])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core, in rounds"
+            f" {min(added):.2f} to {max(added):.2f} %",
             **_peer([100 * (ratio - 1) for ratio in theirs]),
         ),
         Row(

@@ -152,10 +152,8 @@ def search(
 def c9(field: Field) -> list[Row]:
     """The highest rate at which 90 % of requests are inside one absolute objective. Colocated systems first find the
     best of their budgets; then all are searched together, ours as one worker on all cores and as one on each."""
-    choice = {kind: _best_budget(field, kind) for kind in ("1c", "vllm")}
-    one, peer = choice["1c"], choice["vllm"]
-    assert one is not None  # ours start, or nothing is measured
-    own = [one, replace(one, kind="2c")]
+    own = [system for each in COLOCATED if (system := _best_budget(field, each.kind))]
+    peer = _best_budget(field, VLLM.kind)
     rates = goodputs(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
     ours = rates[OURS]
     objectives = " ".join(map(str, OBJECTIVES))
@@ -174,7 +172,8 @@ def c9(field: Field) -> list[Row]:
                 "req/s",
                 ours.rate,
                 targets,
-                note=f"a lower bound: {', '.join(bounded)}" if bounded else "",
+                note=f"of {field.effort.paced} requests at each rate"
+                + (f", a lower bound: {', '.join(bounded)}" if bounded else ""),
                 **against(str(other), [ours.rate], theirs),
             )
         )

@@ -312,7 +312,7 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
 
 def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing(tmp_path: Path) -> None:
     """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
-    capacity = {("1p1d", None): 4.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
+    capacity = {("1p1d", None): 4.0, ("2c", 2048): 3.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
 
     class Paced(Scripted):
         def run(self, system: System, asks: Any, times: Any = None, **given: Any) -> Run:
@@ -328,7 +328,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
     assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
     together = scripted.opened[-1]
-    one, two = (System(kind, budget=256) for kind in ("1c", "2c"))
+    one, two = System("1c", budget=256), System("2c", budget=2048)
     assert together == (OURS, one, two, System("vllm", budget=512), VLLM_1P1D)
     assert drawn(scripted, tmp_path) == ["attainment"]
 
@@ -363,7 +363,7 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
     scripted = Scripted(lambda system, ask, at: record(late.get(system, 2.0), 0.02, sent=at), peers=None)
     vllm, apart, own = serving.c9(scripted)
     assert vllm.peer is None and vllm.met is None and apart.met is None and own.peer == 0
-    assert own.note == "a lower bound: 1p1d", "no rate that was tried was too high for it"
+    assert own.note == "of 4 requests at each rate, a lower bound: 1p1d", "no rate that was tried was too high for it"
 
 
 # -- C10, C11 ---------------------------------------------------------------------------------------------------------
