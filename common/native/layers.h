@@ -45,25 +45,59 @@ static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pa
     }
 }
 
-/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. */
+#if HAS_DOT
+/* words_of_bytes for twice as many: a table gives the bfloat16 of what each byte is without its sign. */
+static __attribute__((target("avx512vbmi"))) void NAME(words_by_table)(const int8_t *from, long count, uint32_t *to)
+{
+    const __m512i *tables = (const __m512i *)bf16_of_byte;
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8((char)0x80);
+    for (long i = 0; i < count; i += 2 * LANES) {
+        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
+        __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + 2 * i));
+        __m512i size = _mm512_abs_epi8(bytes);
+        __m512i low = _mm512_permutex2var_epi8(tables[0], size, tables[1]);
+        __m512i high = _mm512_permutex2var_epi8(tables[2], size, tables[3]);
+        high = _mm512_ternarylogic_epi64(high, bytes, sign, 0xF8); /* high | (bytes & sign) */
+        _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, high));
+        _mm512_storeu_si512(to + i + LANES, _mm512_unpackhi_epi8(low, high));
+    }
+}
+#endif
+
+/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. Bytes further on are
+ * fetched one line after the other: many at once would be waited for. */
 static void NAME(words_of_bytes)(const int8_t *from, long count, int pairs, uint32_t *to)
 {
-    if (!pairs)
-        for (long i = 0; i < count; i++)
-            to[i] = NAME(float_word)((float)from[i]);
-    else
-        for (long i = 0; i < count; i += LANES) {
-#if HAS_DOT
-            __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
-            __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-            __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-            _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-#else
-            for (long lane = i; lane < i + LANES; lane++)
-                to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
-                           (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
-#endif
+    long i = 0;
+    if (!pairs) {
+        for (; i < count - 63; i += 64) {
+            __builtin_prefetch(from + i + BYTES_AHEAD, 0, 2);
+            for (int byte = 0; byte < 64; byte++)
+                to[i + byte] = NAME(float_word)((float)from[i + byte]);
         }
+        for (; i < count; i++)
+            to[i] = NAME(float_word)((float)from[i]);
+        return;
+    }
+#if HAS_DOT
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        i = count / (2 * LANES) * (2 * LANES);
+        NAME(words_by_table)(from, i, to);
+    }
+#endif
+    for (; i < count; i += LANES) {
+        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
+#if HAS_DOT
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+        for (long lane = i; lane < i + LANES; lane++)
+            to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
+                       (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
+#endif
+    }
 }
 
 INLINE floats NAME(activate)(floats x, enum activation activation)
@@ -123,12 +157,11 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
 #if HAS_AMX
     struct NAME(tiles) tiles = {};
 #endif
-    uint32_t some[SOME_STEPS * PANEL];
-    for (long done = 0; done < steps; done += SOME_STEPS) {
-        long now = steps - done < SOME_STEPS ? steps - done : SOME_STEPS, bytes = words_wide * now * each;
+    uint32_t some[BYTE_STEPS * PANEL];
+    long part = end - start > 3 * TILE_ROWS ? BYTE_STEPS : SOME_STEPS; /* many rows have many sums to come back to */
+    for (long done = 0; done < steps; done += part) {
+        long now = steps - done < part ? steps - done : part;
         const int8_t *here = weight + words_wide * done * each;
-        for (long line = 0; line < bytes; line += 64)
-            __builtin_prefetch(here + 4 * bytes + line, 0, 2);
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
 #if HAS_AMX
         if (pairs) {

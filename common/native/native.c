@@ -96,11 +96,27 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
 #define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
+#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
+#define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
 enum activation { NONE, SILU, GELU_TANH };
+
+/* The bfloat16 that equals each number from 0 to 127: the lower bytes of all, then the upper ones. */
+static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
+
+static __attribute__((constructor)) void fill_tables(void)
+{
+    for (int i = 0; i < 128; i++) {
+        float x = (float)i;
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        bf16_of_byte[0][i] = (uint8_t)(bits >> 16);
+        bf16_of_byte[1][i] = (uint8_t)(bits >> 24);
+    }
+}
 
 struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
     const void *packed; /* words, or halves of them; with a scale bytes: an int8 for each element of a word */

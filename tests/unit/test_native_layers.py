@@ -108,6 +108,21 @@ def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[i
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [16, 64, 272, 300])
+def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.dtype, columns: int) -> None:
+    """To the last bit, wherever in a panel it stands: a row that is 1 in one place takes a column of the weight. With
+    many rows and with few, which meet different numbers of steps at a time."""
+    inputs = 1026
+    weight = (torch.arange(columns * inputs).view(columns, inputs) % 255 - 127).to(dtype)
+    assert (weight.abs().amax(dim=1) == 127).all(), "so its scale is 1"
+    linear, rows = NativeLinear(weight, None, int8=True), torch.eye(inputs).to(dtype)
+    for first in range(0, inputs, 114):
+        assert torch.equal(linear.rows(rows[first : first + 114]), weight.T[first : first + 114])
+    for first in range(0, inputs, 13):
+        assert torch.equal(linear.rows(rows[first : first + 13]), weight.T[first : first + 13])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, int8: bool) -> None:
     torch.manual_seed(6)
