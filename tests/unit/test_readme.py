@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -88,6 +89,16 @@ def test_every_cell_of_the_matrix_was_measured_against_its_bound() -> None:
         for name, expect, measure, *entries, _ in rows[1:]
     }
     assert measured == wanted
+
+
+def test_the_table_of_attention_is_what_was_measured() -> None:
+    saved = json.loads((ROOT / "bench" / "results" / "kernels-zen4.json").read_text(encoding="utf-8"))
+    rows: dict[int, list[str]] = {}
+    for each in sorted(saved["attention"], key=lambda each: (each["batch"], each["context"])):
+        rows.setdefault(each["batch"], []).append(f"{each['bytes_per_s'] / 1e9:.1f} GB/s, {each['share']:.0%}")
+    assert len(rows) == 4 and not saved["slower_than_torch"]
+    for batch, cells in rows.items():
+        assert f"  | {batch} | {' | '.join(cells)} |" in README
 
 
 def test_every_file_that_is_named_exists() -> None:
