@@ -64,9 +64,7 @@ class ServedModel:
                 f"{self.name} was made for {checkpoint.position_limit} tokens",
                 f"give at most {checkpoint.position_limit}",
             )
-        settings = f"{self.defaults}{config.chat_template}{self._limit}"
-        digest = hashlib.blake2b(settings.encode(), digest_size=3).hexdigest()
-        self.system_fingerprint = f"tandem-{product_version()}-{checkpoint.fingerprint[:8]}-{digest}"
+        self._settings = f"{self.defaults}{config.chat_template}{self._limit}"
         self._texts = self._chars = 0
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="text", initializer=threads.compute)
 
@@ -82,6 +80,14 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
             )
+
+    @property
+    def system_fingerprint(self) -> str:
+        """What tells answers apart that the same request may get: version, checkpoint, settings, and what loading made
+        of the weights (quantisation, element types), which workers know."""
+        loaded = sorted({(hello.fingerprint, hello.dtype) for hello in self.workers.hellos()})
+        digest = hashlib.blake2b(f"{self._settings}{loaded}".encode(), digest_size=3).hexdigest()
+        return f"tandem-{product_version()}-{self.checkpoint.fingerprint[:8]}-{digest}"
 
     @property
     def context_length(self) -> int:

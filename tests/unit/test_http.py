@@ -127,6 +127,21 @@ async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
     assert sent.decode.address == "tcp://127.0.0.1:1"
 
 
+async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path) -> None:
+    """Which only workers know: quantised ones give other answers to the same request."""
+    seen: dict[str, list[str]] = {}
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for loaded in ("w", "w.int8", "w"):
+        async with open_house(model) as house:
+            fingerprint = f"{house.services.model.checkpoint.fingerprint}.{loaded}"
+            for role in roles:
+                await house.add(role, fingerprint=fingerprint)
+            _, body = await house.post(CHAT, {**HELLO, "max_tokens": 1})
+            seen.setdefault(loaded, []).append(body["system_fingerprint"])
+    first, again = seen["w"]
+    assert first == again and first not in seen["w.int8"]
+
+
 async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: House) -> None:
     await house.post(CHAT, {**HELLO, "max_tokens": 1})
     await house.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
