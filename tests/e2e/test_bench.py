@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.goals import __main__ as goals
+from bench.goals import checkpoint as checkpoints
 from deploy import cli
 from tests.unit.test_cli import tandem
 
@@ -64,6 +65,26 @@ def test_goals_are_measured_and_saved_with_their_table(
     assert rate["value"] > 100 and rate["floors_hold"] is True
     shown = capsys.readouterr().out
     assert shown == saved.with_suffix(".md").read_text() and shown.startswith("| goal | what | value |")
+
+
+@pytest.mark.alone
+def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint made as that of the goals is, but too small for its figures to mean anything."""
+    sizes = {"HIDDEN": 128, "LAYERS": 2, "HEADS": 4, "KV_HEADS": 2, "INTERMEDIATE": 256}
+    for name, size in sizes.items():
+        monkeypatch.setattr(checkpoints, name, size)
+    saved = tmp_path / "goals.json"
+    words = ["--quick", "--only", "c12,C1,C7", "--model", str(checkpoints.make(tmp_path / "small"))]
+    monkeypatch.setattr(sys, "argv", ["goals", *words, "--save", str(saved)])
+    monkeypatch.delenv("PEERS", raising=False)
+    ended = goals.main()
+    figures = json.loads(saved.read_text())
+    assert figures["failed"] == {} and figures["left"] == []
+    decode, turn, cold, warm = rows = figures["rows"]
+    assert [row["goal"] for row in rows] == ["C1", "C7", "C12", "C12"]
+    assert ended == any(row["floors_hold"] is False for row in rows)
+    assert decode["value"] > 0 and 0 < decode["share"] < 2 and decode["limit"] > 0 and decode["ratio"] is None
+    assert 0 < turn["value"] < 100 and 0.5 < cold["value"] < 120 and 0.5 < warm["value"] < 120
 
 
 def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:
