@@ -261,6 +261,8 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     disturbed, *others = serving.c8(scripted)
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
+    told = "in rounds 1.20 to 1.20; longest pause, median of rounds, 24 ms (1p1d), 100 ms (1c)"
+    assert disturbed.note.startswith(told)
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
     assert all(each.met is None for each in others)
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
@@ -314,9 +316,12 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
     capacity = {("1p1d", None): 4.0, ("2c", 2048): 3.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
 
+    paced = set[str]()
+
     class Paced(Scripted):
         def run(self, system: System, asks: Any, times: Any = None, **given: Any) -> Run:
             rate = len(times) / times[-1] if times else 0.1
+            paced.update([system.kind] if times else [])
             most = capacity.get((system.kind, system.budget), 0.0 if system.kind == "vllm-1p1d" else 2.0)
             late = 0.5 if rate <= most else 2.0
             return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
@@ -326,6 +331,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
     assert apart.peer == 0 and apart.ratio and apart.ratio.median == math.inf and apart.met is True
+    assert paced == {"1p1d", "1c", "2c", "vllm"}, "who is late with nothing else to do has no rate"
     assert own.targets == () and own.value == vllm.value == pytest.approx(4.0, rel=0.1)
     together = scripted.opened[-1]
     one, two = System("1c", budget=256), System("2c", budget=2048)
