@@ -1,12 +1,13 @@
 """A worker's real loop around an engine, turn by turn: how long each takes, and how much of it the model does.
 
-The worker joins what stands in for a coordinator, in a process of its own, which asks it for several answers at once,
-renews its leases and reads what it says. Turn and model are measured in one process at the same time, so that what
-remains is no difference of two runs.
+The worker joins what stands in for a coordinator, in a process of its own that keeps off the worker's cores, as the
+coordinator of ``tandem up`` does. It asks for several answers at once, renews leases and reads what the worker says.
+Turn and model are measured in one process at the same time, so that what remains is no difference of two runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -37,9 +38,12 @@ class Turn(NamedTuple):
     model: float
 
 
-def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection) -> None:
-    """The process of the stand-in, whose address goes to ``pipe``; asks whoever says Hello for ``streams`` answers."""
+def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: set[int]) -> None:
+    """The process of the stand-in, whose address goes to ``pipe``; asks whoever says Hello for ``streams`` answers.
+    ``cores``: the worker's."""
     die_with_parent()
+    with contextlib.suppress(OSError):  # the worker has all that this process may use
+        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - cores)
     channels, times = Channels(), FailureTimes()
     socket, address = channels.router("tcp://127.0.0.1:*")
     pipe.send(address)
@@ -85,7 +89,8 @@ def measure(engine: Any, forwards: list[float], streams: int, prompt: int, token
     ``forwards`` gets the seconds of each pass through the model."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
-    other = context.Process(target=coordinate, args=(streams, prompt, tokens, theirs), daemon=True)
+    given = streams, prompt, tokens, theirs, os.sched_getaffinity(0)
+    other = context.Process(target=coordinate, args=given, daemon=True)
     other.start()
     try:
         settings = WorkerSettings(mine.recv(), host_id(), streams, budget, prefix_caching=False)
