@@ -43,6 +43,12 @@ class SpanWriter:
 
     def add(self, sequence: Sequence, start: int) -> None:
         """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
+        if start == sequence.output_length - 1 and not sequence.logprobs and self._has_room():
+            id, finish = sequence.id, sequence.finish  # what nearly every step does for every stream, in few words
+            self.spans.append((id.request, id.choice, id.attempt, start, 1, finish, stop_id(sequence)))
+            self.ids.append(sequence.tokens[-1])
+            self.logprobs.append(None)
+            return
         logprobs = sequence.logprobs[max(0, start - sequence.output_length + len(sequence.logprobs)) :]
         self._add(
             sequence.id,
@@ -89,6 +95,9 @@ class SpanWriter:
             self.logprobs += [None] * (count - len(told))
             self.logprobs += told
             start, tokens, logprobs = start + count, tokens[count:], logprobs[len(told) :]
+
+    def _has_room(self) -> bool:
+        return len(self.spans) < MAX_SPANS and len(self.ids) < MAX_SPANS
 
     def messages(self) -> Iterator[Tokens]:
         """Everything collected, in order; nothing if there is nothing."""
