@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import RequestId, SequenceId, unpack_tokens
+from common.ids import RequestId, SequenceId, new_request_id, pack_tokens, unpack_tokens
 from common.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
-from common.request import FinishReason
-from common.spans import SpanWriter
+from common.request import FinishReason, Request, SamplingParams
+from common.sequence import Sequence
+from common.spans import SpanWriter, stop_id
 from common.wire import MAX_REPORT_BYTES, decode, encode
 from coordinator.lifecycle import Accepted, Life, State
 
@@ -61,3 +62,17 @@ def test_as_many_spans_as_there_are_sequences() -> None:
     for number in range(2 * MAX_SPANS + 1):
         writer.again(SequenceId(RequestId(number.to_bytes(16, "big")), 0, 0), 0, [7], FinishReason.RUNNING, -1, [])
     assert [len(message.counts) for message in writer.messages()] == [MAX_SPANS, MAX_SPANS, 1]
+
+
+def test_the_newest_token_of_a_stream_is_told_as_any_other_span() -> None:
+    """In few words, since every step does it for every stream; also where a message has no more room."""
+    sequence = Sequence(Request(new_request_id(), pack_tokens([1, 2]), SamplingParams(9, 0, stop_token_ids=(7,))), 0)
+    for token in (5, 6, 7):
+        sequence.append(token)
+        short, long = SpanWriter(), SpanWriter()
+        for _ in range(MAX_SPANS + 1):
+            at = sequence.output_length - 1
+            short.add(sequence, at)
+            long.again(sequence.id, at, sequence.output, sequence.finish, stop_id(sequence), [])
+        assert list(short.messages()) == list(long.messages())
+    assert sequence.finish is FinishReason.STOP
