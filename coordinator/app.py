@@ -25,6 +25,7 @@ from common.config import CoordinatorConfig
 from common.errors import StartError
 from common.ids import WorkerName
 from common.times import FailureTimes
+from coordinator.backlog import Backlog, Tell
 from coordinator.dispatch import Dispatcher
 from coordinator.gateway import Gateway, Replace, bracketed
 from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
@@ -48,15 +49,17 @@ def run(
     scale: Scale | None = None,
     replace: Replace | None = None,
     workers: Mapping[WorkerName, int] | None = None,
+    tell_backlog: Tell | None = None,
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
     ``scale`` changes the pools for POST /admin/scale, ``replace`` ends a worker that hangs and starts another; without
     them nobody can. ``workers`` are those that serve already, with their process ids: one that does not join hangs.
+    ``tell_backlog`` hears when prompts begin to pile up, and when they no longer do.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     with threads.answering(threads.URGENT), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, on_ready, scale, replace, workers or {}))
+        return runner.run(_serve(config, on_ready, scale, replace, workers or {}, tell_backlog))
 
 
 async def _serve(
@@ -65,6 +68,7 @@ async def _serve(
     scale: Scale | None,
     replace: Replace | None,
     workers: Mapping[WorkerName, int],
+    tell_backlog: Tell | None,
 ) -> int:
     config.check_binds()
     stop = _Stop(alone=replace is None)
@@ -73,6 +77,8 @@ async def _serve(
         async with running(config, scale) as services, serving(make_app(services), listener):
             if replace is not None:
                 services.dispatcher.gateway.supervise(replace, workers)
+            if tell_backlog is not None:
+                services.dispatcher.backlog = Backlog(tell_backlog)
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             gc.collect()

@@ -45,6 +45,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FinishReason, Request, SamplingParams
+from coordinator.backlog import Backlog
 from coordinator.breakers import Alone, Pair
 from coordinator.gateway import Gateway, Loss
 from coordinator.lifecycle import Contradiction, Gap, State
@@ -113,6 +114,8 @@ class Dispatcher:
         self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
+        self.backlog: Backlog | None = None
+        """Is looked at if somebody wants to know."""
         self._queue: list[tuple[int, int, Ticket]] = []
         self._queued = 0
         self._orders = itertools.count()
@@ -735,6 +738,8 @@ class Dispatcher:
             if now >= self._leases_due:
                 self._leases_due = now + self.times.heartbeat_s - self.times.sweep_s / 2
                 self._renew_leases()
+            if self.backlog is not None:
+                self.backlog.look(self.router.backlog_steps())
             for worker in list(self.registry) if listened else ():
                 self._look_for_stalls(worker, now)
             if self._workerless_since is not None:

@@ -202,6 +202,11 @@ class Router:
             return None
         return max((_most_tokens(worker.hello) for worker in self.registry.ready("prefill")), default=None)
 
+    def backlog_steps(self) -> float:
+        """How many full steps the prefill worker has to compute that has the most."""
+        ready = self.registry.ready("prefill")
+        return max((self.account(it).prefill_tokens / it.hello.max_num_batched_tokens for it in ready), default=0.0)
+
     def roomiest(self, need: Need) -> Hello | None:
         """Of the workers that hold requests to their end, the one with the most room for this one; None if none is
         known."""

@@ -1,8 +1,8 @@
 """The line between the launcher and its coordinator: one JSON object per message, over a socket pair.
 
 The coordinator has the door and its keys, the launcher the processes: a wish to change the pools is asked at the one
-and carried out by the other. So is that a worker's process is no good any more, which only the coordinator sees. Every
-coordinator process gets a line of its own; a wish goes on when the line is cut.
+and carried out by the other. So is that a worker's process is no good any more, and that prompts pile up, which only
+the coordinator sees. Every coordinator process gets a line of its own; a wish goes on when the line is cut.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class Hang(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Piling(msgspec.Struct, frozen=True, tag=True):
+    """Prompts begin to pile up, or no longer do. No answer."""
+
+    deep: bool
+
+
 class Launcher(Protocol):
     """Who carries out what is asked over a line."""
 
@@ -46,6 +52,9 @@ class Launcher(Protocol):
 
     def replace(self, name: str, pid: int, why: str) -> None:
         """Ends a worker that hangs, if that process still is its, and starts another."""
+
+    def place_coordinator(self, deep: bool) -> None:
+        """Gives the coordinator the cores it should have while prompts pile up (``deep``), or while they do not."""
 
     def serving(self) -> dict[WorkerName, int]:
         """The workers that have become ready, and their process ids."""
@@ -90,7 +99,11 @@ class Asker:
         """Has the launcher replace a worker that hangs; returns at once."""
         self._keep(asyncio.create_task(self._say(Hang(name, pid, why))))
 
-    async def _say(self, message: Wish | Hang) -> None:
+    def tell_backlog(self, deep: bool) -> None:
+        """Tells the launcher that prompts begin to pile up, or no longer do; returns at once."""
+        self._keep(asyncio.create_task(self._say(Piling(deep))))
+
+    async def _say(self, message: Wish | Hang | Piling) -> None:
         if self._opened is None:
             self._opened = asyncio.create_task(self._open())
         writer = await asyncio.shield(self._opened)
@@ -133,15 +146,18 @@ async def serve(line: socket.socket, launcher: Launcher) -> None:
 
     try:
         async for raw in reader:
-            said = msgspec.json.decode(raw, type=Wish | Hang)
+            said = msgspec.json.decode(raw, type=Wish | Hang | Piling)
             if isinstance(said, Hang):
                 launcher.replace(said.name, said.pid, said.why)
-                continue
-            task = asyncio.create_task(carry_out(said))
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
+            elif isinstance(said, Piling):
+                launcher.place_coordinator(said.deep)
+            else:
+                task = asyncio.create_task(carry_out(said))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
     except ConnectionError:
         pass  # the coordinator died; its successor gets a line of its own
+    launcher.place_coordinator(False)  # whoever comes next has no backlog
     try:
         if under_way:
             await asyncio.wait(under_way)

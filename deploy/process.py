@@ -108,6 +108,7 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
                 launcher.scale if launcher else None,
                 launcher.replace if launcher else None,
                 launch.workers,
+                launcher.tell_backlog if launcher else None,
             )
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)

@@ -111,7 +111,8 @@ class Supervisor:
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._grown = asyncio.Event()
-        self._up = self._chatting = False
+        self._up = self._chatting = self._piling_up = False
+        self._beside_streams: tuple[int, ...] | None = None
         self._scaling = asyncio.Lock()
         self._coming: list[Unit] = []
         self._url = f"http://{reachable(config.host)}:{config.port}"
@@ -196,7 +197,17 @@ class Supervisor:
             unit.share for unit in workers if isinstance(unit.config, WorkerConfig) and unit.config.role == "decode"
         ]
         if all(unit.share.cores for unit in workers):  # else nobody has cores for itself
-            coordinator.bind(cores.beside_streams(mine, decode))
+            self._beside_streams = cores.beside_streams(mine, decode)
+            self._bind(coordinator)
+
+    def _bind(self, coordinator: Unit) -> None:
+        if self._beside_streams is not None:
+            coordinator.bind(machine(self._config)[0] if self._piling_up else self._beside_streams)
+
+    def place_coordinator(self, deep: bool) -> None:
+        """While prompts pile up it runs wherever there is room: prefill never rests then, and all wait for it."""
+        self._piling_up = deep
+        self._bind(self._units[0])
 
     # -- coming up ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.replaced: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
+        self.placed: asyncio.Queue[bool] = asyncio.Queue()
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
         if not prefill or not decode:
@@ -34,11 +35,14 @@ class Launcher:
     def replace(self, name: str, pid: int, why: str) -> None:
         self.replaced.put_nowait((name, pid, why))
 
+    def place_coordinator(self, deep: bool) -> None:
+        self.placed.put_nowait(deep)
+
     def serving(self) -> dict[WorkerName, int]:
         return {}
 
 
-async def test_a_line_carries_wishes_and_who_hangs_also_at_once() -> None:
+async def test_a_line_carries_wishes_who_hangs_and_that_prompts_pile_up_also_at_once() -> None:
     launcher, (ours, theirs) = Launcher(), socket.socketpair()
     serving, asker = asyncio.create_task(serve(ours, launcher)), Asker(theirs.dup().detach())
     asker.replace("decode-0", 7, "silent for 10 s")
@@ -46,9 +50,12 @@ async def test_a_line_carries_wishes_and_who_hangs_also_at_once() -> None:
     assert pools == (1, 2) and isinstance(refused, RequestError) and "somebody is needed" in refused.message
     assert await launcher.replaced.get() == ("decode-0", 7, "silent for 10 s")
     assert launcher.replaced.empty()
+    asker.tell_backlog(True)
+    assert await launcher.placed.get() and launcher.placed.empty()
     theirs.shutdown(socket.SHUT_RDWR)
     theirs.close()
     await serving
+    assert not launcher.placed.get_nowait(), "whoever comes next has none"
 
 
 class Screen(Lines):

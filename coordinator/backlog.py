@@ -1,0 +1,30 @@
+"""Whether prompts pile up.
+
+Pure. While they do, what counts is what is computed in all, and the coordinator should run wherever there is room;
+while they do not, that no stream waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+DEEP_STEPS, SHALLOW_STEPS = 16.0, 8.0
+"""They do from so many full prefill steps before a new prompt on, until there are so few: whoever comes next waits for
+seconds then."""
+
+Tell = Callable[[bool], None]
+"""Hears that prompts pile up (true), or do so no more."""
+
+
+class Backlog:
+    """``tell`` hears of every change."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self.deep = False
+
+    def look(self, steps: float) -> None:
+        """``steps``: how many full steps of prefill a new prompt would wait for, where it waits the longest."""
+        if steps < SHALLOW_STEPS if self.deep else steps >= DEEP_STEPS:
+            self.deep = not self.deep
+            self._tell(self.deep)
