@@ -229,7 +229,7 @@ class Channels:
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
-        self.context = _started(threads.niceness())
+        self.context = _started(at_once=True)
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
         self.keys = keys
@@ -447,13 +447,13 @@ def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthentica
     return door
 
 
-def _started(niceness: int) -> zmq.Context[Any]:
-    """A context whose threads are as nice, and wait for nobody who computes. libzmq starts them with the first socket,
-    and they are ranked like the thread that starts them: one that does nothing else."""
+def _started(niceness: int = 0, *, at_once: bool = False) -> zmq.Context[Any]:
+    """A context whose threads have that rank, and wait for nobody who computes. libzmq starts them with the first
+    socket, and they are ranked like the thread that starts them: one that does nothing else."""
     context: zmq.Context[Any] = zmq.Context()
 
     def start() -> None:
-        threads.answer(niceness)
+        threads.answer(niceness, at_once=at_once)
         context.socket(zmq.PAIR).close()
 
     starter = threading.Thread(target=start)

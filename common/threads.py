@@ -35,15 +35,18 @@ URGENT = -10
 also when it wakes up several times in a row."""
 _USUAL = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 """Niceness of this process as it was started."""
+_IS_USUAL = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
+"""Else somebody has decided otherwise about all of its threads."""
 
 
-def answer(niceness: int = 0) -> None:
+def answer(niceness: int = 0, *, at_once: bool = False) -> None:
     """The calling thread, and all that it starts from now on, passes on what comes: it often wakes up for a moment, and
     interrupts whoever computes, since Linux (6.12 or newer) lets those go first that ask for less time. Between threads
     of one slice the one that wakes up waits for the next tick, 4 ms. It is ``niceness`` nicer than this process, or not
-    nice at all where that is below 0 and this user may do so: by default few may. Does nothing where niceness belongs
-    to the process (all but Linux)."""
-    _rank(niceness, ANSWERING_SLICE_S)
+    nice at all where that is below 0 and this user may do so: by default few may. ``at_once``: where this user may, it
+    is a real-time thread, whom nobody interrupts who is not one; so it must never compute for long, and nothing but
+    itself moves it to an idle core. Does nothing where niceness belongs to the process (all but Linux)."""
+    _rank(niceness, ANSWERING_SLICE_S, at_once)
 
 
 def compute() -> None:
@@ -64,31 +67,37 @@ def borrowing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answering(niceness: int = 0) -> Iterator[None]:
+def answering(niceness: int = 0, *, at_once: bool = False) -> Iterator[None]:
     """:func:`answer`, for a block; what is started behind it is ranked as usual."""
-    answer(niceness)
+    answer(niceness, at_once=at_once)
     try:
         yield
     finally:
         _rank(0, 0)
 
 
-def niceness() -> int:
-    """Of the calling thread, beyond that of this process."""
-    return os.getpriority(os.PRIO_PROCESS, 0) - _USUAL if sys.platform == "linux" else 0
-
-
-def _rank(niceness: int, slice_s: float) -> None:
+def _rank(niceness: int, slice_s: float, at_once: bool = False) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # who may not, or a sandbox, refuses it
             os.setpriority(os.PRIO_PROCESS, 0, max(-20, min(19, _USUAL + niceness)))
-        _slice(slice_s)
+        if _IS_USUAL:
+            _real_time(False)
+            _slice(slice_s)
+            if at_once:
+                _real_time(True)
+
+
+def _real_time(wanted: bool) -> None:
+    policy, priority = (os.SCHED_RR, os.sched_get_priority_min(os.SCHED_RR)) if wanted else (os.SCHED_OTHER, 0)
+    with contextlib.suppress(OSError):
+        if os.sched_getscheduler(0) != policy:
+            os.sched_setscheduler(0, policy, os.sched_param(priority))
 
 
 def _slice(seconds: float) -> None:
     number = _SCHED_SETATTR.get(platform.machine())
     with contextlib.suppress(OSError):
-        if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has decided otherwise
+        if number is not None:
             nice = os.getpriority(os.PRIO_PROCESS, 0)
             wanted = _Attributes(ctypes.sizeof(_Attributes), os.SCHED_OTHER, 0, nice, 0, int(seconds * 1e9), 0, 0)
             ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0)

@@ -58,7 +58,7 @@ def run(
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
-    with threads.answering(threads.URGENT), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with threads.answering(threads.URGENT, at_once=True), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, on_ready, scale, replace, workers or {}, tell_backlog))
 
 

@@ -1,7 +1,7 @@
 """Whether prompts pile up.
 
-Pure. While they do, what counts is what is computed in all, and the coordinator should run wherever there is room;
-while they do not, that no stream waits for it.
+Pure. While they do, prefill is what all wait for, and the coordinator should keep off its cores; while they do not, no
+stream should wait for the coordinator.
 """
 
 from __future__ import annotations

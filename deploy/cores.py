@@ -80,11 +80,14 @@ def deal_more(
     return shares
 
 
-def beside_streams(cores: Sequence[int], decode: Iterable[Share]) -> tuple[int, ...]:
-    """Where whoever passes tokens on should run: not on cores of ``decode`` workers, which every token would keep from
-    the next one, where there are others. A prompt takes longer instead, by as much."""
-    busy = {core for share in decode for core in share.cores or ()}
-    return tuple(core for core in cores if core not in busy) or tuple(cores)
+def beside(cores: Sequence[int], workers: Iterable[Share], undisturbed: Iterable[Share]) -> tuple[int, ...]:
+    """Where whoever passes messages on should run, and interrupts all others there: on cores that no worker has; or,
+    where there are none, not on those of who is to be ``undisturbed``, whose steps would take longer; or anywhere."""
+    for avoided in (workers, undisturbed):
+        busy = {core for share in avoided for core in share.cores or ()}
+        if found := tuple(core for core in cores if core not in busy):
+            return found
+    return tuple(cores)
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:

@@ -54,7 +54,7 @@ class Launcher(Protocol):
         """Ends a worker that hangs, if that process still is its, and starts another."""
 
     def place_coordinator(self, deep: bool) -> None:
-        """Gives the coordinator the cores it should have while prompts pile up (``deep``), or while they do not."""
+        """Gives the coordinator the cores that are its while prompts pile up (``deep``), or while they do not."""
 
     def serving(self) -> dict[WorkerName, int]:
         """The workers that have become ready, and their process ids."""

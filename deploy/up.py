@@ -112,7 +112,8 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._grown = asyncio.Event()
         self._up = self._chatting = self._piling_up = False
-        self._beside_streams: tuple[int, ...] | None = None
+        self._homes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """The coordinator's cores, and those that it has while prompts pile up."""
         self._scaling = asyncio.Lock()
         self._coming: list[Unit] = []
         self._url = f"http://{reachable(config.host)}:{config.port}"
@@ -188,24 +189,25 @@ class Supervisor:
         return Unit(member.label, config, member.share, self._screen, lending=lending)
 
     def _settle_cores(self, coordinator: Unit, workers: Sequence[Unit]) -> None:
-        """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and where
-        the coordinator runs it disturbs no stream."""
+        """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and the
+        coordinator, which interrupts others, gets cores of its own."""
         if self._lent is not None:
             self._lent.settle(unit.share.cores or () for unit in workers)
-        mine = machine(self._config)[0]
-        decode = [
-            unit.share for unit in workers if isinstance(unit.config, WorkerConfig) and unit.config.role == "decode"
-        ]
         if all(unit.share.cores for unit in workers):  # else nobody has cores for itself
-            self._beside_streams = cores.beside_streams(mine, decode)
+            mine, everybody = machine(self._config)[0], [unit.share for unit in workers]
+            beside_prompts, beside_streams = (
+                cores.beside(mine, everybody, [unit.share for unit in workers if _role(unit) == undisturbed])
+                for undisturbed in ("decode", "prefill")
+            )
+            self._homes = beside_prompts, beside_streams
             self._bind(coordinator)
 
     def _bind(self, coordinator: Unit) -> None:
-        if self._beside_streams is not None:
-            coordinator.bind(machine(self._config)[0] if self._piling_up else self._beside_streams)
+        if self._homes is not None:
+            coordinator.bind(self._homes[self._piling_up])
 
     def place_coordinator(self, deep: bool) -> None:
-        """While prompts pile up it runs wherever there is room: prefill never rests then, and all wait for it."""
+        """Beside prompts it delays no stream; while they pile up it runs beside streams: prefill has no rest then."""
         self._piling_up = deep
         self._bind(self._units[0])
 

@@ -31,7 +31,7 @@ def test_the_longest_queue_of_prefill_counts() -> None:
     assert house(prefills=0)[0].backlog_steps() == 0
 
 
-async def test_the_coordinator_runs_anywhere_while_prompts_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "machine", lambda config: ([0, 1], None))
     config = UpConfig(model="m", lend_cores=False)
     fleet = up.plan(config)
@@ -41,4 +41,4 @@ async def test_the_coordinator_runs_anywhere_while_prompts_pile_up(monkeypatch: 
     supervisor._units = supervisor._make_units()
     for deep in (True, False):
         supervisor.place_coordinator(deep)
-    assert where == [("coordinator", 0), ("coordinator", 0, 1), ("coordinator", 0)]
+    assert where == [("coordinator", 0), ("coordinator", 1), ("coordinator", 0)]

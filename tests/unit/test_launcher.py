@@ -89,12 +89,13 @@ def test_workers_that_join_later_get_what_is_free_or_least_crowded() -> None:
     assert cores.deal_more(range(64), [cores.Share(None, 4)] * 2, 2, quota=8) == [cores.Share(None, 2)] * 2
 
 
-def test_the_coordinator_runs_where_no_stream_is_decoded_if_there_is_such_a_core() -> None:
-    one, two = cores.Share((1,), 1), cores.Share((2, 3), 2)
-    assert cores.beside_streams(range(4), [one]) == (0, 2, 3)
-    assert cores.beside_streams(range(4), [one, two]) == (0,)
-    assert cores.beside_streams(range(1, 4), [one, two]) == (1, 2, 3), "there is none"
-    assert cores.beside_streams(range(2), []) == (0, 1)
+def test_the_coordinator_runs_where_it_disturbs_the_fewest() -> None:
+    one, two, three = cores.Share((1,), 1), cores.Share((2, 3), 2), cores.Share((0,), 1)
+    assert cores.beside(range(4), [one, two], [one]) == (0,), "nobody's"
+    assert cores.beside(range(4), [one, two, three], [one]) == (0, 2, 3)
+    assert cores.beside(range(4), [one, two, three], [one, two]) == (0,)
+    assert cores.beside(range(1, 4), [one, two], [one, two]) == (1, 2, 3), "there is none"
+    assert cores.beside(range(2), [cores.Share((0, 1), 2)], []) == (0, 1)
 
 
 def test_a_process_is_pinned_with_all_of_its_threads() -> None:

@@ -93,20 +93,55 @@ def test_threads_of_an_urgent_one_that_compute_are_not_urgent() -> None:
     assert found == [(pytest.approx(threads.COMPUTING_SLICE_S), usual)]
 
 
-@needs_slices
-def test_threads_that_pass_on_messages_of_an_urgent_one_are_urgent() -> None:
+def real_time_is_allowed() -> bool:
     found = []
 
+    def ask() -> None:
+        try:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        except OSError:
+            return
+        found.append(True)
+
+    in_thread(ask)
+    return bool(found)
+
+
+@needs_slices
+def test_who_answers_at_once_is_a_real_time_thread_where_that_is_allowed_and_only_in_its_block() -> None:
+    usual, found = (os.SCHED_OTHER, slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)), []
+
+    def note() -> None:
+        found.append((os.sched_getscheduler(0), slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)))
+
     def answer() -> None:
-        with threads.answering(threads.URGENT):
-            before = set(os.listdir("/proc/self/task"))
-            channels = Channels()
-            socket = channels.dealer("tcp://127.0.0.1:1", b"us")
-            started = set(os.listdir("/proc/self/task")) - before
-            found.append({os.getpriority(os.PRIO_PROCESS, int(each)) for each in started})
-            found.append({os.getpriority(os.PRIO_PROCESS, 0)})
-            socket.close()
-            channels.close()
+        with threads.answering(at_once=True):
+            found.append((os.sched_getscheduler(0),))
+            with ThreadPoolExecutor(1, initializer=threads.compute) as pool:
+                pool.submit(note).result()
+        note()
 
     in_thread(answer)
-    assert found[0] == found[1]
+    at_once, computing, behind = found
+    assert at_once == (os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER,)
+    assert computing == (os.SCHED_OTHER, pytest.approx(threads.COMPUTING_SLICE_S), usual[2])
+    assert behind == usual
+
+
+@needs_slices
+def test_control_messages_are_passed_on_at_once_and_kv_is_not() -> None:
+    found = []
+
+    def policies(kv: bool) -> None:
+        before = set(os.listdir("/proc/self/task"))
+        channels = Channels()
+        between = set(os.listdir("/proc/self/task"))
+        socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
+        started = set(os.listdir("/proc/self/task")) - (between if kv else before)
+        found.append({os.sched_getscheduler(int(each)) for each in started})
+        socket.close()
+        channels.close()
+
+    for kv in (False, True):
+        in_thread(lambda kv=kv: policies(kv))
+    assert found == [{os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER}, {os.SCHED_OTHER}]
