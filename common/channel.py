@@ -228,8 +228,9 @@ class Channels:
 
     keys: ClusterKeys | None = None
 
-    def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True) -> None:
-        self.context = _started(at_once=True)
+    def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True, at_once: bool = False) -> None:
+        """``at_once``: as of :func:`common.threads.answer`, for control messages."""
+        self.context = _started(at_once=at_once)
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
         self.keys = keys

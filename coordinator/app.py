@@ -50,16 +50,19 @@ def run(
     replace: Replace | None = None,
     workers: Mapping[WorkerName, int] | None = None,
     tell_backlog: Tell | None = None,
+    at_once: bool = False,
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
     ``scale`` changes the pools for POST /admin/scale, ``replace`` ends a worker that hangs and starts another; without
     them nobody can. ``workers`` are those that serve already, with their process ids: one that does not join hangs.
-    ``tell_backlog`` hears when prompts begin to pile up, and when they no longer do.
+    ``tell_backlog`` hears when prompts begin to pile up, and when they no longer do. ``at_once``: it interrupts whoever
+    computes on its cores, as of :func:`common.threads.answer`.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
-    with threads.answering(threads.URGENT, at_once=True), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, on_ready, scale, replace, workers or {}, tell_backlog))
+    loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with threads.answering(threads.URGENT, at_once=at_once), loop as runner:
+        return runner.run(_serve(config, on_ready, scale, replace, workers or {}, tell_backlog, at_once))
 
 
 async def _serve(
@@ -69,12 +72,13 @@ async def _serve(
     replace: Replace | None,
     workers: Mapping[WorkerName, int],
     tell_backlog: Tell | None,
+    at_once: bool,
 ) -> int:
     config.check_binds()
     stop = _Stop(alone=replace is None)
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
-        async with running(config, scale) as services, serving(make_app(services), listener):
+        async with running(config, scale, at_once) as services, serving(make_app(services), listener):
             if replace is not None:
                 services.dispatcher.gateway.supervise(replace, workers)
             if tell_backlog is not None:
@@ -91,7 +95,9 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def running(config: CoordinatorConfig, scale: Scale | None = None) -> AsyncIterator[Services]:
+async def running(
+    config: CoordinatorConfig, scale: Scale | None = None, at_once: bool = False
+) -> AsyncIterator[Services]:
     """Everything but HTTP, in the running event loop."""
     checkpoint = open_checkpoint(config.model, config.revision)
     registry = Registry(checkpoint.fingerprint, FailureTimes(config.failure_timeout))
@@ -101,7 +107,7 @@ async def running(config: CoordinatorConfig, scale: Scale | None = None) -> Asyn
         "colocated": config.expect_colocated,
     }
     model = ServedModel(checkpoint, config, registry)
-    channels = Channels(config.keys_of("coordinator"))
+    channels = Channels(config.keys_of("coordinator"), at_once=at_once)
     gateway = Gateway(
         registry,
         config.control_host,

@@ -36,12 +36,13 @@ _MEBIBYTE = 1 << 20
 
 class Launch(msgspec.Struct, frozen=True):
     """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
-    process ids. ``lending``, for a worker."""
+    process ids; and ``at_once`` as of :func:`coordinator.app.run`. ``lending``, for a worker."""
 
     kind: str
     config: dict[str, Any]
     workers: dict[WorkerName, int] = {}
     lending: Lending | None = None
+    at_once: bool = False
 
 
 def die_with(parent: int) -> None:
@@ -61,6 +62,7 @@ async def start(
     line: socket.socket | None = None,
     workers: Mapping[WorkerName, int] | None = None,
     lending: Lending | None = None,
+    at_once: bool = False,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
     ``line`` is the child's end of a socket pair for :mod:`deploy.line`, the others are as in :class:`Launch`."""
@@ -84,7 +86,8 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending)))
+    launch = Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once)
+    child.stdin.write(msgspec.json.encode(launch))
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
     pipe = os.fdopen(reading, "rb", 0)
@@ -109,6 +112,7 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
                 launcher.replace if launcher else None,
                 launch.workers,
                 launcher.tell_backlog if launcher else None,
+                launch.at_once,
             )
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)

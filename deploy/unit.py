@@ -43,6 +43,7 @@ class Unit:
         self.label, self.config, self.share = label, config, share
         self._lending = lending
         self._cores: Sequence[int] | None = None
+        self._at_once = False
         self._launcher = launcher
         self.facts: asyncio.Future[dict[str, status.Fact]] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
@@ -92,9 +93,10 @@ class Unit:
             self._hung = why
             self._process.kill()
 
-    def bind(self, to: Sequence[int]) -> None:
-        """This process, and those that follow it, run on these cores; for a child that does not pin itself."""
-        self._cores = to
+    def bind(self, to: Sequence[int], *, at_once: bool) -> None:
+        """This process, and those that follow it, run on these cores; for a child that does not pin itself. Those that
+        follow interrupt whoever computes there, if ``at_once``."""
+        self._cores, self._at_once = to, at_once
         self._pin()
 
     def _pin(self) -> None:
@@ -139,7 +141,7 @@ class Unit:
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
             self._process, reports = await process.start(
-                self.label, self.config, environment, theirs, workers, self._lending
+                self.label, self.config, environment, theirs, workers, self._lending, self._at_once
             )
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()

@@ -204,7 +204,9 @@ class Supervisor:
 
     def _bind(self, coordinator: Unit) -> None:
         if self._homes is not None:
-            coordinator.bind(self._homes[self._piling_up])
+            home = self._homes[self._piling_up]
+            # who may run anywhere goes to a core that is idle, which Linux does not do for who interrupts at once
+            coordinator.bind(home, at_once=len(home) < len(machine(self._config)[0]))
 
     def place_coordinator(self, deep: bool) -> None:
         """Beside prompts it delays no stream; while they pile up it runs beside streams: prefill has no rest then."""

@@ -123,7 +123,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         dtype=engine.layout.dtype,
         kv_encryption="curve" if config.encrypts_kv else "none",
     )
-    channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv)
+    pinned = own is not None  # else what interrupts one core might have gone to an idle one
+    channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv, at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
     for pace in paces:
         worker.pace.took(*pace)

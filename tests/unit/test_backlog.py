@@ -37,8 +37,8 @@ async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeyp
     fleet = up.plan(config)
     supervisor = up.Supervisor(config, fleet, Lines())
     where: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(up.Unit, "bind", lambda unit, to: where.append((unit.label, *to)))
+    monkeypatch.setattr(up.Unit, "bind", lambda unit, to, at_once: where.append((unit.label, at_once, *to)))
     supervisor._units = supervisor._make_units()
     for deep in (True, False):
         supervisor.place_coordinator(deep)
-    assert where == [("coordinator", 0), ("coordinator", 1), ("coordinator", 0)]
+    assert where == [("coordinator", True, core) for core in (0, 1, 0)]

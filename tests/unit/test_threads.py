@@ -129,12 +129,12 @@ def test_who_answers_at_once_is_a_real_time_thread_where_that_is_allowed_and_onl
 
 
 @needs_slices
-def test_control_messages_are_passed_on_at_once_and_kv_is_not() -> None:
+def test_control_messages_are_passed_on_at_once_where_that_is_wanted_and_kv_never() -> None:
     found = []
 
-    def policies(kv: bool) -> None:
+    def policies(kv: bool, at_once: bool) -> None:
         before = set(os.listdir("/proc/self/task"))
-        channels = Channels()
+        channels = Channels(at_once=at_once)
         between = set(os.listdir("/proc/self/task"))
         socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
         started = set(os.listdir("/proc/self/task")) - (between if kv else before)
@@ -142,6 +142,6 @@ def test_control_messages_are_passed_on_at_once_and_kv_is_not() -> None:
         socket.close()
         channels.close()
 
-    for kv in (False, True):
-        in_thread(lambda kv=kv: policies(kv))
-    assert found == [{os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER}, {os.SCHED_OTHER}]
+    for kv, at_once in ((False, True), (True, True), (False, False)):
+        in_thread(lambda kv=kv, at_once=at_once: policies(kv, at_once))
+    assert found == [{os.SCHED_RR if real_time_is_allowed() else os.SCHED_OTHER}, {os.SCHED_OTHER}, {os.SCHED_OTHER}]

@@ -75,7 +75,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     pids: asyncio.Queue[int] = asyncio.Queue()
 
     async def start(
-        label: str, config: object, environment: Mapping[str, str], line: object, workers: object, lending: object
+        label: str, config: object, environment: Mapping[str, str], *passed: object
     ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         idle = "import os, signal; signal.signal(15, lambda *_: os._exit(0)); print(flush=True); signal.pause()"
         child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", idle, stdout=asyncio.subprocess.PIPE)
