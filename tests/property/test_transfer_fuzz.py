@@ -6,6 +6,7 @@ is right, and in the end nothing is left.
 
 from __future__ import annotations
 
+import os
 import select
 from random import Random
 from typing import Any
@@ -76,7 +77,8 @@ class House:
         self.receiver = Receiver(
             self.here, self.target, "host", "tcp://d:*", transport=transport, limits=LIMITS, credit=self.credit
         )
-        incarnation = Incarnation(self.rng.randbytes(8).hex())
+        # other tests at the same time may have this seed, and the door of a pool bears the name
+        incarnation = Incarnation(f"{self.rng.randbytes(8).hex()}-{os.getpid()}")
         self.sender = Sender(
             self.there,
             self.source,
@@ -89,7 +91,7 @@ class House:
         self.peer = Peer(WorkerName("decode"), Incarnation("decode"), self.receiver.address, "host", "float32")
         self.held: dict[TransferId, int] = {}
         self.attempts = [0] * SLOTS
-        self.landed = 0
+        self.landed = self.lost = 0
         self.before = self.target.raw.copy()
 
     def table(self, slot: int, blocks: int) -> list[BlockId]:
@@ -152,6 +154,7 @@ class House:
                 self.landed += 1
                 self.free(ended.transfer)
             else:
+                self.lost += 1
                 self.give_up(ended.transfer)
         self.check()
 
@@ -282,21 +285,25 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from(["zmq", "shm"]), st.integers(0, 2**32), st.sampled_from([0.02, 0.1]))
 @example("zmq", 115, 0.02)
+@example("zmq", 95001, 0.1)
 def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: str, seed: int, rate: float) -> None:
+    """Where three of ten are damaged it happens that all repeats of one are, for as long as patience lasts: then its
+    hand-off is given up, as one of a line that is dead is."""
     house = House(transport, seed)
     try:
         house.network.line(house.there.process, house.here.process).rates = Rates(corrupt=rate, truncate=rate)
         swaps = FaultyLink(house.sender._links[transport], FaultRates(swap=rate), Random(seed))
         house.sender._links[transport] = swaps
         rounds = 4
-        for landed in range(SLOTS, (rounds + 1) * SLOTS, SLOTS):
+        for over in range(SLOTS, (rounds + 1) * SLOTS, SLOTS):
             for slot in range(SLOTS):
                 house.begin(slot)
             for _ in range(100):
-                if house.landed == landed:
+                if house.landed + house.lost == over:
                     break
                 house.turn(0.1)
-            assert house.landed == landed, "every frame has come in the end"
+            assert house.landed + house.lost == over, "every frame has come in the end, or its hand-off is over"
+        assert house.lost <= (SLOTS if rate == 0.1 else 0)
         damaged = sum(house.network.happened.get(how, 0) for how in ("corrupted", "truncated")) + swaps.happened["swap"]
         assert house.receiver.bad_messages <= damaged, "nothing else was bad"
         assert rate < 0.1 or house.receiver.bad_messages
