@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench import results
 from common.builtin.checks import Answer, Verdict, check
 from common.config import EvalConfig
 from common.errors import StartError
@@ -266,7 +267,7 @@ def run(config: EvalConfig) -> int:
         )
     )  # fmt: skip
     if config.save:
-        _save(report, Path(config.save))
+        results.save(Path(config.save), report.as_json())
     console.print(table(report, baseline))
     for failure in report.failures[: config.failures]:
         text = f"{failure['skill']}: {failure['asked']!r} -> {failure['said']!r}: {failure['why']}"
@@ -275,10 +276,3 @@ def run(config: EvalConfig) -> int:
     for line in found:
         console.print(f"[red]drop:[/] {line}")
     return 1 if found else 0
-
-
-def _save(report: Report, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error

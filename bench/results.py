@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -84,7 +85,9 @@ def _without_secrets(words: Iterable[str]) -> Iterator[str]:
         yield said + shown
 
 
+@functools.cache
 def _commit() -> str | None:
+    """That of the sources when it was first asked for: what measures for hours is not what is committed meanwhile."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
@@ -122,6 +125,7 @@ def _git(*words: str) -> str:
 
 def check_outputs(save: str | None, plot: str | None) -> None:
     """StartError if the files that a measurement is to write cannot be written: said before it, not after."""
+    _commit()
     for flag, name in (("--save", save), ("--plot", plot)):
         if name and not (folder := Path(name).absolute().parent).is_dir():
             raise StartError(f"cannot write {name}", f"there is no directory {folder}", f"make it, or correct {flag}")
