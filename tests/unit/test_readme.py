@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.goals.__main__ import GOALS
+from bench.goals.figures import of_json, table
 from common import keys
 from common.config import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
 from common.options import options
@@ -99,6 +101,23 @@ def test_the_table_of_attention_is_what_was_measured() -> None:
     assert len(rows) == 4 and not saved["slower_than_torch"]
     for batch, cells in rows.items():
         assert f"  | {batch} | {' | '.join(cells)} |" in README
+
+
+def test_the_goals_are_those_of_one_run_and_each_that_is_missed_is_told_of() -> None:
+    folder = ROOT / "bench" / "results"
+    saved = json.loads((folder / "goals.json").read_text(encoding="utf-8"))
+    document = (folder / "goals.md").read_text(encoding="utf-8").strip()
+    rows = [of_json(each) for each in saved["rows"]]
+    assert {row.goal for row in rows} == set(GOALS)
+    assert not any(saved[what] for what in ("failed", "broken", "left", "parts")), "one whole run"
+    assert document.startswith("\n".join(table(rows))), "the two files are of one run"
+    shown, _, words = README.split("<!-- goals -->\n")[1].partition("<!-- /goals -->\n")
+    lines, command = document.splitlines(), document.splitlines()[-1]
+    assert shown.strip().splitlines() == [*(line for line in lines if line.startswith("|")), "", command]
+    missed = {row.goal for row in rows if row.met is False}
+    assert set(re.findall(r"\*\*(C\d+)\*\*", words.partition("\n## ")[0])) == missed
+    for picture in ("streams", "timeline", "attainment"):
+        assert f"](bench/results/goals-{picture}.png)" in README
 
 
 def test_every_file_that_is_named_exists() -> None:
