@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -134,10 +134,11 @@ def search(
     firsts: Mapping[System, float],
     wanted: float = ATTAINMENT,
     near: float = NEAR,
+    doubted: Collection[System] = (),
 ) -> dict[System, list[Point]]:
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
     ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
-    more: then it has no curve."""
+    more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one."""
     curves: dict[System, list[Point]] = {system: [] for system in attempts}
     left = list(attempts)
     while left:
@@ -149,7 +150,10 @@ def search(
                 left.remove(system)
                 del curves[system]
             else:
-                curves[system].append(Point(rate, share))
+                curve = curves[system]
+                curve.append(Point(rate, share))
+                if system in doubted and any(each.rate > rate and each.attainment >= share for each in curve):
+                    left.remove(system)
     return curves
 
 
@@ -193,7 +197,8 @@ def _best_budget(field: Field, kind: str) -> System | None:
 
 def goodputs(field: Field, systems: Sequence[System], near: float = NEAR) -> dict[System, Goodput]:
     """The highest rate of each system that can be measured here, searched together until two rates are ``near``. Who
-    keeps the objectives for less than half of the wanted share one by one has none: ever lower ones take hours."""
+    keeps the objectives for less than half of the wanted share one by one has none, and who does so for less than the
+    wanted share is doubted: ever lower rates take hours."""
 
     def attempt(system: System) -> Callable[[float], float | None]:
         def inside(rate: float) -> float | None:
@@ -219,7 +224,8 @@ def goodputs(field: Field, systems: Sequence[System], near: float = NEAR) -> dic
     alone = {system: point for system, point in points.items() if point is not None}
     firsts = {system: FIRST_SHARE * point.rate for system, point in alone.items() if 2 * point.attainment >= ATTAINMENT}
     curves = {system: [point] for system, point in alone.items() if system not in firsts}
-    curves |= search({system: attempt(system) for system in firsts}, firsts, near=near)
+    doubted = [system for system in firsts if alone[system].attainment < ATTAINMENT]
+    curves |= search({system: attempt(system) for system in firsts}, firsts, near=near, doubted=doubted)
     lines = {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
     shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
     field.pictures["attainment"] = partial(plots.draw_attainment, lines, wanted=ATTAINMENT, objectives=shown)

@@ -312,6 +312,17 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
         assert highest(curve, 0.9).rate == pytest.approx(capacity[system], rel=0.1)
 
 
+def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
+    shares = {OURS: {1.0: 0.2, 0.5: 0.5}, VLLM: {1.0: 0.2, 0.5: 0.1}}
+
+    def attempt(system: System) -> Any:
+        return lambda rate: shares[system].get(rate, 1.0)
+
+    curves = serving.search({system: attempt(system) for system in shares}, dict.fromkeys(shares, 1.0), doubted=shares)
+    assert highest(curves[OURS], 0.9).rate == pytest.approx(0.5, rel=0.1)
+    assert [point.rate for point in curves[VLLM]] == [1.0, 0.5] and not highest(curves[VLLM], 0.9).rate
+
+
 def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_counts_nothing(tmp_path: Path) -> None:
     """Requests that come faster than a system bears are late; vLLM as 1P1D always is."""
     capacity = {("1p1d", None): 4.0, ("2c", 2048): 3.0, ("vllm", 256): 1.0, ("vllm", 512): 1.6, ("vllm", 2048): 0.5}
