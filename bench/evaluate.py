@@ -110,7 +110,8 @@ async def evaluate(
     timeout_s: float = 120.0,
     console: Console | None = None,
 ) -> Report:
-    """Asks the server at ``url`` (with or without ``/v1``) every golden item of these skills; all if none is named."""
+    """Asks the server at ``url`` (with or without ``/v1``) every golden item of these skills; all if none is named.
+    StartError if it answers none: that says nothing of what it knows."""
     records, digest = read_golden(golden, skills)
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -128,6 +129,8 @@ async def evaluate(
                     return found
 
             answers = await asyncio.gather(*(one(record) for record in records))
+    if not any(answer for answer, _ in answers):
+        raise StartError(f"{base} has answered nothing", answers[0][1], "ask again when it serves: tandem status")
     for record, (answer, error) in zip(records, answers, strict=True):
         verdict = check(record["check"], answer) if answer else Verdict(False, False, error)
         report.add(record, _shown(answer), verdict)

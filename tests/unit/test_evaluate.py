@@ -99,9 +99,13 @@ async def test_small_changes_are_tolerated_and_larger_ones_are_not(serve: Serve)
 
 
 async def test_a_refused_request_counts_as_wrong_and_says_why(serve: Serve) -> None:
-    report = await evaluate(await serve(lambda record: {"error": {"message": "busy"}}), skills=["copy"])
-    assert report.total.right == 0
+    busy = {"error": {"message": "busy"}}
+    url = await serve(lambda record: busy if record["skill"] == "copy" else knows(record))
+    report = await evaluate(url, skills=["copy", "sort"])
+    assert report.total.right == report.skills["sort"].items and report.skills["copy"].right == 0
     assert report.failures[0]["why"] == "HTTP 503: busy"
+    with pytest.raises(StartError, match="busy"):
+        await evaluate(url, skills=["copy"])
 
 
 async def test_some_skills_are_compared_with_the_same_ones_of_a_whole_baseline(serve: Serve) -> None:
