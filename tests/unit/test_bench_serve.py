@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import statistics
 import subprocess
@@ -216,6 +217,7 @@ def commit_all(folder: Path) -> None:
 def test_the_commit_is_marked_where_files_differ_other_than_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # each time as in a process of its own
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert provenance()["commit"] is None
     (tmp_path / "bench" / "results").mkdir(parents=True)
@@ -232,9 +234,23 @@ def test_the_commit_is_marked_where_files_differ_other_than_figures(
     assert provenance()["commit"] == f"{clean}+"
 
 
+def test_a_measurement_tells_of_the_sources_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "_commit", functools.cache(results._commit.__wrapped__))
+    (code := tmp_path / "code.py").write_text("1")
+    git(tmp_path, "init", "-q")
+    commit_all(tmp_path)
+    results.check_outputs(None, None)
+    code.write_text("2")
+    commit_all(tmp_path)
+    began = provenance()["commit"]
+    assert began == results._git("rev-parse", "--short=12", "HEAD~1")
+
+
 def test_figures_of_other_sources_or_machines_are_not_comparable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # each time as in a process of its own
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert not results.comparable(provenance()), "nobody knows of which sources they are"
     (tmp_path / "bench" / "results").mkdir(parents=True)
