@@ -7,6 +7,7 @@ tokenized in two threads, while the event loop goes on; what waits for those thr
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import secrets
 import time
@@ -39,8 +40,9 @@ _CHARS_PER_S = 1e6
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
+@functools.cache
 def product_version() -> str:
-    """The installed version of Tandem."""
+    """The installed version of Tandem. Half a millisecond to find out, which every answer tells."""
     try:
         return version("tandem")
     except PackageNotFoundError:
