@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
 
 import uvloop
 from aiohttp import web
@@ -25,9 +26,9 @@ from common.config import CoordinatorConfig
 from common.errors import StartError
 from common.ids import WorkerName
 from common.times import FailureTimes
-from coordinator.backlog import Backlog, Tell
+from coordinator.backlog import Backlog
 from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Gateway, Replace, bracketed
+from coordinator.gateway import Gateway, bracketed
 from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
@@ -43,46 +44,53 @@ LAG_EVERY_S = 0.05
 one wakes an idle loop, so more of them would cost more than they tell."""
 
 
+class Launcher(Protocol):
+    """Who has started this process and the workers beside it. Without one nobody can do what it does."""
+
+    async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
+        """As of :data:`coordinator.http.Scale`, for POST /admin/scale."""
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        """As of :data:`coordinator.gateway.Replace`: ends a worker that hangs, and starts another."""
+
+    def tell_backlog(self, deep: bool) -> None:
+        """Hears when prompts begin to pile up, and when they no longer do."""
+
+
 def run(
     config: CoordinatorConfig,
     on_ready: Callable[[str, str], None] | None = None,
-    scale: Scale | None = None,
-    replace: Replace | None = None,
+    launcher: Launcher | None = None,
     workers: Mapping[WorkerName, int] | None = None,
-    tell_backlog: Tell | None = None,
     at_once: bool = False,
 ) -> int:
-    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen,
-    ``scale`` changes the pools for POST /admin/scale, ``replace`` ends a worker that hangs and starts another; without
-    them nobody can. ``workers`` are those that serve already, with their process ids: one that does not join hangs.
-    ``tell_backlog`` hears when prompts begin to pile up, and when they no longer do. ``at_once``: it interrupts whoever
-    computes on its cores, as of :func:`common.threads.answer`.
+    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
+    ``workers`` are those of ``launcher`` that serve already, with their process ids: one that does not join hangs.
+    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.threads.answer`.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with threads.answering(threads.URGENT, at_once=at_once), loop as runner:
-        return runner.run(_serve(config, on_ready, scale, replace, workers or {}, tell_backlog, at_once))
+        return runner.run(_serve(config, on_ready, launcher, workers or {}, at_once))
 
 
 async def _serve(
     config: CoordinatorConfig,
     on_ready: Callable[[str, str], None] | None,
-    scale: Scale | None,
-    replace: Replace | None,
+    launcher: Launcher | None,
     workers: Mapping[WorkerName, int],
-    tell_backlog: Tell | None,
     at_once: bool,
 ) -> int:
     config.check_binds()
-    stop = _Stop(alone=replace is None)
+    stop = _Stop(alone=launcher is None)
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
+        scale = launcher.scale if launcher else None
         async with running(config, scale, at_once) as services, serving(make_app(services), listener):
-            if replace is not None:
-                services.dispatcher.gateway.supervise(replace, workers)
-            if tell_backlog is not None:
-                services.dispatcher.backlog = Backlog(tell_backlog)
+            if launcher is not None:
+                services.dispatcher.gateway.supervise(launcher.replace, workers)
+                services.dispatcher.backlog = Backlog(launcher.tell_backlog)
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             gc.collect()

@@ -104,14 +104,11 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
             from coordinator.app import run as run_coordinator
             from deploy.line import Asker
 
-            launcher = Asker(line) if line is not None else None
             return run_coordinator(
                 served,
                 lambda url, control: status.ready(url=url, control=control),
-                launcher.scale if launcher else None,
-                launcher.replace if launcher else None,
+                Asker(line) if line is not None else None,
                 launch.workers,
-                launcher.tell_backlog if launcher else None,
                 launch.at_once,
             )
         config = WorkerConfig(**launch.config)
