@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,15 @@ def workers(server: Server) -> dict[str, dict[str, Any]]:
     return {worker["id"]: worker for worker in body["workers"] if worker["state"] == "ready"}
 
 
-def long_prompt_was_helped_with(server: Server) -> bool:
-    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
+def send_prompt(server: Server) -> None:
+    """A long one that nobody has cached; returns when it has been computed."""
     prompt = [random.randrange(1000, 2000) for _ in range(1500)]
     server.post("/v1/completions", {"model": server.model(), "prompt": prompt, "max_tokens": 1})
+
+
+def long_prompt_was_helped_with(server: Server) -> bool:
+    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
+    send_prompt(server)
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         found = re.search(r"^tandem_borrowed_core_seconds_total (\S+)", page.read().decode(), re.M)
     assert found is not None
@@ -119,6 +125,33 @@ def start(cache: Path) -> Iterator[Callable[..., Up]]:
     yield start_one
     for up in started:
         up.end()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core, on which all are")
+def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(start: Callable[..., Up]) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    up = start("--cpus", f"{first},{second}", "--max-num-batched-tokens", "256")
+    server = up.server()
+    decode, coordinator = workers(server)["decode-0"]["pid"], coordinator_of(up)
+    seen = threading.Event()
+
+    def is_beside_streams() -> bool:
+        return os.sched_getaffinity(coordinator) == os.sched_getaffinity(decode)
+
+    def send_prompts() -> None:
+        while not seen.is_set():
+            send_prompt(server)
+
+    assert not is_beside_streams()
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(send_prompts) for _ in range(16)]
+        try:
+            wait_for(is_beside_streams, START_S)
+        finally:
+            seen.set()
+    for client in clients:
+        client.result()
+    wait_for(lambda: not is_beside_streams(), START_S)
 
 
 def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
