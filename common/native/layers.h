@@ -141,6 +141,63 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         }
 }
 
+/* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
+INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *product, long row, int rows,
+                             long column, int columns)
+{
+    long size = linear->type == BFLOAT16 ? 2 : 4;
+    for (int r = 0; r < rows; r++) {
+        long at = ((row + r) * product->out_row + column) * size;
+        for (long end = at + columns * size; at < end; at += 64) {
+            __builtin_prefetch((const char *)product->to + at, 1, 3);
+            if (product->add)
+                __builtin_prefetch((const char *)product->add + at, 0, 3);
+        }
+    }
+}
+
+#if HAS_DOT
+/* Two neighbouring vectors of bfloat16, without bias and scale, finished as finish_tile does it. */
+INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
+{
+    if (activation) {
+        NAME(store_bf16)(to, NAME(activate)(x, activation) * y);
+        return;
+    }
+    if (add) {
+        x += NAME(load_floats)(add, 0, BFLOAT16);
+        y += NAME(load_floats)(add, LANES, BFLOAT16);
+    }
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+}
+
+INLINE void NAME(finish_pairs)(const struct product *product, long row, int rows, long column, int width,
+                               floats sums[][TILE_VECTORS], const uint16_t *add, enum activation activation)
+{
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < width; v += 2) {
+            long at = (row + r) * product->out_row + column + v * LANES / (activation ? 2 : 1);
+            NAME(finish_two)(sums[r][v], sums[r][v + 1], add ? add + at : NULL, (uint16_t *)product->to + at,
+                             activation);
+        }
+}
+
+/* finish_tile for pairs of vectors of bfloat16 that are all within the results, which begin at ``column``. */
+static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *linear, const struct product *product,
+                                                         long row, int rows, long column, int width,
+                                                         floats sums[][TILE_VECTORS])
+{
+    if (linear->activation == SILU)
+        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, SILU);
+    else if (linear->activation == GELU_TANH)
+        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, GELU_TANH);
+    else if (product->add)
+        NAME(finish_pairs)(product, row, rows, column, width, sums, product->add, NONE);
+    else
+        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, NONE);
+}
+#endif
+
 /* What of a tile's sums is kept when more steps are added to them. */
 static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
 
@@ -205,27 +262,17 @@ struct NAME(finish) {
 };
 
 /* Its row ``r``: whole vectors of bfloat16 without bias and scale. */
-INLINE void NAME(finish_plain)(const struct NAME(finish) *block, long r, enum activation activation, int add)
+INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum activation activation, int add)
 {
     long at = r * block->out_row;
-    floats x = block->sums[r][0], y = block->sums[r][1];
     __builtin_prefetch(block->next + at, 1, 3);
-    if (activation)
-        x = NAME(activate)(x, activation) * y;
-    if (add) {
-        x += NAME(load_floats)(block->add, at, BFLOAT16);
-        y += NAME(load_floats)(block->add, at + LANES, BFLOAT16);
-    }
-    if (activation)
-        NAME(store_bf16)(block->to + at, x);
-    else
-        _mm512_storeu_si512(block->to + at, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+    NAME(finish_two)(block->sums[r][0], block->sums[r][1], add ? block->add + at : NULL, block->to + at, activation);
 }
 
-INLINE void NAME(finish_sums)(void *block, long r) { NAME(finish_plain)(block, r, NONE, 0); }
-INLINE void NAME(finish_added)(void *block, long r) { NAME(finish_plain)(block, r, NONE, 1); }
-INLINE void NAME(finish_silu)(void *block, long r) { NAME(finish_plain)(block, r, SILU, 0); }
-INLINE void NAME(finish_gelu)(void *block, long r) { NAME(finish_plain)(block, r, GELU_TANH, 0); }
+INLINE void NAME(finish_sums)(void *block, long r) { NAME(finish_row)(block, r, NONE, 0); }
+INLINE void NAME(finish_added)(void *block, long r) { NAME(finish_row)(block, r, NONE, 1); }
+INLINE void NAME(finish_silu)(void *block, long r) { NAME(finish_row)(block, r, SILU, 0); }
+INLINE void NAME(finish_gelu)(void *block, long r) { NAME(finish_row)(block, r, GELU_TANH, 0); }
 
 static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
 {
@@ -327,8 +374,8 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
 #endif
     long each = as == PAIRS ? 2 : 1, steps = linear->in / each, stride = product->in_row / each;
     long word = as == HALVES ? 2 : 4; /* bytes that become one */
-    long padded = linear->columns, run = RUN_BYTES / (steps * 4) / TILE_ROWS * TILE_ROWS;
-    run = run < TILE_ROWS ? TILE_ROWS : run;
+    long padded = linear->columns, runs = product->rows * steps * 4 / RUN_BYTES + 1;
+    long run = ROUND_UP((product->rows + runs - 1) / runs, TILE_ROWS);
     floats sums[FEW_TILES][TILE_ROWS][TILE_VECTORS];
     for (long start = 0; start < product->rows; start += run) {
         long end = start + run < product->rows ? start + run : product->rows;
@@ -339,6 +386,12 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
             long column = panel * PANEL;
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
             const char *weight = (const char *)linear->packed + column * steps * word;
+            int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
+            long out = column / halved;
+#if HAS_DOT
+            int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
+                        !(product->add && linear->activation);
+#endif
             for (long done = 0; done < steps; done += some) {
                 long now = steps - done < some ? steps - done : some, tile = 0;
                 for (long row = start; row < end; row += TILE_ROWS, tile++) {
@@ -346,11 +399,21 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
                     float *own = (float *)sums[tile % FEW_TILES];
                     const char *here = weight + done * width * LANES * word;
                     const char *next = here + ahead * width * LANES * word + tile * now * lines * 64;
+                    int last_steps = done + now == steps;
+                    if (last_steps)
+                        NAME(fetch_tile)(linear, product, row, rows, out, columns);
                     NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done,
                                         stride, here, now, own, PANEL, done ? NAME(all) : NULL, next,
                                         tile * lines < most ? lines : 0);
-                    if (done + now == steps)
-                        NAME(finish_tile)(linear, product, row, rows, column, width, (floats (*)[TILE_VECTORS])own);
+                    if (!last_steps)
+                        continue;
+#if HAS_DOT
+                    if (plain) {
+                        NAME(finish_plain)(linear, product, row, rows, out, width, (floats (*)[TILE_VECTORS])own);
+                        continue;
+                    }
+#endif
+                    NAME(finish_tile)(linear, product, row, rows, column, width, (floats (*)[TILE_VECTORS])own);
                 }
             }
         }

@@ -217,7 +217,7 @@ struct variant {
 
 #define HAS_AMX 0
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,prfchw")
 #define NAME(x) x##_avx512_bf16
 #define VARIANT_NAME "avx512_bf16"
 #include "variant.h"
