@@ -2,9 +2,9 @@
 
 Decode attention for batches and contexts, as bytes of KV per second and as a share of what a plain loop reads per
 second from memory of that size, with torch's path beside it on the same pool; then the linear layers, with whole and
-with int8 weights, as shares of the rate at which many rows are multiplied or weights are read. Blocks lie in random
-order, values are random. What is compared is timed in alternation. Figures are those of what a worker would use, and at
-the end stands where torch would have been faster.
+with int8 weights, as shares of the rate at which many rows are multiplied or weights are read, beside torch's, plain or
+packed by oneDNN, whichever is the faster. Blocks lie in random order, values are random. What is compared is timed in
+alternation. Figures are those of what a worker would use, and at the end stands where torch would have been faster.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from common.kv.store import KvStore
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048, 8192)
 ROWS = (1, 4, 16, 64, 512)
 BLOCK = 16
+TORCH = ("torch", "onednn")
+"""Ways that need no kernels of ours."""
 EQUAL = 0.98
 """Nothing is called slower than torch for what one kernel differs by between two measurements."""
 _POOL_BYTES = 512 * MIB
@@ -118,6 +120,11 @@ def served(found: Product) -> str:
     return next(reversed(found.seconds))
 
 
+def torch_s(found: Product) -> float:
+    """Seconds without kernels of ours: torch's plain layers, or those that oneDNN has packed, whichever are faster."""
+    return min(seconds for way, seconds in found.seconds.items() if way in TORCH)
+
+
 def _kind(layers: Product) -> str:
     return "int8" if layers.int8 else "linear"
 
@@ -147,19 +154,20 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
         top = max(each.flops_per_s for each in linear)
         whole_s = {each.rows: each.seconds[served(each)] for each in linear if not each.int8}
+        shares, gains = [], []
         for each in linear:
             flops_per_s, bytes_per_s = each.rates(served(each))
-            share = max(flops_per_s / top, bytes_per_s / read(256 * MIB))
+            shares.append(max(flops_per_s / top, bytes_per_s / read(256 * MIB)))
             seconds = each.seconds[served(each)]
+            gains.append(torch_s(each) / seconds)
             say(
                 f"{_kind(each):<10} {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {share:4.0%}  {each.seconds['torch'] / seconds:5.2f} x torch"
+                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {shares[-1]:4.0%}  {gains[-1]:5.2f} x torch"
                 + (f"  {whole_s[each.rows] / seconds:5.2f} x {dtype}" if each.int8 else "")
                 + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
             )
     behind = [each for each in attention if each.gain < EQUAL]
     slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
-    gains = [each.seconds["torch"] / each.seconds[served(each)] for each in linear]
     slower += [
         f"{_kind(each)} layers of {each.rows} rows ({gain:.2f})"
         for each, gain in zip(linear, gains, strict=True)
@@ -176,7 +184,11 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
             asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
             for each in attention
         ],
-        "linear": [asdict(each) | {"times_torch": gain} for each, gain in zip(linear, gains, strict=True)],
+        "most_flops_per_s": top,
+        "linear": [
+            asdict(each) | {"share": share, "times_torch": gain}
+            for each, share, gain in zip(linear, shares, gains, strict=True)
+        ],
         "slower_than_torch": slower,
     }
 

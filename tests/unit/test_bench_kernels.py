@@ -101,8 +101,9 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
         if int8:
             quantised = {"torch": 0.1 if rows == 64 else 2.0, "native": 0.5}
             return roofline.Product("bfloat16", rows, 1e9 * rows, 5e8, "native", quantised, int8)
-        ways = {"torch": 0.5 if rows == 16 else 3.0, "onednn": 0.25, "native": 1.0}
-        return roofline.Product("bfloat16", rows, 4e9 * rows, 4e9, "onednn", ways)
+        ways = {"torch": 0.5 if rows == 16 else 3.0, "onednn": 0.25 if rows == 64 else 2.0, "native": 1.0}
+        way = min(ways, key=ways.__getitem__)
+        return roofline.Product("bfloat16", rows, 1e9 * rows / ways[way], 1e9 / ways[way], way, ways)
 
     monkeypatch.setattr(kernels, "attend", attended)
     monkeypatch.setattr(kernels, "product", linear)
@@ -111,15 +112,18 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     saved = tmp_path / "kernels.json"
     assert kernels.run(BenchKernelsConfig(save=str(saved))) == 1
     slower = [
-        "attention of batch 4 at 128 (0.50)", "linear layers of 16 rows (0.50)", "int8 layers of 64 rows (0.20)"
+        "attention of batch 4 at 128 (0.50)", "linear layers of 16 rows (0.50)", "linear layers of 64 rows (0.25)",
+        "int8 layers of 64 rows (0.20)",
     ]  # fmt: skip
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == f"slower than torch: {', '.join(slower)}"
     assert "50% of" in shown[1] and " 2.00 x torch" in shown[1]
-    assert "1.0 GB/s" in shown[5] and "50%" in shown[5], "a quarter of what the fastest way has"
+    assert "1.0 GB/s" in shown[5] and "50%" in shown[5] and " 2.00 x torch" in shown[5], "oneDNN is torch's, too"
+    assert "1.0 GB/s" in shown[8] and "50%" in shown[8], "a quarter of what the fastest way has"
     assert shown[10].startswith("int8          1 rows") and " 4.00 x torch   2.00 x bfloat16" in shown[10]
     figures = json.loads(saved.read_text())
     assert figures["slower_than_torch"] == slower and figures["attention"][1]["share"] == 0.5
+    assert [each["share"] for each in figures["linear"][:5]] == [0.5, 0.5, 0.5, 0.5, 1.0]
 
 
 def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
