@@ -13,7 +13,7 @@
  * once when its core is not to be had any more, and is woken when there is work and it is.
  */
 
-#define BORROWING_ROWS 128     /* of which work takes long enough to share it: more than a decode step usually has */
+#define BORROWING_ROWS 16      /* of which work takes long enough to share it, in a step of fewer a core is soon done */
 #define LEAST_PARTS 32         /* of a product: a part is much less than the whole, and much more than taking it */
 #define PARTS_OF_EACH 4        /* of whoever works on a product, at least */
 #define PART_PRODUCTS 50000000 /* multiplications of a part: a quarter of a millisecond, or a few */

@@ -89,13 +89,18 @@ def send_prompt(server: Server) -> None:
     server.post("/v1/completions", {"model": server.model(), "prompt": prompt, "max_tokens": 1})
 
 
-def long_prompt_was_helped_with(server: Server) -> bool:
-    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
-    send_prompt(server)
+def borrowed_s(server: Server) -> float:
+    """Seconds for which workers have had each other's cores so far."""
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         found = re.search(r"^tandem_borrowed_core_seconds_total (\S+)", page.read().decode(), re.M)
     assert found is not None
-    return float(found[1]) > 0
+    return float(found[1])
+
+
+def long_prompt_was_helped_with(server: Server) -> bool:
+    """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
+    send_prompt(server)
+    return borrowed_s(server) > 0
 
 
 def coordinator_of(up: Up) -> int:
@@ -152,6 +157,30 @@ def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(start: Callab
     for client in clients:
         client.result()
     wait_for(lambda: not is_beside_streams(), START_S)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core, on which all are")
+def test_many_streams_are_helped_with_while_no_prompt_is_computed(start: Callable[..., Up]) -> None:
+    server = start().server()
+    begun, ended = threading.Barrier(21), threading.Event()
+
+    def stream() -> None:
+        chunks = ask(server, 700)  # as many as the pool holds of all: what is computed again is shared anyway
+        for _ in range(3):  # more than prefill's token: its work for this prompt is done
+            next(chunks)
+        begun.wait(START_S)
+        ended.wait(START_S)
+
+    with ThreadPoolExecutor(20) as pool:
+        clients = [pool.submit(stream) for _ in range(20)]
+        try:
+            begun.wait(START_S)
+            before = borrowed_s(server)
+            wait_for(lambda: borrowed_s(server) > before + 0.2, START_S)  # more than of what prefill had, and told late
+        finally:
+            ended.set()
+    for client in clients:
+        client.result()
 
 
 def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:

@@ -79,7 +79,7 @@ def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
 
 
 def test_who_rests_computes_for_who_has_many_tokens() -> None:
-    """200 tokens take one worker 210 ms and two of them half of that, of a chunk at a time; decode does not share."""
+    """200 tokens take one worker 210 ms and two of them half of that, of a chunk at a time; one stream is not shared."""
     ask = Ask(list(range(200)), 200, 2)
     wide = {"max_num_batched_tokens": 256, "lend_cores": True}
     alone = lived([ask], [0.0], (1, 1, 0), max_num_batched_tokens=256).records[0]
@@ -88,16 +88,18 @@ def test_who_rests_computes_for_who_has_many_tokens() -> None:
     assert lived([ask], [0.0], (1, 3, 0), **wide).records[0].ttft == pytest.approx(0.21 / 4)
     two = lived([ask, replace(ask, prompt=list(range(200, 400)))], [0.0, 0.0], (2, 2, 0), **wide)
     assert [record.ttft for record in two.records] == pytest.approx([0.105] * 2), "each has one of the two that rest"
-    few = lived([ASK], [0.0], (1, 1, 0), **wide).records[0]
-    assert few.ttft == pytest.approx(0.11), "100 tokens are too few"
+    some = lived([ASK], [0.0], (1, 1, 0), **wide).records[0]
+    assert some.ttft == pytest.approx(0.11 / 1.6), "100 tokens gain less"
+    few = lived([Ask(list(range(15)), 15, 1)], [0.0], (1, 1, 0), **wide).records[0]
+    assert few.ttft == pytest.approx(0.025), "15 are too few"
 
 
 def test_a_worker_that_has_steps_has_its_cores_for_itself() -> None:
-    """The stream is decoded from 26 to 136 ms, while 110 of the prompt's 210 ms are done; the rest by both."""
-    stream, prompt = Ask(list(range(100, 116)), 16, 12), Ask(list(range(500, 700)), 200, 1)
+    """The stream is decoded from 25 to 135 ms, while 110 of the prompt's 210 ms are done; the rest by both."""
+    stream, prompt = Ask(list(range(100, 115)), 15, 12), Ask(list(range(500, 700)), 200, 1)
     limits = {"max_num_batched_tokens": 256, "lend_cores": True, "link_bytes_per_s": 1e9}
-    first, second = lived([stream, prompt], [0.0, 0.026], (1, 1, 0), **limits).records
-    assert first.moments[-1] == pytest.approx(0.136, abs=1e-4)
+    first, second = lived([stream, prompt], [0.0, 0.025], (1, 1, 0), **limits).records
+    assert first.moments[-1] == pytest.approx(0.135, abs=1e-4)
     assert second.ttft == pytest.approx(0.11 + 0.1 / 2, abs=1e-4)
     assert lived([prompt, stream], [0.0, 0.2], (1, 1, 0), **limits).records[0].ttft == pytest.approx(0.105)
 

@@ -167,9 +167,9 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "threads"), [(300, 1), (300, 2), (17, 1)])
 def test_a_linear_layer_is_the_same_with_help(
-    variant: str, dtype: torch.dtype, int8: bool, threads: int, helped: LentCores
+    variant: str, dtype: torch.dtype, int8: bool, rows: int, threads: int, helped: LentCores
 ) -> None:
     assert library is not None
     library.use(variant)
@@ -177,7 +177,7 @@ def test_a_linear_layer_is_the_same_with_help(
         torch.manual_seed(1)
         torch.set_num_threads(threads)
         linear = NativeLinear(torch.randn(1030, 96).to(dtype), torch.randn(1030).to(dtype), int8=int8)
-        x, residual = torch.randn(300, 96).to(dtype), torch.randn(300, 1030).to(dtype)
+        x, residual = torch.randn(rows, 96).to(dtype), torch.randn(rows, 1030).to(dtype)
 
         def add() -> torch.Tensor:
             total = residual.clone()
@@ -192,15 +192,20 @@ def test_a_linear_layer_is_the_same_with_help(
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    "shapes",
+    [[(100, 1), (0, 150), (60, 200), (16, 33)], [(20 + index, 1) for index in range(16)]],
+    ids=["a prompt", "streams"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_is_the_same_with_help(dtype: str, helped: LentCores) -> None:
+def test_attention_is_the_same_with_help(dtype: str, shapes: list[tuple[int, int]], helped: LentCores) -> None:
     rng = random.Random(5)
     torch.manual_seed(5)
     layer = LayerLayout(2, 32, 32)
     store = KvStore(KvMemory(KvLayout((layer,), dtype, 16), 64))  # type: ignore[arg-type]
     for part in (store.k(0), store.v(0)):
         part.copy_(torch.randn(part.shape))
-    spans = random_spans(rng, 64, [(100, 1), (0, 150), (60, 200), (16, 33)])
+    spans = random_spans(rng, 64, shapes)
     query = torch.randn(sum(span.length for span in spans), 6, 32).to(store.dtype)
     backend = NativeAttention(store)
 
@@ -217,7 +222,7 @@ def test_attention_is_the_same_with_help(dtype: str, helped: LentCores) -> None:
 def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: LentCores) -> None:
     assert library is not None
     linear = NativeLinear(torch.randn(512, 256), None)
-    many, few = torch.randn(256, 256), torch.randn(127, 256)
+    many, few = torch.randn(256, 256), torch.randn(15, 256)
     before = library.borrowed_s()
     for _ in range(50):
         linear.rows(many)
