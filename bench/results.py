@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import device
+from common import device, threads
 from common.errors import StartError
 
 PICTURES = (".png", ".svg")
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance() -> dict[str, Any]:
-    """Of figures made now. The commit ends in ``+`` if files differ from it, but for earlier figures, and is None
-    outside a repository."""
+    """Of figures made now. Whether threads may be real-time ones decides who waits for whom where cores are few. The
+    commit ends in ``+`` if files differ from it, but for earlier figures, and is None outside a repository."""
     return {
         "date": datetime.now(UTC).strftime(DATE),
         "command": _command(),
@@ -41,6 +41,7 @@ def provenance() -> dict[str, Any]:
             "cpu_model": device.cpu_model(),
             "instructions": sorted(device.cpu_flags() & INSTRUCTIONS),
             "cores": len(os.sched_getaffinity(0)),
+            "real_time_threads": threads.may_be_real_time(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "python": platform.python_version(),
             "system": platform.system(),
@@ -54,7 +55,8 @@ def told() -> str:
     machine = found["machine"]
     date = datetime.strptime(found["date"], DATE).date()
     cpu = f"{machine['cpu']} ({machine['cpu_model']})" if machine["cpu_model"] else machine["cpu"]
-    return f"`{found['command']}`, {date}, {machine['cores']} x {cpu}, commit {found['commit']}"
+    ranks = ", which may have real-time threads" if machine["real_time_threads"] else ""
+    return f"`{found['command']}`, {date}, {machine['cores']} x {cpu}{ranks}, commit {found['commit']}"
 
 
 def _command() -> str:

@@ -35,7 +35,7 @@ LENT_TOKENS, MANY_TOKENS = 16, 128
 """Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/native/borrow.h); what is lost by
 it is little only where there are many."""
 HELP_WITH_FEW = 0.6
-"""Workers that a resting one is worth to one with fewer: two cores are 1.5 to 1.7 times as fast with 16 to 64 streams."""
+"""Workers that a resting one is worth to one with fewer: two are 1.5 to 1.7 times as fast with 16 to 64 streams."""
 
 
 def help_with(tokens: int) -> float:

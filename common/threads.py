@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
@@ -74,6 +75,22 @@ def answering(niceness: int = 0, *, at_once: bool = False) -> Iterator[None]:
         yield
     finally:
         _rank(0, 0)
+
+
+def may_be_real_time() -> bool:
+    """Whether this user may have real-time threads, as a thread finds that is gone when this returns."""
+    if sys.platform != "linux" or not _IS_USUAL:
+        return False
+    policies: list[int] = []
+
+    def attempt() -> None:
+        _real_time(True)
+        policies.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return policies == [os.SCHED_RR]
 
 
 def _rank(niceness: int, slice_s: float, at_once: bool = False) -> None:

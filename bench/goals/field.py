@@ -60,20 +60,20 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
-    that are sent all at once (``sustained``: enough for a while between its start and its end),
+    that are sent all at once (``balanced``: of a load whose beginning and end use one of two pools only),
     ``paced`` ones at each rate of a search, streams that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3
     singles: int = 10
     requests: int = 96
-    sustained: int = 224
+    balanced: int = 320
     paced: int = 40
     seconds: float = 8.0
     streamed_tokens: int = 128
 
 
 FULL = Effort()
-QUICK = Effort(rounds=1, singles=2, requests=6, sustained=8, paced=4, seconds=3.0, streamed_tokens=32)
+QUICK = Effort(rounds=1, singles=2, requests=6, balanced=8, paced=4, seconds=3.0, streamed_tokens=32)
 """To see that everything works; its figures mean nothing."""
 
 

@@ -258,45 +258,25 @@ Rates = dict[System, list[float]]
 
 def saturation(
     field: Field, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
-) -> tuple[Rates, Rates]:
-    """What each does when ``count`` are sent at once: from the first to the last token, and while prompts wait."""
+) -> tuple[Rates, str]:
+    """What each does when ``count`` are sent at once, from then to the last token of all; and in words how long its
+    tokens take meanwhile."""
 
     def once(system: System) -> tuple[float, float]:
-        run = field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once")
-        records = good(run)
-        return overall(records), sustained(records, MAX_NUM_SEQS)
+        records = good(field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once"))
+        seconds = max(record.moments[-1] for record in records) - min(record.sent_at for record in records)
+        return len(records) / seconds, statistics.median(record.tpot for record in records)
 
     found = field.alternate(systems, once)
-    whole = {system: [each for each, _ in rounds] for system, rounds in found.items()}
-    return whole, {system: [each for _, each in rounds] for system, rounds in found.items()}
-
-
-def overall(records: Sequence[Record]) -> float:
-    """Requests per second, from when they were sent to the last token of all."""
-    ended = max(record.moments[-1] for record in records)
-    return len(records) / (ended - min(record.sent_at for record in records))
-
-
-def sustained(records: Sequence[Record], edge: int) -> float:
-    """Requests per second of a balanced load, from the first token of the ``edge``-th to that of the last: before, a
-    system fills, and after, it has no prompt left. A prompt counts half a request and its tokens together the other
-    half, since that is their share of the work: answers end in waves, and those that end in a window are not what a
-    system has worked for in it. Of few requests that is all of the time."""
-    firsts = sorted(record.moments[0] for record in records)
-    began, ended = firsts[min(edge, len(firsts)) - 1], firsts[-1]
-    if len(firsts) <= 2 * edge or began == ended:
-        return overall(records)
-    tokens = 0.0
-    for record in records:
-        later = record.moments[1:]
-        tokens += sum(began < moment <= ended for moment in later) / len(later) if later else 0.0
-    return (sum(began < first for first in firsts) + tokens) / 2 / (ended - began)
+    each = (f"{1000 * statistics.median(tpot for _, tpot in rounds):.0f} ms ({it})" for it, rounds in found.items())
+    rates = {system: [rate for rate, _ in rounds] for system, rounds in found.items()}
+    return rates, f"meanwhile a token after the first takes, median of requests, {', '.join(each)}"
 
 
 def c10(field: Field) -> list[Row]:
-    """On a load that keeps both pools equally busy, two pools serve as much as one: without the beginning, when decode
-    waits for the first prompts, and the end, when the last answers are decoded and no prompt is left; the note is with
-    both. vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
+    """On a load that keeps both pools equally busy, two pools serve as much as one, their beginning, when decode waits
+    for prompts, and their end, when none is left for prefill, included: there are enough requests for a while between.
+    vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
 
     def balance() -> int:
         field.open()
@@ -305,10 +285,8 @@ def c10(field: Field) -> list[Row]:
 
     output: int = field.remember("balance", balance)
     systems = field.open(OURS, *COLOCATED, VLLM)
-    whole, found = saturation(field, systems, field.effort.sustained, BALANCED_INPUT, output)
+    found, note = saturation(field, systems, field.effort.balanced, BALANCED_INPUT, output)
     what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
-    medians = (f"{statistics.median(rates):.2f} ({system})" for system, rates in whole.items())
-    note = f"from the first to the last token {', '.join(medians)} req/s"
     own, peer = (
         _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95)),
         _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
@@ -319,10 +297,10 @@ def c10(field: Field) -> list[Row]:
 def c11(field: Field) -> list[Row]:
     """Where prefill is most of the work, one core that only decodes is little used."""
     systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
-    found, _ = saturation(field, systems, field.effort.requests, INPUT, OUTPUT)
+    found, note = saturation(field, systems, field.effort.requests, INPUT, OUTPUT)
     what = f"saturation, {INPUT:,}/{OUTPUT}"
     return [
-        _saturated("C11", what, found, VLLM, Target("ratio", 1.0)),
+        replace(_saturated("C11", what, found, VLLM, Target("ratio", 1.0)), note=note),
         _saturated("C11", what, found, best(found, COLOCATED)),
         *([_saturated("C11", what, found, VLLM_1P1D)] if VLLM_1P1D in found else []),
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -400,7 +400,7 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
     scripted = Scripted(lambda system, ask, at: record(1.0, seconds[system] - 1.0))
     scripted.remembered["balance"] = 48
     own, vllm = serving.c10(scripted)
-    assert own.value == QUICK.sustained / 10 and own.against == "2c" and own.ratio
+    assert own.value == QUICK.balanced / 10 and own.against == "2c" and own.ratio
     assert own.ratio.median == pytest.approx(0.98) and own.met is False and own.held is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(1.5) and vllm.met is True
     assert "512/48" in own.what
@@ -409,28 +409,19 @@ def test_saturation_is_against_the_best_colocated_one() -> None:
     assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
 
 
-def test_neither_the_filling_nor_the_emptying_of_a_system_counts_as_saturation() -> None:
-    """A prompt is computed every 0.5 s, but the first 64 in no time; the last answers take a minute."""
-    firsts = [1.0] * 64 + [1.0 + 0.5 * number for number in range(1, 201)]
-    records = [record(first, *[0.1] * 10) for first in firsts]
-    records[-1] = record(firsts[-1], *[6.0] * 10)
-    assert serving.sustained(records[::-1], 64) == pytest.approx(2.0, rel=0.2)
-    assert serving.sustained([record(10.0), record(5.0), record(20.0)], 64) == pytest.approx(3 / 20)
+def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_told() -> None:
+    """The last answer takes as long again as all others."""
+    numbers = itertools.count(1)
 
+    def answered(system: System, ask: Ask, at: float) -> Record:
+        last = next(numbers) % QUICK.balanced == 0
+        return record(10.0 if last else 5.0, *[1.0 if last else 0.5] * 10)
 
-def test_work_counts_where_it_is_done_though_answers_end_in_waves() -> None:
-    """Two waves of 100: their prompts are computed in 50 s, then their tokens in 50 s more. A hundred answers end in no
-    time at all, once in 100 s; one per second is what is sustained."""
-    wave = [record(0.5 * (1 + number), 50.5 - 0.5 * (1 + number), *[50 / 99] * 99) for number in range(100)]
-    later = [replace(each, moments=[100 + moment for moment in each.moments]) for each in wave]
-    assert serving.sustained([*wave, *later], 50) == pytest.approx(1.0, rel=0.2)
-    assert serving.overall([*wave, *later]) == pytest.approx(1.0, rel=0.01)
-
-
-def test_tokens_that_come_several_at_a_time_count_as_much() -> None:
-    singly = [record(float(number), *[0.25] * 20) for number in range(1, 31)]
-    pairs = [record(float(number), *[0.5] * 10) for number in range(1, 31)]
-    assert serving.sustained(pairs, 10) == pytest.approx(serving.sustained(singly, 10), rel=0.05)
+    scripted = Scripted(answered, peers=None)
+    scripted.remembered["balance"] = 48
+    own, _ = serving.c10(scripted)
+    assert own.value == pytest.approx(QUICK.balanced / 20)
+    assert own.note.endswith("500 ms (1p1d), 500 ms (1c), 500 ms (2c)")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

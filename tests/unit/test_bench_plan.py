@@ -79,7 +79,7 @@ def test_prefill_is_a_queue_and_more_workers_shorten_it() -> None:
 
 
 def test_who_rests_computes_for_who_has_many_tokens() -> None:
-    """200 tokens take one worker 210 ms and two of them half of that, of a chunk at a time; one stream is not shared."""
+    """200 tokens take one worker 210 ms and two of them half of that, a chunk at a time; a stream is not shared."""
     ask = Ask(list(range(200)), 200, 2)
     wide = {"max_num_batched_tokens": 256, "lend_cores": True}
     alone = lived([ask], [0.0], (1, 1, 0), max_num_batched_tokens=256).records[0]

@@ -261,7 +261,8 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
     commit_all(tmp_path)
     earlier = provenance()
     assert results.comparable(earlier)
-    for other in ({"cores": 1000}, {"cpu_model": "cpu family 1, model 2"}, {"instructions": []}):
+    ranked = {"real_time_threads": not earlier["machine"]["real_time_threads"]}
+    for other in ({"cores": 1000}, ranked, {"cpu_model": "cpu family 1, model 2"}, {"instructions": []}):
         assert not results.comparable(earlier | {"machine": earlier["machine"] | other})
     assert not results.comparable(earlier | {"commit": "0123456789ab"})
     for path in (text, figures):

@@ -108,6 +108,12 @@ def real_time_is_allowed() -> bool:
 
 
 @needs_slices
+def test_whether_real_time_threads_are_allowed_is_found_without_becoming_one() -> None:
+    before = os.sched_getscheduler(0)
+    assert threads.may_be_real_time() == real_time_is_allowed() and os.sched_getscheduler(0) == before
+
+
+@needs_slices
 def test_who_answers_at_once_is_a_real_time_thread_where_that_is_allowed_and_only_in_its_block() -> None:
     usual, found = (os.SCHED_OTHER, slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)), []
 
