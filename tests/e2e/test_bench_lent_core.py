@@ -1,0 +1,33 @@
+"""The benchmark of lent cores measures every step with and without one, and says why where it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bench import lent_core
+from common import native
+
+pytestmark = pytest.mark.e2e
+COMMAND = [sys.executable, "-m", "bench.lent_core", "--repeats", "2"]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_it_measures_each_step_alone_and_with_a_lent_core() -> None:
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^\| (.+) \| \d+\.\d\d ms \| \d+\.\d\d ms \| \d+\.\d\d \|$", done.stdout, re.MULTILINE)
+    assert found == [name for name, _ in lent_core.batches(16)]
+
+
+def test_one_core_cannot_be_lent_to_itself() -> None:
+    one = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "-c", str(one), *COMMAND], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 1 and "one core" in done.stderr and not done.stdout
