@@ -90,7 +90,7 @@ def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypat
 def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:
     saved, cost = tmp_path / "plan.json", tmp_path / "cost.json"
     words = "bench plan --systems 1p1d,2c --num-prompts 20 --request-rate 2 --random-input-len 64 --random-output-len 8"
-    done = tandem(*words.split(), "--cost", str(cost), "--save", str(saved), timeout_s=300)
+    done = tandem(*words.split(), "--no-lend-cores", "--cost", str(cost), "--save", str(saved), timeout_s=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(cost.read_text())
     assert found["base"] > 0 and found["token"] > 0 and found["kv_bytes"] > 0 and 0 < found["error"] < 1
