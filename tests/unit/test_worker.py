@@ -56,7 +56,7 @@ def test_a_worker_that_rests_has_memory_made_ready_for_blocks_to_come(worker_of:
     assert ahead <= in_memory(worker) < ahead + SLACK
 
     request = Request(new_request_id(), pack_tokens(range(1000)), SamplingParams(3, 0, ignore_eos=True))
-    worker._generate(Generate(request, 0), 0.0)
+    worker._generate(Generate(request, 0), worker.clock())
     while worker.holdings():
         worker.turn()
         assert in_memory(worker) < ahead + SLACK, "somebody waits"
