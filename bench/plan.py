@@ -3,8 +3,8 @@
 The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.world`) whose steps cost what steps of
 the real engine were measured to cost (:mod:`bench.cost`). Each worker has the cores of one measured worker, and by
 default lends them while it rests, as on one machine; so systems of as many workers stand on as many cores: the advice
-is given for each number of workers. ``--check`` puts what a
-``compare`` has measured beside what the plan says of the same systems.
+is given for each number of workers. ``--check`` puts what a ``compare`` has measured beside what the plan says of the
+same systems.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from common.config import BenchPlanConfig
 from common.errors import StartError
 
 CHECKED = {
+    "inside": "slo_attainment",
     "ttft_p50": "median_ttft_ms",
     "itl_p50": "median_itl_ms",
     "itl_p99": "p99_itl_ms",

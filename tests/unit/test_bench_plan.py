@@ -164,7 +164,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     measured.write_text(json.dumps({"systems": {"1p1d": {"rounds": rounds}}}))
     check = [*words.split(), *systems, "--runs", "1", "--check", str(measured)]
     assert cli.main(check) == 0
-    assert "planned / measured, 1p1d: ttft_p50 1.00" in capsys.readouterr().out
+    assert "planned / measured, 1p1d: inside 1.00, ttft_p50 1.00" in capsys.readouterr().out
     load = {"request_rate": 5, "random_output_len": 10, "model": "", "max_concurrency": None, "seed": 0}
     measured.write_text(json.dumps({"load": load, "systems": {"1p1d": {"rounds": rounds}}}))
     assert cli.main(check) == 0
