@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bench.compare import Spread
@@ -41,7 +41,8 @@ class Target:
 class Row:
     """One line of the table, all figures medians over the rounds. ``limit`` is what this machine can do at best and
     ``share`` how much of it is reached; ``peer`` is what the other system of ``against`` did and ``ratio`` how many
-    times as good this one is, each more than 1 where this one is better. None: not measured."""
+    times as good this one is, each more than 1 where this one is better. None: not measured. ``detail`` is what the
+    figures were made of (those of each round, curves), for the JSON alone."""
 
     goal: str
     what: str
@@ -54,6 +55,7 @@ class Row:
     peer: float | None = None
     ratio: Spread | None = None
     note: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, part: Of) -> float | None:
         """The figure that a target is about."""
@@ -84,6 +86,11 @@ def ratios(ours: Sequence[float], theirs: Sequence[float], *, less_is_better: bo
     above, below = (theirs, ours) if less_is_better else (ours, theirs)
     pairs = zip(above, below, strict=True)
     return Spread.of([one / other if other else (1.0 if not one else math.inf) for one, other in pairs])
+
+
+def by_round(found: Mapping[Any, Sequence[float]]) -> dict[str, list[float]]:
+    """The figures of each system, as a row's detail."""
+    return {str(system): list(figures) for system, figures in found.items()}
 
 
 def against(
@@ -152,6 +159,7 @@ def of_json(kept: dict[str, Any]) -> Row:
         against=kept["against"] or "",
         ratio=None if ratio is None else Spread(**{name: float(figure) for name, figure in ratio.items()}),
         note=kept["note"] or "",
+        detail=kept["detail"] or {},
     )
 
 
@@ -173,4 +181,5 @@ def as_json(row: Row) -> dict[str, Any]:
         "met": row.met,
         "floors_hold": row.held,
         "note": row.note or None,
+        "detail": dict(row.detail) or None,
     }

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,9 @@ from bench import plots, results
 from bench.arrivals import arrivals
 from bench.client import Record
 from bench.cost import CostModel, measure
-from bench.goals.engine import in_child
+from bench.goals.engine import CHUNK, in_child
 from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
-from bench.goals.figures import Row, Target, against
+from bench.goals.figures import Row, Target, against, by_round
 from bench.goodput import FIRST_SHARE, NEAR, Goodput, Point, highest, next_rate
 from bench.load import Run
 from bench.metrics import Objective, summarise
@@ -115,6 +116,10 @@ def c8(field: Field) -> list[Row]:
         (Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         note=f"in rounds {min(found[OURS]):.2f} to {max(found[OURS]):.2f}; longest pause, median of rounds, "
         + ", ".join(f"{1000 * seconds:.0f} ms ({system})" for system, seconds in longest.items()),
+        detail={
+            "p99_in_undisturbed_medians": by_round(found),
+            "longest_pause_s": by_round({system: [pause for _, pause, _ in each] for system, each in rounds.items()}),
+        },
         **against(str(VLLM), found[OURS], found.get(VLLM, []), less_is_better=True),
     )
     return [row, *(_reported(row, found, each, less_is_better=True) for each in found if each not in (OURS, VLLM))]
@@ -162,7 +167,8 @@ def c9(field: Field) -> list[Row]:
     best of their budgets; then all are searched together, ours as one worker on all cores and as one on each."""
     own = [system for each in COLOCATED if (system := _best_budget(field, each.kind))]
     peer = _best_budget(field, VLLM.kind)
-    rates = goodputs(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
+    curves = searched(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
+    rates = goodputs(curves)
     ours = rates[OURS]
     objectives = " ".join(map(str, OBJECTIVES))
     rows = []
@@ -185,20 +191,33 @@ def c9(field: Field) -> list[Row]:
                 **against(str(other), [ours.rate], theirs),
             )
         )
-    return rows
+    return [replace(rows[0], detail={"rate_and_share_inside": _lines(curves)}), *rows[1:]]
 
 
 def _best_budget(field: Field, kind: str) -> System | None:
     """The system of this kind with the budget that bears the highest rate; None if there is no such peer here. That is
     searched for roughly: how high it is, is measured again beside the others."""
-    rates = goodputs(field, [System(kind, budget=budget) for budget in BUDGETS], ROUGHLY)
+    rates = goodputs(searched(field, [System(kind, budget=budget) for budget in BUDGETS], ROUGHLY))
     return max(rates, key=lambda system: rates[system].rate, default=None)
 
 
-def goodputs(field: Field, systems: Sequence[System], near: float = NEAR) -> dict[System, Goodput]:
-    """The highest rate of each system that can be measured here, searched together until two rates are ``near``. Who
-    keeps the objectives for less than half of the wanted share one by one has none, and who does so for less than the
-    wanted share is doubted: ever lower rates take hours."""
+Curves = dict[System, list[Point]]
+
+
+def goodputs(curves: Curves) -> dict[System, Goodput]:
+    """The highest rate of each system."""
+    return {system: highest(curve, ATTAINMENT) for system, curve in curves.items()}
+
+
+def _lines(curves: Curves) -> dict[str, list[tuple[float, float]]]:
+    """By system: rates in order, each with the share of requests inside the objectives."""
+    return {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
+
+
+def searched(field: Field, systems: Sequence[System], near: float = NEAR) -> Curves:
+    """The curve of each system that can be measured here, searched together until two rates are ``near``. Who keeps
+    the objectives for less than half of the wanted share one by one has no other point, and who does so for less than
+    the wanted share is doubted: ever lower rates take hours."""
 
     def attempt(system: System) -> Callable[[float], float | None]:
         def inside(rate: float) -> float | None:
@@ -226,30 +245,32 @@ def goodputs(field: Field, systems: Sequence[System], near: float = NEAR) -> dic
     curves = {system: [point] for system, point in alone.items() if system not in firsts}
     doubted = [system for system in firsts if alone[system].attainment < ATTAINMENT]
     curves |= search({system: attempt(system) for system in firsts}, firsts, near=near, doubted=doubted)
-    lines = {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
     shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
-    field.pictures["attainment"] = partial(plots.draw_attainment, lines, wanted=ATTAINMENT, objectives=shown)
-    return {system: highest(curve, ATTAINMENT) for system, curve in curves.items()}
+    field.pictures["attainment"] = partial(plots.draw_attainment, _lines(curves), wanted=ATTAINMENT, objectives=shown)
+    return curves
 
 
 # -- C10, C11: saturation ---------------------------------------------------------------------------------------------
 
 
-def balanced_output(cost: CostModel, prompt: int, batch: int, chunk: int) -> int:
-    """Output tokens with which one prefill and one decode worker take equally long per request: T_P = T_D."""
-    starts = range(0, prompt, chunk)
-    lengths = [min(chunk, prompt - start) for start in starts]
-    prefill_s = sum(
-        cost.base + cost.token * length + cost.square * length * (start + length // 2)
-        for start, length in zip(starts, lengths, strict=True)
+def prompt_s(cost: CostModel, prompt: int) -> float:
+    """Seconds of one core for a prompt."""
+    lengths = [(start, min(CHUNK, prompt - start)) for start in range(0, prompt, CHUNK)]
+    return sum(
+        cost.base + cost.token * length + cost.square * length * (start + length // 2) for start, length in lengths
     )
-    tokens = 1
-    while tokens < 4096:
-        step_s = cost.base + cost.rows * batch + cost.context * batch * (prompt + tokens / 2)
-        if tokens * step_s / batch >= prefill_s:
-            return tokens
-        tokens += 1
-    return tokens
+
+
+def answer_s(cost: CostModel, prompt: int, tokens: int, batch: int) -> float:
+    """Seconds of one core for an answer, of which a batch shares each step."""
+    step_s = cost.base + cost.rows * batch + cost.context * batch * (prompt + tokens / 2)
+    return tokens * step_s / batch
+
+
+def balanced_output(cost: CostModel, prompt: int, batch: int) -> int:
+    """Output tokens with which one prefill and one decode worker take equally long per request: T_P = T_D."""
+    wanted = prompt_s(cost, prompt)
+    return next((tokens for tokens in range(1, 4096) if answer_s(cost, prompt, tokens, batch) >= wanted), 4096)
 
 
 Rates = dict[System, list[float]]
@@ -257,10 +278,11 @@ Rates = dict[System, list[float]]
 
 
 def saturation(
-    field: Field, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
-) -> tuple[Rates, str]:
-    """What each does when ``count`` are sent at once, from then to the last token of all; and in words how long its
-    tokens take meanwhile."""
+    field: Field, cost: CostModel, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
+) -> tuple[Rates, dict[str, Any]]:
+    """What each does when ``count`` are sent at once, from then to the last token of all; and what the first row has
+    besides. Its limit is what the cores would do if they were always busy with steps that cost what they cost one core
+    alone, those of decode full."""
 
     def once(system: System) -> tuple[float, float]:
         records = good(field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once"))
@@ -270,7 +292,14 @@ def saturation(
     found = field.alternate(systems, once)
     each = (f"{1000 * statistics.median(tpot for _, tpot in rounds):.0f} ms ({it})" for it, rounds in found.items())
     rates = {system: [rate for rate, _ in rounds] for system, rounds in found.items()}
-    return rates, f"meanwhile a token after the first takes, median of requests, {', '.join(each)}"
+    work_s = prompt_s(cost, input_tokens) + answer_s(cost, input_tokens, output_tokens, min(count, MAX_NUM_SEQS))
+    limit = len(field.cores) / work_s
+    return rates, {
+        "limit": limit,
+        "share": statistics.median(rates[OURS]) / limit,
+        "note": f"meanwhile a token after the first takes, median of requests, {', '.join(each)}",
+        "detail": {"requests_per_s": by_round(rates)},
+    }
 
 
 def c10(field: Field) -> list[Row]:
@@ -278,29 +307,25 @@ def c10(field: Field) -> list[Row]:
     for prompts, and their end, when none is left for prefill, included: there are enough requests for a while between.
     vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
 
-    def balance() -> int:
-        field.open()
-        cost = in_child(_measured_cost, str(field.model), field.cores[0])
-        return balanced_output(cost, BALANCED_INPUT, MAX_NUM_SEQS // 2, 512)
-
-    output: int = field.remember("balance", balance)
+    cost = _cost(field)
+    output = balanced_output(cost, BALANCED_INPUT, MAX_NUM_SEQS // 2)
     systems = field.open(OURS, *COLOCATED, VLLM)
-    found, note = saturation(field, systems, field.effort.balanced, BALANCED_INPUT, output)
+    found, first = saturation(field, cost, systems, field.effort.balanced, BALANCED_INPUT, output)
     what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
-    own, peer = (
-        _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95)),
+    return [
+        _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95), **first),
         _saturated("C10", what, found, VLLM, Target("ratio", 1.2, 1.0)),
-    )
-    return [replace(own, note=note), peer]
+    ]
 
 
 def c11(field: Field) -> list[Row]:
     """Where prefill is most of the work, one core that only decodes is little used."""
+    cost = _cost(field)  # before there are any servers
     systems = field.open(OURS, *COLOCATED, VLLM, VLLM_1P1D)
-    found, note = saturation(field, systems, field.effort.requests, INPUT, OUTPUT)
+    found, first = saturation(field, cost, systems, field.effort.requests, INPUT, OUTPUT)
     what = f"saturation, {INPUT:,}/{OUTPUT}"
     return [
-        replace(_saturated("C11", what, found, VLLM, Target("ratio", 1.0)), note=note),
+        _saturated("C11", what, found, VLLM, Target("ratio", 1.0), **first),
         _saturated("C11", what, found, best(found, COLOCATED)),
         *([_saturated("C11", what, found, VLLM_1P1D)] if VLLM_1P1D in found else []),
     ]
@@ -311,9 +336,20 @@ def best(found: Mapping[System, Sequence[float]], among: Sequence[System]) -> Sy
     return max(among, key=lambda system: statistics.median(found[system]))
 
 
-def _saturated(goal: str, what: str, found: Mapping[System, Sequence[float]], peer: System, *targets: Target) -> Row:
+def _saturated(goal: str, what: str, found: Rates, peer: System, *targets: Target, **more: Any) -> Row:
     fields = against(str(peer), found[OURS], found.get(peer, []))
-    return Row(goal, what, "req/s", statistics.median(found[OURS]), targets, **fields)
+    return Row(goal, what, "req/s", statistics.median(found[OURS]), targets, **more, **fields)
+
+
+def _cost(field: Field) -> CostModel:
+    """Measured once for all goals, with no server running beside it."""
+
+    def make() -> CostModel:
+        field.open()
+        return in_child(_measured_cost, str(field.model), field.cores[0])
+
+    found: CostModel = field.remember("cost", make)
+    return found
 
 
 def _measured_cost(model: str, core: int) -> CostModel:
@@ -332,11 +368,11 @@ def c12(field: Field) -> list[Row]:
         forget_files()
         cold.append(first_token_s())
         warm.append(first_token_s())
-    starts = ("cold", statistics.median(cold), 15), ("warm", statistics.median(warm), 8)
     return [
-        Row("C12", f"start to first token, {how}", "s", seconds, (Target("value", most, at_most=True),))
-        for how, seconds, most in starts
-    ]
+        Row("C12", f"start to first token, {how}", "s", statistics.median(seconds),
+            (Target("value", most, at_most=True),), detail={"seconds": seconds})
+        for how, seconds, most in (("cold", cold, 15), ("warm", warm, 8))
+    ]  # fmt: skip
 
 
 def first_token_s() -> float:

@@ -33,7 +33,7 @@ from bench.goals.field import (
     Field,
     System,
 )
-from bench.goals.figures import Row, Target, against, as_json, ratios, table
+from bench.goals.figures import Row, Target, against, as_json, of_json, ratios, table
 from bench.goals.turns import Turn
 from bench.goodput import highest
 from bench.load import Run
@@ -45,6 +45,8 @@ from common.request import FinishReason, Request, SamplingParams
 from common.spans import SpanWriter
 
 SOME = Path("somewhere")
+COST = CostModel(0.0, 0.001, 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
+"""With which 512 prompt tokens take as long as 48 tokens of an answer."""
 
 
 def record(first: float, *gaps: float, sent: float = 0.0, error: str = "", stages: Any = None) -> Record:
@@ -113,6 +115,7 @@ def test_ratios_are_within_a_round_and_more_than_one_is_better() -> None:
 def test_the_table_says_all_and_json_too(tmp_path: Path) -> None:
     full = row(
         Target("share", 0.85, 0.75), Target("ratio", 1.15), value=9.87, limit=10.9, share=0.905, note="noted",
+        detail={"by_round": [1.0]},
         **against("vLLM", [2.0, 4.0], [1.0, 1.0]),
     )  # fmt: skip
     lines = table([full, row(Target("value", 1.0, 1.5, at_most=True), value=1600.0)])
@@ -124,6 +127,7 @@ def test_the_table_says_all_and_json_too(tmp_path: Path) -> None:
     assert lines[3].endswith("| value ≤ 1.00 (floor 1.50) | no, below the floor |") and "1,600 ms" in lines[3]
     assert lines[-1] == "- C1, something: noted."
     found = json.loads(json.dumps(as_json(full)))
+    assert of_json(found) == full
     assert (
         found["met"] is True and found["ratio"] == {"median": 3.0, "low": 2.0, "high": 4.0} and found["limit"] == 10.9
     )
@@ -347,6 +351,8 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     together = scripted.opened[-1]
     one, two = System("1c", budget=256), System("2c", budget=2048)
     assert together == (OURS, one, two, System("vllm", budget=512), VLLM_1P1D)
+    curve = vllm.detail["rate_and_share_inside"]["1p1d"]
+    assert curve == sorted(curve) and curve[0][1] == 1.0 and curve[-1][1] == 0.0
     assert drawn(scripted, tmp_path) == ["attainment"]
 
 
@@ -366,7 +372,7 @@ def test_a_peer_that_ends_in_the_middle_is_left_out_and_costs_nobody_elses_figur
             return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
 
     found = Dies(None, effort=Effort(rounds=3))
-    found.remembered["balance"] = 48
+    found.remembered["cost"] = COST
     ours, *_ = serving.c10(found)
     assert ours.value > 0 and ours.against in ("1c", "2c")
     assert (list(found.broken) == [VLLM]) is (dies_after < found.effort.rounds)
@@ -388,22 +394,24 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
 
 def test_a_balanced_load_keeps_both_pools_equally_long() -> None:
     cost = CostModel(0.01, 0.0001, 1e-8, 0.0002, 0.0, 1, 12, 1, "bfloat16", 0.0)
-    tokens = serving.balanced_output(cost, 512, 32, 512)
+    tokens = serving.balanced_output(cost, 512, 32)
     prefill_s = 0.01 + 512 * 0.0002
     step_s = 0.01 + 32 * 0.0001 + 1e-8 * 32 * (512 + tokens / 2)
     assert tokens * step_s / 32 == pytest.approx(prefill_s, rel=1 / tokens)
-    assert serving.balanced_output(cost, 1024, 32, 512) > tokens, "a longer prompt needs a longer answer"
+    assert serving.balanced_output(cost, 1024, 32) > tokens, "a longer prompt needs a longer answer"
 
 
 def test_saturation_is_against_the_best_colocated_one() -> None:
     seconds = {OURS: 10.0, COLOCATED[0]: 12.0, COLOCATED[1]: 9.8, VLLM: 15.0, VLLM_1P1D: 30.0}
     scripted = Scripted(lambda system, ask, at: record(1.0, seconds[system] - 1.0))
-    scripted.remembered["balance"] = 48
+    scripted.remembered["cost"] = COST
     own, vllm = serving.c10(scripted)
     assert own.value == QUICK.balanced / 10 and own.against == "2c" and own.ratio
     assert own.ratio.median == pytest.approx(0.98) and own.met is False and own.held is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(1.5) and vllm.met is True
     assert "512/48" in own.what
+    assert own.limit == pytest.approx(2 / (512 * 0.000093 + 48 * 0.001)) and own.share == own.value / own.limit
+    assert own.detail["requests_per_s"]["2c"] == [pytest.approx(QUICK.balanced / 9.8)]
     vllm, own, apart = serving.c11(scripted)
     assert [vllm.against, own.against, apart.against] == [str(VLLM), "2c", str(VLLM_1P1D)]
     assert apart.ratio and apart.ratio.median == pytest.approx(3.0) and apart.targets == ()
@@ -418,7 +426,7 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
         return record(10.0 if last else 5.0, *[1.0 if last else 0.5] * 10)
 
     scripted = Scripted(answered, peers=None)
-    scripted.remembered["balance"] = 48
+    scripted.remembered["cost"] = COST
     own, _ = serving.c10(scripted)
     assert own.value == pytest.approx(QUICK.balanced / 20)
     assert own.note.endswith("500 ms (1p1d), 500 ms (1c), 500 ms (2c)")
