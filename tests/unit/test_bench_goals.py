@@ -217,10 +217,11 @@ def test_what_prefill_hides_is_told_by_the_server() -> None:
     assert handoff._hidden([]).met is False, "a server that tells of no hand-off has hidden none"
 
 
-def test_what_the_coordinator_adds_is_what_a_bare_server_does_not_take() -> None:
+def test_what_the_coordinator_adds_to_a_request_is_what_a_bare_server_does_not_take_for_the_same() -> None:
     through, bare = ([record(base + late) for late in (0.0, 0.001, 0.004)] for base in (0.0035, 0.001))
-    assert added_ms(through, bare, 50) == pytest.approx(2.5)
-    assert added_ms(through, [record(0.001)] * 3, 100) == pytest.approx(6.5)
+    assert added_ms(through, bare) == pytest.approx([2.5] * 3)
+    late = added_ms(through, bare[::-1])
+    assert late == pytest.approx([-1.5, 2.5, 6.5]), "a slow moment of one is no slow moment of the other"
 
 
 def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_said() -> None:
