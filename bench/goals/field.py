@@ -59,11 +59,13 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``rounds`` with every system in turn, ``singles`` requests one after another, ``requests``
-    that are sent all at once (``balanced``: of a load whose beginning and end use one of two pools only),
-    ``paced`` ones at each rate of a search, streams that last ``seconds`` at the pace that they begin with."""
+    """How much is measured: ``rounds`` with every system in turn (``hand_offs``: for what differs by less than rounds
+    do), ``singles`` requests one after another, ``requests`` that are sent all at once (``balanced``: of a load whose
+    beginning and end use one of two pools only), ``paced`` ones at each rate of a search, streams that last ``seconds``
+    at the pace that they begin with."""
 
     rounds: int = 3
+    hand_offs: int = 9
     singles: int = 10
     requests: int = 96
     balanced: int = 320
@@ -73,7 +75,7 @@ class Effort:
 
 
 FULL = Effort()
-QUICK = Effort(rounds=1, singles=2, requests=6, balanced=8, paced=4, seconds=3.0, streamed_tokens=32)
+QUICK = Effort(rounds=1, hand_offs=2, singles=2, requests=6, balanced=8, paced=4, seconds=3.0, streamed_tokens=32)
 """To see that everything works; its figures mean nothing."""
 
 
@@ -203,10 +205,12 @@ class Field:
         show_errors(self.console, run.records)
         return run
 
-    def alternate(self, systems: Sequence[System], once: Callable[[System], T]) -> dict[System, list[T]]:
+    def alternate(
+        self, systems: Sequence[System], once: Callable[[System], T], rounds: int | None = None
+    ) -> dict[System, list[T]]:
         """What ``once`` finds of each system, in rounds that have all of them in turn; without peers that fail it."""
         found: dict[System, list[T]] = {system: [] for system in systems}
-        for _ in range(self.effort.rounds):
+        for _ in range(rounds or self.effort.rounds):
             for system in list(found):
                 if (each := self.tried(system, once)) is None:
                     del found[system]

@@ -8,9 +8,11 @@ from typing import Any
 from bench import wire
 from bench.goals.engine import in_child
 from bench.goals.field import OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
-from bench.goals.figures import Row, Target
+from bench.goals.figures import Row, Target, by_round
 
 INPUT, OUTPUT = 1024, 32
+HIDDEN_INPUTS = (1024, 4096)
+"""Prompt tokens: of short ones the last layer and a hand-off's messages are most of the time."""
 ON_ITS_CORE = System("1p1d", flags=("--no-lend-cores",))
 """Prefill on one core, as whom it is compared with: otherwise it would have that of decode, too, and come sooner."""
 OVER_TCP = System("1p1d", flags=("--kv-transport", "zmq"))
@@ -31,7 +33,9 @@ def c4(field: Field) -> list[Row]:
         gaps[system].append(statistics.median(record.itls[0] for record in records) / usual)
         return statistics.median(record.ttft for record in records)
 
-    firsts = field.alternate(systems, once)
+    ours = [system for system in systems if not system.is_peer]
+    firsts = field.alternate(ours, once, field.effort.hand_offs)
+    firsts |= field.alternate([system for system in systems if system.is_peer], once)
     added = [100 * (ratio - 1) for ratio in _pairs(firsts[ON_ITS_CORE], firsts[OURS_ONE_CORE])]
     theirs = _pairs(firsts[VLLM_1P1D], firsts[VLLM_ONE_CORE]) if {VLLM_1P1D, VLLM_ONE_CORE} <= firsts.keys() else []
     shape = f"{INPUT:,}/{OUTPUT} tokens, one by one"
@@ -42,8 +46,9 @@ def c4(field: Field) -> list[Row]:
             "%",
             statistics.median(added),
             (Target("value", 1, 3, at_most=True),),
-            note=f"{_ms(firsts[ON_ITS_CORE])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core, in rounds"
-            f" {min(added):.2f} to {max(added):.2f} %",
+            note=f"{_ms(firsts[ON_ITS_CORE])} against {_ms(firsts[OURS_ONE_CORE])} of one worker on one core, in "
+            f"{len(added)} rounds {min(added):.2f} to {max(added):.2f} %",
+            detail={"added_percent": added, "first_token_s": by_round(firsts)},
             **_peer([100 * (ratio - 1) for ratio in theirs]),
         ),
         Row(
@@ -52,6 +57,7 @@ def c4(field: Field) -> list[Row]:
             "",
             statistics.median(gaps[ON_ITS_CORE]),
             (Target("value", 1.5, at_most=True),),
+            detail={"in_usual_times": by_round(gaps)},
             **_peer(gaps[VLLM_1P1D] if VLLM_1P1D in firsts else []),
         ),
     ]
@@ -78,8 +84,8 @@ def c5(field: Field) -> list[Row]:
         carried.append(statistics.median(wire.measure(False, WIRE_TOKENS, WIRE_REPEATS)) / 1e9)
     shares = [mine / most for mine, most in zip(carried, raw, strict=True)]
     field.open(OVER_TCP)
-    run = field.run(OVER_TCP, field.asks(field.effort.singles, INPUT, OUTPUT), concurrency=1, what="one by one")
-    told = [stages for record in good(run) if (stages := record.stages or {}).get("transfer_ms")]
+    link = 1e9 * statistics.median(carried)
+    hidden = [_hidden(tokens, _hand_offs(field, tokens), link) for tokens in HIDDEN_INPUTS]
     return [
         Row(
             "C5",
@@ -89,21 +95,34 @@ def c5(field: Field) -> list[Row]:
             (Target("share", 0.5),),
             limit=statistics.median(raw),
             share=statistics.median(shares),
+            detail={"socket": raw, "carried": carried},
         ),
-        _hidden(told),
+        *hidden,
     ]
 
 
-def _hidden(stages: list[dict[str, Any]]) -> Row:
-    """Of what the server tells of its hand-offs: how much of their time lay inside their prefill."""
-    hidden = [1 - each["transfer_exposed_ms"] / each["transfer_ms"] for each in stages]
+def _hand_offs(field: Field, tokens: int) -> list[dict[str, Any]]:
+    """What the server tells of those of prompts that come one after another."""
+    run = field.run(OVER_TCP, field.asks(field.effort.singles, tokens, OUTPUT), concurrency=1, what="one by one")
+    return [stages for record in good(run) if (stages := record.stages or {}).get("transfer_ms")]
+
+
+def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Row:
+    """Of the time that the link takes for a prompt's bytes: how much lies before the end of its prefill. What is left
+    is from that end until decode has accepted everything, the messages of the hand-off and both loops included."""
+    links = [1000 * each["kv_bytes"] / bytes_per_s for each in stages]
+    left = [each["transfer_exposed_ms"] for each in stages]
+    hidden = [max(0.0, 1 - each / link) for each, link in zip(left, links, strict=True)]
     return Row(
         "C5",
-        f"of a hand-off's time, what prefill hides, {INPUT:,} tokens",
+        f"of the time that the link takes for KV, what prefill hides, {tokens:,} tokens",
         "%",
         100 * statistics.median(hidden) if hidden else 0.0,
         (Target("value", 80),),
-        note=f"{len(hidden)} hand-offs" + ("" if hidden else ": the server told of none"),
+        note=f"{statistics.median(left):.2f} ms are left of {statistics.median(links):.2f}, medians of {len(left)}"
+        if left
+        else "the server told of no hand-off",
+        detail={"left_ms": left, "link_ms": links},
     )
 
 

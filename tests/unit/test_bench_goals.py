@@ -211,10 +211,18 @@ def test_the_hand_off_is_measured_where_a_peer_is_missing(missing: System) -> No
     assert added.peer is None and added.met is True and gap.met is True
 
 
-def test_what_prefill_hides_is_told_by_the_server() -> None:
-    found = handoff._hidden([{"transfer_ms": 100.0, "transfer_exposed_ms": exposed} for exposed in (10.0, 15.0, 50.0)])
+def hand_offs(*exposed_ms: float) -> list[dict[str, float]]:
+    """Of 10 MB each, granted while their prompt was computed for 100 ms."""
+    return [{"transfer_ms": 100 + each, "transfer_exposed_ms": each, "kv_bytes": 1e7} for each in exposed_ms]
+
+
+def test_what_prefill_hides_is_what_the_link_needs_and_the_client_does_not_wait_for() -> None:
+    found = handoff._hidden(1024, hand_offs(1.0, 1.5, 5.0), 1e9)
     assert found.value == pytest.approx(85.0) and found.met is True
-    assert handoff._hidden([]).met is False, "a server that tells of no hand-off has hidden none"
+    assert "1.50 ms are left of 10.00" in found.note
+    late = handoff._hidden(1024, hand_offs(10.0, 12.0, 11.0), 1e9)
+    assert late.value == 0.0 and late.met is False, "all of it after its prompt: nothing is hidden"
+    assert handoff._hidden(1024, [], 1e9).met is False, "a server that tells of no hand-off has hidden none"
 
 
 def test_what_the_coordinator_adds_to_a_request_is_what_a_bare_server_does_not_take_for_the_same() -> None:
