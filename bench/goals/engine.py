@@ -10,14 +10,14 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from bench.cost import uniform
 from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
-from bench.goals.figures import Row, Target, against
+from bench.goals.figures import Row, Target, against, by_round
 from bench.goals.turns import Turn
 from bench.goals.turns import measure as turn_by_turn
 from common.checkpoint import open_checkpoint
@@ -171,7 +171,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
 
 
 def _watched(engine: Any) -> list[float]:
-    """Seconds of every pass of ``engine``'s rows through its model from now on."""
+    """Seconds of every pass of ``engine``'s rows through its model from now on: in C, all that is not Python."""
     found: list[float] = []
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +186,7 @@ def _watched(engine: Any) -> list[float]:
     if engine.decoder is None:
         engine.model.forward = timed(engine.model.forward)
     else:
-        engine.decoder = timed(engine.decoder)
+        engine.decoder._run = timed(engine.decoder._run)
     return found
 
 
@@ -252,6 +252,7 @@ def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
         limit=statistics.median(size / least_s for least_s in least) / 1e9,
         share=statistics.median(least_s / step.seconds for least_s, step in zip(least, steps, strict=True)),
         note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about{bound}",
+        detail=_by_round(steps) | {"client_s": by_round(seen)},
         **against(str(VLLM_ONE_CORE), served, peer),
     )
 
@@ -274,12 +275,18 @@ def c3(field: Field) -> list[Row]:
                 limit=1000 * statistics.median(operations / run.rate for run in runs),
                 share=statistics.median(run.share(operations) for run in runs),
                 note=f"TTFT {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms, which the ratio is about",
+                detail=_by_round(runs) | {"client_s": by_round(seen)},
                 **_in_ms(against(
                     str(VLLM_ONE_CORE), seen[OURS_ONE_CORE], seen.get(VLLM_ONE_CORE, []), less_is_better=True
                 )),
             )
         )  # fmt: skip
     return rows
+
+
+def _by_round(measured: Sequence[Measured]) -> dict[str, list[float]]:
+    """As a row's detail."""
+    return {"core_s": [each.seconds for each in measured], "rate_per_s": [each.rate for each in measured]}
 
 
 def _in_ms(fields: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +301,8 @@ def first_token_s(field: Field, system: System, tokens: int) -> float:
 
 
 def c7(field: Field) -> list[Row]:
-    """What of a worker's turn in decode is not the model: planning, sampling, messages, and what lies between turns."""
+    """What of a worker's turn in decode is not the model's kernels, all of them: planning, sampling, messages, and what
+    lies between turns."""
     core = calibration(field)
     overheads = [statistics.median(1 - turn.model / turn.seconds for turn in each) for each in core.turns]
     turns = [turn for each in core.turns for turn in each]
@@ -302,11 +310,12 @@ def c7(field: Field) -> list[Row]:
     return [
         Row(
             "C7",
-            f"of a worker's turn that decodes at batch {BATCH}, what is not the model",
+            f"of a worker's turn that decodes at batch {BATCH}, what is not the model's kernels",
             "%",
             100 * statistics.median(overheads),
             (Target("value", 4, at_most=True),),
-            note=f"a turn takes {1000 * seconds:.2f} ms, the model {1000 * model:.2f} ms; linear layers and attention"
-            f" alone leave {1 - core.kernels / seconds:.1%}",
+            note=f"a turn takes {1000 * seconds:.2f} ms, the kernels {1000 * model:.2f} ms; linear layers and attention"
+            f" alone, measured apart, leave {1 - core.kernels / seconds:.1%}",
+            detail={"percent": [100 * each for each in overheads]},
         )
     ]
