@@ -81,7 +81,7 @@ def c5(field: Field) -> list[Row]:
     raw, carried = [], []
     for _ in range(field.effort.rounds):
         raw.append(in_child(_socket_rate) / 1e9)
-        carried.append(statistics.median(wire.measure(False, WIRE_TOKENS, WIRE_REPEATS)) / 1e9)
+        carried.append(statistics.median(wire.measure("zmq", WIRE_TOKENS, WIRE_REPEATS)) / 1e9)
     shares = [mine / most for mine, most in zip(carried, raw, strict=True)]
     field.open(OVER_TCP)
     link = 1e9 * statistics.median(carried)
