@@ -159,7 +159,7 @@ def of_json(kept: dict[str, Any]) -> Row:
         against=kept["against"] or "",
         ratio=None if ratio is None else Spread(**{name: float(figure) for name, figure in ratio.items()}),
         note=kept["note"] or "",
-        detail=kept["detail"] or {},
+        detail=kept.get("detail") or {},
     )
 
 
