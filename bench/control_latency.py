@@ -21,12 +21,15 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
 
+from bench import results
 from common import keys
 from common.channel import Channels, receive, send
+from common.errors import StartError
 from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.keys import Party
 from common.kv.cache import BlockCopy
@@ -232,7 +235,8 @@ async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
             wait.cancel()
 
 
-async def measure(count: int, idle_s: float, key_file: Path | None) -> None:
+async def measure(count: int, idle_s: float, key_file: Path | None) -> dict[str, Any]:
+    """Prints and gives the round trips of each phase, and the rate at which KV streamed."""
     house = House(key_file)
     processes = multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe(duplex=False)
@@ -250,14 +254,14 @@ async def measure(count: int, idle_s: float, key_file: Path | None) -> None:
         await until_done(house, children)
         began = time.monotonic()
         await asyncio.sleep(idle_s)
-        report("nothing else going on", house.trips, began, time.monotonic())
+        alone = report("nothing else going on", house.trips, began, time.monotonic())
         for _ in range(STREAMING_THREADS):
             children.append(processes.Process(target=copy_memory, daemon=True))
             children[-1].start()
         await asyncio.sleep(STARTED_S)
         began = time.monotonic()
         await asyncio.sleep(idle_s)
-        report(f"beside {STREAMING_THREADS} processes that copy memory", house.trips, began, time.monotonic())
+        beside = report(f"beside {STREAMING_THREADS} processes that copy memory", house.trips, began, time.monotonic())
         for child in children[-STREAMING_THREADS:]:
             child.kill()
             child.join()
@@ -267,7 +271,10 @@ async def measure(count: int, idle_s: float, key_file: Path | None) -> None:
         await until_done(house, children)
         ended = time.monotonic()
         rate = house.streamed / (ended - began) / 1e9
-        report(f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s", house.trips, began, ended)
+        what = f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s"
+        streaming = report(what, house.trips, began, ended)
+        trips_ms = {"alone": alone, "beside memory": beside, "streaming": streaming}
+        return {"streamed_bytes": house.streamed, "bytes_per_s": 1e9 * rate, "round_trips_ms": trips_ms}
     finally:
         asyncio.get_running_loop().remove_reader(mine.fileno())
         house.close()
@@ -276,13 +283,20 @@ async def measure(count: int, idle_s: float, key_file: Path | None) -> None:
             child.join()
 
 
-def report(title: str, trips: dict[str, list[tuple[float, float]]], began: float, ended: float) -> None:
-    """One line per end, of the round trips that ended between two times."""
+def report(
+    title: str, trips: dict[str, list[tuple[float, float]]], began: float, ended: float
+) -> dict[str, dict[str, float]]:
+    """One line per end, of the round trips that ended between two times; their percentiles in ms by end."""
     print(title)
+    found = {}
     for name, seen in trips.items():
         times = sorted(seconds * 1000 for at, seconds in seen if began <= at <= ended)
-        found = [f"p{100 * share:g} {times[min(len(times) - 1, int(share * len(times)))]:.2f}" for share in PERCENTILES]
-        print(f"  {name:12} {len(times):5} round trips, ms: {', '.join(found)}")
+        each = found[name] = {
+            f"p{100 * share:g}": times[min(len(times) - 1, int(share * len(times)))] for share in PERCENTILES
+        }
+        shown = ", ".join(f"{percent} {ms:.2f}" for percent, ms in each.items())
+        print(f"  {name:12} {len(times):5} round trips, ms: {shown}")
+    return found
 
 
 def main() -> int:
@@ -290,12 +304,20 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=1024, help="KV to stream")
     parser.add_argument("--idle-s", type=float, default=2.0, help="how long to measure without it")
     parser.add_argument("--encrypted", action="store_true", help="everything that is said, and KV")
+    parser.add_argument("--save", help="JSON file to save the figures in")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        key_file = Path(folder) / "cluster.key" if options.encrypted else None
-        if key_file:
-            keys.make(key_file)
-        uvloop.run(measure(options.mib << 20, options.idle_s, key_file))
+    try:
+        results.check_outputs(options.save, None)
+        with tempfile.TemporaryDirectory() as folder:
+            key_file = Path(folder) / "cluster.key" if options.encrypted else None
+            if key_file:
+                keys.make(key_file)
+            found = uvloop.run(measure(options.mib << 20, options.idle_s, key_file))
+        if options.save:
+            results.save(Path(options.save), {"encrypted": options.encrypted} | found)
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

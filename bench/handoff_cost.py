@@ -30,9 +30,11 @@ from typing import Any, cast
 import aiohttp
 import numpy as np
 
+from bench import results
 from common.channel import Channels, receive, send
 from common.checkpoint import open_checkpoint
 from common.engine.planner import Planner
+from common.errors import StartError
 from common.ids import Incarnation, RequestId, TransferId, WorkerName, new_request_id, pack_transfers, unpack_transfers
 from common.kv.cache import KvCache
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
@@ -500,17 +502,27 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--save", help="JSON file to save the figures in")
     options = parser.parse_args()
-    whole = request(options.model, options.requests, options.prompt, options.output, options.concurrency)
-    layout = layout_of(options.model, options.prompt, whole.kv_bytes)
-    shape = Shape(options.prompt, options.output, options.concurrency, layout)
-    print(f"a request of {shape.prompt}/{shape.output} tokens, {shape.live} at a time: {whole.cpu_us / 1e6:.3f} s of "
-          f"CPU, {whole.seconds:.2f} s in the system")  # fmt: skip
-    total = 0.0
-    for name, cost in parts(shape, whole.seconds):
-        total += cost
-        print(f"  {name:48} {cost:9.1f} us  {cost / whole.cpu_us:7.3%}")
-    print(f"  {'in all':48} {total:9.1f} us  {total / whole.cpu_us:7.3%}")
+    try:
+        results.check_outputs(options.save, None)
+        whole = request(options.model, options.requests, options.prompt, options.output, options.concurrency)
+        layout = layout_of(options.model, options.prompt, whole.kv_bytes)
+        shape = Shape(options.prompt, options.output, options.concurrency, layout)
+        print(f"a request of {shape.prompt}/{shape.output} tokens, {shape.live} at a time: {whole.cpu_us / 1e6:.3f} s "
+              f"of CPU, {whole.seconds:.2f} s in the system")  # fmt: skip
+        found = {}
+        for name, cost in parts(shape, whole.seconds):
+            found[name] = cost
+            print(f"  {name:48} {cost:9.1f} us  {cost / whole.cpu_us:7.3%}")
+        total = sum(found.values())
+        print(f"  {'in all':48} {total:9.1f} us  {total / whole.cpu_us:7.3%}")
+        if options.save:
+            request_us = {"cpu": whole.cpu_us, "in_the_system": 1e6 * whole.seconds}
+            results.save(Path(options.save), {"request_us": request_us, "parts_us": found, "in_all_us": total})
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

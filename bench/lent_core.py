@@ -12,7 +12,9 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from bench import results
 from bench.cost import uniform
 from common import builtin, device, threads
 from common.checkpoint import open_checkpoint
@@ -79,14 +81,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=str(builtin.path()), help="directory or hub id (built-in model)")
     parser.add_argument("--repeats", type=int, default=15, help="steps of each kind, of which the median is shown")
+    parser.add_argument("--save", help="JSON file to save the figures in")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
+    found = {}
     try:
+        results.check_outputs(options.save, None)
         if len(cores) < 2:
             raise StartError("nothing can be lent", "this process may use one core", "give it a second one")
         print("| step | alone | with a lent core | times as fast |\n|---|---|---|---|", flush=True)
         for name, alone, helped in measure(options.model, cores[0], cores[1], options.repeats):
+            found[name] = {"alone_s": alone, "helped_s": helped}
             print(f"| {name} | {1000 * alone:.2f} ms | {1000 * helped:.2f} ms | {alone / helped:.2f} |", flush=True)
+        if options.save:
+            results.save(Path(options.save), {"context": CONTEXT, "steps": found})
     except StartError as error:
         print(error, file=sys.stderr)
         return 1
