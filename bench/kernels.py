@@ -19,7 +19,17 @@ from typing import Any
 import torch
 
 from bench import results
-from bench.roofline import LLAMA_82M, MIB, Product, best_s, on_threads, product, read_rates, shapes
+from bench.roofline import (
+    LLAMA_82M,
+    MIB,
+    Product,
+    best_s,
+    on_threads,
+    product,
+    read_rates,
+    shapes,
+    square_rate,
+)
 from common import device
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.select import select_backend
@@ -152,17 +162,19 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         layers = shapes(LLAMA_82M)
         linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
-        top = max(each.flops_per_s for each in linear)
+        top = max(square_rate(torch_dtype), *(each.flops_per_s for each in linear))
         whole_s = {each.rows: each.seconds[served(each)] for each in linear if not each.int8}
         shares, gains = [], []
         for each in linear:
             flops_per_s, bytes_per_s = each.rates(served(each))
-            shares.append(max(flops_per_s / top, bytes_per_s / read(256 * MIB)))
+            multiplied, streamed = flops_per_s / top, bytes_per_s / read(256 * MIB)
+            shares.append(max(multiplied, streamed))
+            limit = f"{top / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{read(256 * MIB) / 1e9:.1f} GB/s"
             seconds = each.seconds[served(each)]
             gains.append(torch_s(each) / seconds)
             say(
                 f"{_kind(each):<10} {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {shares[-1]:4.0%}  {gains[-1]:5.2f} x torch"
+                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {shares[-1]:4.0%} of {limit}  {gains[-1]:5.2f} x torch"
                 + (f"  {whole_s[each.rows] / seconds:5.2f} x {dtype}" if each.int8 else "")
                 + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
             )

@@ -1,8 +1,9 @@
 """``tandem bench roofline``: what this machine can do at best, so that every other figure has its limit beside it.
 
-Read bandwidth by the size of what is read, matrix products of a model's shapes, copies within and between processes,
-and a raw loopback socket. Every byte that is timed is random and is really read. Each figure is the best of several
-rounds: a limit is what the machine gives when nobody else has it.
+Read bandwidth by the size of what is read, matrix products of a model's shapes, copies within a process and out of
+shared memory, a raw loopback socket, and links: KV that is handed from process to process (:mod:`bench.wire`), beside
+the copy or the socket that it cannot do without. Every byte that is timed is random and is really read. Each limit is
+the best of several rounds: what the machine gives when nobody else has it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import mmap
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bench import results
+from bench import results, wire
 from common import builtin, device, native
 from common.checkpoint import open_checkpoint
 from common.config import BenchRooflineConfig
@@ -34,7 +36,12 @@ READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROWS = (1, 4, 16, 64, 512, 1024)
 HALVES = "native, bfloat16 kept"
 """A way of computing linear layers of float32: with weights of a checkpoint in bfloat16, kept so."""
+LINKS = (("shared memory", "shm", "shared memory"), ("ZeroMQ over TCP", "zmq", "loopback socket"))
+"""By name: ``--kv-transport``, and the copy that is its limit."""
+LINK_TOKENS = 1024
+"""Of 128 KiB of KV."""
 _COPY_BYTES, _SOCKET_BYTES = 256 * MIB, 512 * MIB
+_SQUARE = 2048
 _LEAST_S = 0.02
 """A round repeats what it times until this long, so that the clock does not count."""
 
@@ -244,6 +251,13 @@ def product(layers: list[Shape], dtype: torch.dtype, rows: int, int8: bool = Fal
     )
 
 
+@torch.inference_mode()
+def square_rate(dtype: torch.dtype) -> float:
+    """Operations per second of torch's product of two large square matrices."""
+    left, right = (torch.randn(_SQUARE, _SQUARE).to(dtype) for _ in range(2))
+    return 2 * _SQUARE**3 / best_s(lambda: left @ right)
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +281,11 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
         copies = {"memcpy": copy_rate(), "shared memory": shared_copy_rate(), "loopback socket": socket_rate()}
         for name, rate in copies.items():
             say(f"{name:<28} {rate / 1e9:8.1f} GB/s")
+        links = {}
+        for name, transport, limit in LINKS:
+            rate = statistics.median(wire.measure(transport, LINK_TOKENS, 5))
+            links[name] = {"bytes_per_s": rate, "limit": limit, "share": rate / copies[limit]}
+            say(f"KV by {name:<22} {rate / 1e9:8.1f} GB/s  {rate / copies[limit]:4.0%} of {limit}")
         products = []
         for dtype in (torch.bfloat16, torch.float32):
             for rows in ROWS:
@@ -281,6 +300,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
         "threads": threads,
         "read_bytes_per_s": reads,
         "copy_bytes_per_s": copies,
+        "links": links,
         "linear": products,
     }
 

@@ -108,6 +108,7 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     monkeypatch.setattr(kernels, "attend", attended)
     monkeypatch.setattr(kernels, "product", linear)
     monkeypatch.setattr(kernels, "read_rates", lambda: {1024: 2e9})
+    monkeypatch.setattr(kernels, "square_rate", lambda dtype: 1e12)
     monkeypatch.setattr(kernels, "CONTEXTS", (128,))
     saved = tmp_path / "kernels.json"
     assert kernels.run(BenchKernelsConfig(save=str(saved))) == 1
@@ -123,7 +124,8 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     assert shown[10].startswith("int8          1 rows") and " 4.00 x torch   2.00 x bfloat16" in shown[10]
     figures = json.loads(saved.read_text())
     assert figures["slower_than_torch"] == slower and figures["attention"][1]["share"] == 0.5
-    assert [each["share"] for each in figures["linear"][:5]] == [0.5, 0.5, 0.5, 0.5, 1.0]
+    assert [each["share"] for each in figures["linear"][:5]] == [0.5, 0.5, 0.5, 0.5, 0.512]
+    assert "50% of 2.0 GB/s" in shown[5] and "51% of 1000 GFLOP/s" in shown[9], "whichever limit is the nearer"
 
 
 def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,6 +133,8 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setattr(module, "best_s", timed)
     for name in ("_COPY_BYTES", "_SOCKET_BYTES"):
         monkeypatch.setattr(roofline, name, 8 * roofline.MIB)
+    monkeypatch.setattr(roofline, "_SQUARE", 64)
+    monkeypatch.setattr(roofline.wire, "measure", lambda transport, tokens, repeats: [1e6, 2e6, 3e6])
     monkeypatch.setattr(roofline, "READ_MIB", (1,))
     monkeypatch.setattr(roofline, "ROWS", (2,))
     monkeypatch.setattr(kernels, "BATCHES", (1, 2))
@@ -142,6 +146,7 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     limits = json.loads(saved.read_text())
     assert {"commit", "machine", "read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
     assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
+    assert limits["links"]["ZeroMQ over TCP"]["share"] == 2e6 / (16 * roofline.MIB)
     assert kernels.run(BenchKernelsConfig(heads="4/2/16", save=str(saved))) == 0
     figures = json.loads(saved.read_text())
     assert [each["batch"] for each in figures["attention"]] == [1, 2]
