@@ -94,7 +94,8 @@ def run(config: BenchBatchingConfig) -> int:
     shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(f"continuous batching gives {shown} times as many, against batches of {config.batch_size}")
     if config.save:
-        results.save(Path(config.save), {"model_id": prepared.target.model} | _as_json(config, most, found, ratios))
+        about = {"label": config.label, "model_id": prepared.target.model}
+        results.save(Path(config.save), about | _as_json(config, most, found, ratios))
     return 0
 
 

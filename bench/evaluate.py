@@ -270,7 +270,7 @@ def run(config: EvalConfig) -> int:
         )
     )  # fmt: skip
     if config.save:
-        results.save(Path(config.save), report.as_json())
+        results.save(Path(config.save), {"label": config.label} | report.as_json())
     console.print(table(report, baseline))
     for failure in report.failures[: config.failures]:
         text = f"{failure['skill']}: {failure['asked']!r} -> {failure['said']!r}: {failure['why']}"

@@ -410,7 +410,16 @@ class ScaleConfig(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(ClientOptions):
+class LabelOption:
+    """A client does not know how the server that it measures was started."""
+
+    label: str | None = option(
+        None, "name of the run, or the server's command, saved with the figures", TEXT, "results"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(ClientOptions, LabelOption):
     """``tandem eval``: the golden set, asked of any OpenAI-compatible server."""
 
     served_model_name: str | None = option(
@@ -530,7 +539,7 @@ class TargetOptions(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions):
+class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
     """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
 
     ramp_up_strategy: RampStrategy | None = option(
@@ -541,7 +550,6 @@ class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions):
     goodput: str | None = option(
         None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", LIST, "results"
     )
-    label: str | None = option(None, "name of the run, saved with its figures", TEXT, "results")
     metadata: dict[str, str] | None = option(None, "more to save with them", PAIRS, "results")
     percentile_metrics: str = option("ttft,tpot,itl,e2el", "metrics that are shown", TEXT, "results")
     metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
@@ -600,7 +608,7 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions):
+class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions, LabelOption):
     """``tandem bench batching``: static against continuous batching on one server."""
 
     batch_size: int = option(8, "requests that a static batch has", count(1), "load")

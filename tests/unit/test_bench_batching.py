@@ -29,8 +29,9 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     """The mock answers any number at once: three batches, one after the other, take longer than all together."""
     saved = tmp_path / "batching.json"
     words = f"bench batching --url {mock_url} --num-prompts 6 --batch-size 2 --random-input-len 4 --random-output-len 2"
-    assert cli.main([*words.split(), "--runs", "1", "--save", str(saved)]) == 0
+    assert cli.main([*words.split(), "--runs", "1", "--save", str(saved), "--label", "a mock"]) == 0
     figures = json.loads(saved.read_text())
+    assert figures["label"] == "a mock"
     assert figures["ratios"][0] > 1.5
     assert "times as many, against batches of 2" in capsys.readouterr().out
     assert figures["most_output_tokens"] == 2 * LONGEST

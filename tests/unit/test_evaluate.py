@@ -168,6 +168,7 @@ def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(module, "evaluate", found)
     base = str(tmp_path / "base.json")
-    assert cli.main(["eval", "--save", base]) == 0
+    assert cli.main(["eval", "--save", base, "--label", "tandem up --quantization int8"]) == 0
+    assert json.loads(Path(base).read_text())["label"] == "tandem up --quantization int8"
     assert cli.main(["eval", "--compare", base]) == 0
     assert cli.main(["eval", "--compare", base]) == 1
