@@ -4,8 +4,9 @@
                    + token · prompt tokens + square · (prompt tokens x mean context before them)
 
 Decode is bound by memory (weights in ``base``, KV in ``context``), prefill by arithmetic, so the two have coefficients
-of their own. They are fitted to steps of the real engine by least squares of the relative error, none below 0. Workers
-that share memory bandwidth are slower than one measured alone.
+of their own. They are fitted to steps of the real engine by least squares of the relative error, none below 0. What a
+turn of a serving worker takes besides is one number more: its loop and messages, and the time on the same cores of a
+coordinator and a client. Workers that share memory bandwidth are slower than one measured alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Step = tuple[int, int, int, int]
 @dataclass(frozen=True)
 class CostModel:
     """Seconds per unit (see the module), and what a hand-off needs: bytes of KV per token, layers. ``error`` is the
-    median relative error of the fit, ``threads`` and ``dtype`` say what was measured."""
+    median relative error of the fit, ``threads`` and ``dtype`` say what was measured. ``turn``: seconds, 0 where it was
+    not measured."""
 
     base: float
     rows: float
@@ -47,11 +49,23 @@ class CostModel:
     threads: int
     dtype: str
     error: float
+    turn: float = 0.0
 
     def step(self, batch: Batch) -> float:
         """Seconds of a step."""
         decode, read, prompt, square = shape(batch)
         return self.base + self.rows * decode + self.context * read + self.token * prompt + self.square * square
+
+    def decode_s(self, streams: int, context: float) -> float:
+        """Seconds of a step that decodes ``streams`` streams of this context on average."""
+        return self.base + self.rows * streams + self.context * streams * context
+
+    def prompt_s(self, tokens: int, chunk: int) -> float:
+        """Seconds of the steps for one prompt with nothing beside it."""
+        lengths = [(start, min(chunk, tokens - start)) for start in range(0, tokens, chunk)]
+        return sum(
+            self.base + self.token * length + self.square * length * (start + length // 2) for start, length in lengths
+        )
 
     def exposed(self, prompt: int, prefill_s: float, link_bytes_per_s: float) -> float:
         """Seconds by which a hand-off of ``prompt`` tokens outlasts their prefill, its layers leaving as they are
@@ -64,7 +78,7 @@ class CostModel:
         """StartError if the file is no cost model."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{field.name: found[field.name] for field in fields(cls)})
+            return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StartError(
                 f"cannot read the costs in {path}", repr(error), "measure them again, in a new file"

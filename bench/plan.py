@@ -20,18 +20,23 @@ from rich.console import Console
 
 from bench import results
 from bench.asking import as_load, times, workload
+from bench.client import Target
 from bench.compare import Outcome, table, verdict
 from bench.cost import CostModel, measure
+from bench.load import run_now
 from bench.metrics import METRICS, Objective, as_json, parse_objectives, summarise
-from bench.systems import counts
-from bench.tokens import FileTokenizer
-from bench.workloads import Ask, relabelled, within
+from bench.systems import counts, running
+from bench.tokens import FileTokenizer, ordinary_ids
+from bench.workloads import Ask, random_asks, relabelled, within
 from bench.world import Limits, World
 from common import builtin
 from common.checkpoint import open_checkpoint
+from common.client import Server
 from common.config import BenchPlanConfig
 from common.errors import StartError
 
+SERVED = (4, 64, 128)
+"""Streams, their prompt tokens and those of their answers, of which turns are measured."""
 CHECKED = {
     "inside": "slo_attainment",
     "ttft_p50": "median_ttft_ms",
@@ -49,11 +54,12 @@ def run(config: BenchPlanConfig) -> int:
         counts(name)
     objectives = _objectives(config.goodput)
     model = config.model or str(builtin.path())
-    cost = _cost(config, model)
-    terms = ", ".join(f"{name} {getattr(cost, name):.3g}" for name in ("base", "rows", "context", "token", "square"))
-    print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
     checkpoint = open_checkpoint(model)
     tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
+    cost = _cost(config, model, tokenizer)
+    names = ("base", "rows", "context", "token", "square", "turn")
+    terms = ", ".join(f"{name} {getattr(cost, name):.3g}" for name in names)
+    print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
     limits = Limits(
         config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
         checkpoint.position_limit, config.link_rate, config.lend_cores,
@@ -124,15 +130,36 @@ def _objectives(text: str) -> tuple[Objective, ...]:
     return found
 
 
-def _cost(config: BenchPlanConfig, model: str) -> CostModel:
+def _cost(config: BenchPlanConfig, model: str, tokenizer: FileTokenizer) -> CostModel:
     """From the file, if there is one already; else measured now, and kept in it."""
     if config.cost and Path(config.cost).exists():
         return CostModel.load(Path(config.cost))
     console = Console(stderr=True, highlight=False)
-    cost = measure(model, config.threads, lambda text: console.print(text, markup=False))
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    say(f"measuring turns of {model} as a client sees them")
+    gap_s = served_gap_s(
+        model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
+    )
+    cost = measure(model, config.threads, say)  # last: it binds this process to the cores of one worker
+    streams, prompt, tokens = SERVED
+    cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
     if config.cost:
         results.save(Path(config.cost), dict(cost.as_json()))
     return cost
+
+
+def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
+    """The median time between tokens of ``asks``, which a decode worker of a whole system answers together."""
+    with running(model, "1p1d", ["--threads", str(threads)]) as url:
+        target = Target(url, str(Server(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
+        run = run_now(target, asks, [0.0] * len(asks), warm=asks[:1], console=console, title="streams")
+    gaps = [gap for record in run.records for gap in record.itls if record.ok]
+    if not gaps:
+        raise StartError("nothing was answered", run.records[0].error, "try the same tandem up")
+    return statistics.median(gaps)
 
 
 def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> list[str]:

@@ -1,8 +1,8 @@
 """A cluster that is not there: the real router, planners and KV book-keeping on virtual time, with measured step costs.
 
-Owns the clock, the queue in front of the router, and hand-offs as delays. A step takes what the cost model says; HTTP,
-text and control messages take nothing. What a request went through is kept in the records of a load client, so that the
-figures of a plan and of a measurement are made by the same code.
+Owns the clock, the queue in front of the router, and hand-offs as delays. A step takes what the cost model says, and so
+do HTTP and messages: the same for every step. What a request went through is kept in the records of a load client, so
+that the figures of a plan and of a measurement are made by the same code.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ MODEL = "planned"
 LENT_TOKENS, MANY_TOKENS = 16, 128
 """Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/native/borrow.h); what is lost by
 it is little only where there are many."""
-HELP_WITH_FEW = 0.6
-"""Workers that a resting one is worth to one with fewer: two are 1.5 to 1.7 times as fast with 16 to 64 streams."""
+HELP_WITH_FEW, HELP_WITH_MANY = 0.6, 0.9
+"""Workers that a resting one is worth (``python -m bench.lent_core``): two are 1.5 to 1.7 times as fast with 16 to 64
+streams, 1.9 times with a prompt of 512 tokens."""
 
 
 def help_with(tokens: int) -> float:
     """Workers that a resting one is worth in a step of so many."""
-    return 0.0 if tokens < LENT_TOKENS else HELP_WITH_FEW if tokens < MANY_TOKENS else 1.0
+    return 0.0 if tokens < LENT_TOKENS else HELP_WITH_FEW if tokens < MANY_TOKENS else HELP_WITH_MANY
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class World:
             job = self._jobs[segment.sequence.request.id]
             if job.prefill_began is None:
                 job.prefill_began = self.now
-        worker.left_s, worker.since, worker.hands = self._cost.step(batch), self.now, 1.0
+        worker.left_s, worker.since, worker.hands = self._cost.step(batch) + self._cost.turn, self.now, 1.0
         worker.help = help_with(batch.length) if self._limits.lend_cores else 0.0
         self._expect(worker, batch)
         self._share()

@@ -253,24 +253,15 @@ def searched(field: Field, systems: Sequence[System], near: float = NEAR) -> Cur
 # -- C10, C11: saturation ---------------------------------------------------------------------------------------------
 
 
-def prompt_s(cost: CostModel, prompt: int) -> float:
-    """Seconds of one core for a prompt."""
-    lengths = [(start, min(CHUNK, prompt - start)) for start in range(0, prompt, CHUNK)]
-    return sum(
-        cost.base + cost.token * length + cost.square * length * (start + length // 2) for start, length in lengths
-    )
+def answer_s(cost: CostModel, prompt: int, tokens: int, streams: int) -> float:
+    """Seconds of one core for an answer, whose steps all of ``streams`` share."""
+    return tokens * cost.decode_s(streams, prompt + tokens / 2) / streams
 
 
-def answer_s(cost: CostModel, prompt: int, tokens: int, batch: int) -> float:
-    """Seconds of one core for an answer, of which a batch shares each step."""
-    step_s = cost.base + cost.rows * batch + cost.context * batch * (prompt + tokens / 2)
-    return tokens * step_s / batch
-
-
-def balanced_output(cost: CostModel, prompt: int, batch: int) -> int:
+def balanced_output(cost: CostModel, prompt: int, streams: int) -> int:
     """Output tokens with which one prefill and one decode worker take equally long per request: T_P = T_D."""
-    wanted = prompt_s(cost, prompt)
-    return next((tokens for tokens in range(1, 4096) if answer_s(cost, prompt, tokens, batch) >= wanted), 4096)
+    wanted = cost.prompt_s(prompt, CHUNK)
+    return next((tokens for tokens in range(1, 4096) if answer_s(cost, prompt, tokens, streams) >= wanted), 4096)
 
 
 Rates = dict[System, list[float]]
@@ -292,7 +283,8 @@ def saturation(
     found = field.alternate(systems, once)
     each = (f"{1000 * statistics.median(tpot for _, tpot in rounds):.0f} ms ({it})" for it, rounds in found.items())
     rates = {system: [rate for rate, _ in rounds] for system, rounds in found.items()}
-    work_s = prompt_s(cost, input_tokens) + answer_s(cost, input_tokens, output_tokens, min(count, MAX_NUM_SEQS))
+    streams = min(count, MAX_NUM_SEQS)
+    work_s = cost.prompt_s(input_tokens, CHUNK) + answer_s(cost, input_tokens, output_tokens, streams)
     limit = len(field.cores) / work_s
     return rates, {
         "limit": limit,
