@@ -30,6 +30,8 @@ from common.errors import StartError
 
 WORTH = 1.05
 """A gain below is not worth a second pool."""
+LITTLE = 0.25
+"""A share of requests inside the objectives below which a system is overloaded: it says nothing about others."""
 FEW = 0.01
 """A share of requests outside an objective that says nothing about the sizes of pools."""
 OTHER = "other"
@@ -152,9 +154,11 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
     tail = together.against(apart, "itl_p99")
     output = apart.against(together, "output")
     lines = []
-    if not apart.figure("goodput").high and not together.figure("goodput").high:
+    most = max(each.figure("inside").high for each in (apart, together))
+    if most < LITTLE:
+        few = f"at most {most:.0%} of requests are" if most else "no request is"
         lines.append(
-            f"Do not disaggregate on the strength of this: neither system has any request inside {objectives}. "
+            f"Do not disaggregate on the strength of this: {few} inside {objectives} with either system. "
             "The load is too high for these cores, or the objectives are too strict."
         )
     elif not together.figure("goodput").high:
