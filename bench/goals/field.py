@@ -1,7 +1,7 @@
 """The systems that goals compare, and the loads they get.
 
 A system is started when a goal first asks for it and stays for the goals after it as long as these want it too: the
-peer takes minutes to start. While one is measured ours are idle, which costs nothing, and vLLM's are halted: idle it
+peer takes minutes to start. While one is measured ours are idle, 0.01 of a core each, and vLLM's are halted: idle it
 burns 0.06 of a core, and as 1P1D, whose workers poll, all of both.
 """
 
