@@ -21,7 +21,7 @@ from rich.console import Console
 from bench import results
 from bench.asking import Prepared, prepare_with
 from bench.load import Run, run_now
-from bench.serve import show_errors
+from bench.serve import show_remarks
 from bench.tokens import Tokenizer, ordinary_ids
 from bench.workloads import Ask, random_asks
 from common.config import BenchBatchingConfig
@@ -118,7 +118,7 @@ def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask]
 def _check(run: Run, console: Console) -> None:
     """A way in which requests fail cannot be compared."""
     if not all(record.ok for record in run.records):
-        show_errors(console, run.records)
+        show_remarks(console, run.records)
         raise StartError("requests failed", "both ways must answer all of them", "ask for less at once, or for shorter")
 
 

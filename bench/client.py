@@ -44,9 +44,14 @@ class _Choice(msgspec.Struct):
         return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -64,7 +69,8 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 @dataclass(slots=True)
 class Record:
     """What came of one request. Times are seconds on the clock of the client; ``due_at`` is when it should have been
-    sent, ``moments`` when each token's chunk came. ``error`` is empty if the answer is complete."""
+    sent, ``moments`` when each token's chunk came, ``cached_tokens`` of its prompt the server had from before, as far
+    as it tells. ``error`` is empty if the answer is complete."""
 
     due_at: float
     prompt_tokens: int
@@ -72,6 +78,7 @@ class Record:
     moments: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     output_tokens: int = 0
+    cached_tokens: int = 0
     stages: dict[str, Any] | None = None
     error: str = ""
 
@@ -148,6 +155,8 @@ class Events:
         if chunk.usage is not None:
             self._told = chunk.usage.completion_tokens
             record.prompt_tokens = chunk.usage.prompt_tokens or record.prompt_tokens
+            if details := chunk.usage.prompt_tokens_details:
+                record.cached_tokens = details.cached_tokens or 0
         if chunk.tandem is not None:
             record.stages = chunk.tandem
         if chunk.error is not None:

@@ -23,7 +23,7 @@ from bench.asking import as_load, prepare, times
 from bench.goodput import measured_objectives, unloaded
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
-from bench.serve import show_errors
+from bench.serve import show_remarks
 from bench.systems import counts, running
 from common.config import BenchCompareConfig
 from common.errors import StartError
@@ -321,7 +321,7 @@ def _measure(
             console=console,
             title=f"round {number + 1}: {outcome.system}",
         )
-    show_errors(console, run.records)
+    show_remarks(console, run.records)
     outcome.runs.append(run)
     outcome.summaries.append(summarise(run, objectives=objectives))
     return objectives

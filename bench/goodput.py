@@ -21,7 +21,7 @@ from bench.arrivals import arrivals
 from bench.asking import Prepared, prepare
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
-from bench.serve import show_errors
+from bench.serve import show_remarks
 from common.config import BenchGoodputConfig, LoadOptions
 from common.errors import StartError
 
@@ -93,6 +93,8 @@ def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
         console=console,
         title="unloaded",
     )
+    if console:
+        show_remarks(console, run.records)
     summary = summarise(run)
     if not summary.completed:
         raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, "correct the flags")
@@ -157,7 +159,7 @@ def run(config: BenchGoodputConfig) -> int:
 
     def attempt(rate: float) -> Summary:
         run = load_at(config, prepared, rate, next(numbers), console)
-        show_errors(console, run.records)
+        show_remarks(console, run.records)
         summary = summarise(run, objectives=objectives)
         print(
             f"{rate:>8.2f} {summary.attainment:>8.1%} {summary.goodput:>9.2f}"

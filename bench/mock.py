@@ -49,7 +49,8 @@ Sleep = Callable[[float], Awaitable[None]]
 
 class MockServer:
     """The application; ``clock`` and ``sleep`` are given by tests that want time of their own. ``role_first``: chats
-    begin with a chunk that has only a role, as vLLM's do. ``refuse``: answer every so many requests with 503."""
+    begin with a chunk that has only a role, as vLLM's do. ``refuse_every``: answer every so many requests with 503.
+    ``cached_tokens``: of each prompt, what is told as known from before."""
 
     def __init__(
         self,
@@ -59,9 +60,11 @@ class MockServer:
         sleep: Sleep = asyncio.sleep,
         role_first: bool = False,
         refuse_every: int = 0,
+        cached_tokens: int | None = None,
     ) -> None:
         self._scripts = itertools.cycle(scripts)
         self._clock, self._sleep, self._role_first, self._refuse_every = clock, sleep, role_first, refuse_every
+        self._details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
         self._asked = 0
         self.said: list[Said] = []
         self.bodies: list[dict[str, Any]] = []
@@ -103,7 +106,10 @@ class MockServer:
         self.said.append(said)
         await response.write(_event(_chat({}, "length") if chat else _text("", "length")))
         prompt = _prompt_tokens(body)
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+            "prompt_tokens_details": self._details,
+        }  # fmt: skip
         await response.write(_event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
         return response
 

@@ -19,6 +19,8 @@ from bench.metrics import METRICS, QUEUED, Objective, as_json, detailed, parse_o
 from common.config import BenchServeConfig
 from common.errors import StartError
 
+CACHED = 0.02
+"""A share of prompt tokens that is worth a word."""
 SHOWN_ERRORS = 5
 
 
@@ -39,7 +41,7 @@ def run(config: BenchServeConfig) -> int:
         warm=prepared.warm(config.num_warmups),
         console=console,
     )
-    show_errors(console, run.records)
+    show_remarks(console, run.records)
     summary = summarise(run, percents=config.metric_percentiles, objectives=objectives)
     print("\n".join(rows(
         summary, rate=config.request_rate, max_concurrency=config.max_concurrency, metrics=metrics
@@ -82,8 +84,12 @@ def absolute_objectives(text: str | None) -> tuple[Objective, ...]:
     return found
 
 
-def show_errors(console: Console, records: list[Record]) -> None:
-    """Why requests failed, each reason once, the most frequent ones first."""
+def show_remarks(console: Console, records: list[Record]) -> None:
+    """What makes figures other than they look: why requests failed, each reason once, the most frequent ones first; and
+    how much of the prompts the server need not compute, which also happens where a seed is used for a second time."""
+    cached = sum(record.cached_tokens for record in records) / max(1, sum(record.prompt_tokens for record in records))
+    if cached >= CACHED:
+        console.print(f"note: {cached:.0%} of prompt tokens came from the server's prefix cache", markup=False)
     counts: dict[str, int] = {}
     for record in records:
         if record.error:

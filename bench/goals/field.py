@@ -18,7 +18,7 @@ from rich.console import Console
 from bench.client import Record, Target
 from bench.load import Run, run_now
 from bench.peers import vllm
-from bench.serve import show_errors
+from bench.serve import show_remarks
 from bench.systems import running
 from bench.tokens import FileTokenizer, ordinary_ids
 from bench.workloads import Ask, random_asks
@@ -202,7 +202,7 @@ class Field:
         run = run_now(
             target, asks, times or [0.0] * len(asks), max_concurrency=concurrency, console=self.console, title=title
         )
-        show_errors(self.console, run.records)
+        show_remarks(self.console, run.records)
         return run
 
     def alternate(

@@ -103,7 +103,9 @@ def test_who_rests_computes_for_who_has_many_tokens() -> None:
     assert (alone.ttft, helped.ttft) == (pytest.approx(0.21), pytest.approx(0.21 / 1.9))
     assert lived([ask], [0.0], (1, 3, 0), **wide).records[0].ttft == pytest.approx(0.21 / 3.7)
     two = lived([ask, replace(ask, prompt=list(range(200, 400)))], [0.0, 0.0], (2, 2, 0), **wide)
-    assert [record.ttft for record in two.records] == pytest.approx([0.21 / 1.9] * 2), "each has one of the two that rest"
+    assert [record.ttft for record in two.records] == pytest.approx([0.21 / 1.9] * 2), (
+        "each has one of the two that rest"
+    )
     some = lived([ASK], [0.0], (1, 1, 0), **wide).records[0]
     assert some.ttft == pytest.approx(0.11 / 1.6), "100 tokens gain less"
     few = lived([Ask(list(range(15)), 15, 1)], [0.0], (1, 1, 0), **wide).records[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import json
 import statistics
 import subprocess
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
+from rich.console import Console
 
 from bench import results
 from bench.client import Record, Target
 from bench.load import run_load
 from bench.mock import MockServer, Script
 from bench.results import provenance
+from bench.serve import show_remarks
 from bench.workloads import Ask
 from common.errors import StartError
 from deploy import cli
@@ -99,6 +102,18 @@ async def test_failures_are_recorded_and_end_nothing() -> None:
     assert all("Cannot connect" in record.error for record in gone.records)
     with pytest.raises(StartError, match="Cannot connect"):
         await run_load(target, [], [], warm=[Ask([65], 1, 2)])
+
+
+@pytest.mark.parametrize(("cached", "told"), [(None, ""), (0, ""), (3, "75% of prompt tokens")])
+async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told: str) -> None:
+    """Which nobody sees from outside: the figures are then not those of computing them."""
+    mock = MockServer([Script(0.0, 0.0)], cached_tokens=cached)
+    async with TestServer(mock.app()) as server:
+        target = Target(str(server.make_url("")).rstrip("/"), "scripted")
+        run = await run_load(target, [Ask([65] * 4, 4, 2)] * 2, [0.0] * 2)
+    assert [record.cached_tokens for record in run.records] == [cached or 0] * 2
+    show_remarks(Console(file=(shown := io.StringIO())), run.records)
+    assert (told in shown.getvalue()) if told else not shown.getvalue()
 
 
 async def test_an_answer_that_takes_too_long_is_a_failure() -> None:
