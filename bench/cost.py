@@ -1,22 +1,25 @@
 """What a step of the engine costs, as a formula with measured coefficients.
 
-    seconds = base + rows · decode tokens + context · KV tokens that they read
+    seconds = streams(decode tokens) + context · KV tokens that they read
                    + token · prompt tokens + square · (prompt tokens x mean context before them)
 
-Decode is bound by memory (weights in ``base``, KV in ``context``), prefill by arithmetic, so the two have coefficients
-of their own. They are fitted to steps of the real engine by least squares of the relative error, none below 0. What a
-turn of a serving worker takes besides is one number more: its loop and messages, and the time on the same cores of a
-coordinator and a client. Workers that share memory bandwidth are slower than one measured alone.
+Few streams are bound by reading the weights, many by arithmetic, so ``streams`` is no straight line: it is given for
+some numbers, and between two of them it is one. Prefill is bound by arithmetic, and has coefficients of its own. All
+are fitted to steps of the real engine by least squares of the relative error, none below 0. What a turn of a serving
+worker takes besides is one number more: its loop and messages, and the time on the same cores of a coordinator and a
+client. Workers that share memory bandwidth are slower than one measured alone.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,12 +38,12 @@ Step = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds per unit (see the module), and what a hand-off needs: bytes of KV per token, layers. ``error`` is the
-    median relative error of the fit, ``threads`` and ``dtype`` say what was measured. ``turn``: seconds, 0 where it was
-    not measured."""
+    """Seconds per unit (see the module), and what a hand-off needs: bytes of KV per token, layers. ``streams`` are
+    numbers of streams, rising, each with the seconds of a step without their KV; of none it is what a prompt's step
+    takes beside its tokens. ``error`` is the median relative error of the fit, ``threads`` and ``dtype`` say what was
+    measured. ``turn``: seconds, 0 where it was not measured."""
 
-    base: float
-    rows: float
+    streams: tuple[tuple[int, float], ...]
     context: float
     token: float
     square: float
@@ -54,18 +57,21 @@ class CostModel:
     def step(self, batch: Batch) -> float:
         """Seconds of a step."""
         decode, read, prompt, square = shape(batch)
-        return self.base + self.rows * decode + self.context * read + self.token * prompt + self.square * square
+        return self._streams_s(decode) + self.context * read + self.token * prompt + self.square * square
+
+    def _streams_s(self, count: int) -> float:
+        shares = hats(count, [number for number, _ in self.streams])
+        return sum(share * seconds for share, (_, seconds) in zip(shares, self.streams, strict=True))
 
     def decode_s(self, streams: int, context: float) -> float:
         """Seconds of a step that decodes ``streams`` streams of this context on average."""
-        return self.base + self.rows * streams + self.context * streams * context
+        return self._streams_s(streams) + self.context * streams * context
 
     def prompt_s(self, tokens: int, chunk: int) -> float:
         """Seconds of the steps for one prompt with nothing beside it."""
         lengths = [(start, min(chunk, tokens - start)) for start in range(0, tokens, chunk)]
-        return sum(
-            self.base + self.token * length + self.square * length * (start + length // 2) for start, length in lengths
-        )
+        tokens_s = sum(self.token * length + self.square * length * (start + length // 2) for start, length in lengths)
+        return len(lengths) * self._streams_s(0) + tokens_s
 
     def exposed(self, prompt: int, prefill_s: float, link_bytes_per_s: float) -> float:
         """Seconds by which a hand-off of ``prompt`` tokens outlasts their prefill, its layers leaving as they are
@@ -78,13 +84,14 @@ class CostModel:
         """StartError if the file is no cost model."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+            values = {field.name: found[field.name] for field in fields(cls)}
+            return cls(**values | {"streams": tuple((int(count), float(each)) for count, each in found["streams"])})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StartError(
                 f"cannot read the costs in {path}", repr(error), "measure them again, in a new file"
             ) from error
 
-    def as_json(self) -> dict[str, float | int | str]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -111,10 +118,23 @@ def uniform(block_size: int, count: int, start: int, length: int) -> Batch:
     return Batch((Segment(sequence, start, length),) * count, tuple(tables))
 
 
-def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """The five coefficients, none negative, and the median relative error."""
-    measured = np.asarray(seconds)
-    features = np.column_stack([np.ones(len(steps)), np.asarray(steps, float)]) / measured[:, None]
+def hats(count: int, numbers: Sequence[int]) -> list[float]:
+    """The weights of what is known of each of ``numbers``, which rise, in a straight line's value at ``count``: between
+    its two neighbours, or through the last two beyond them."""
+    found = [0.0] * len(numbers)
+    if len(numbers) == 1:
+        return [1.0]
+    right = min(max(1, bisect.bisect_left(numbers, count)), len(numbers) - 1)
+    found[right] = (count - numbers[right - 1]) / (numbers[right] - numbers[right - 1])
+    found[right - 1] = 1 - found[right]
+    return found
+
+
+def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[tuple[tuple[int, float], ...], list[float], float]:
+    """What numbers of streams cost, the three other coefficients, none negative, and the median relative error."""
+    numbers, measured = sorted({decode for decode, *_ in steps}), np.asarray(seconds)
+    columns = [[*hats(decode, numbers), *others] for decode, *others in steps]
+    features = np.asarray(columns, float) / measured[:, None]
     kept = list(range(features.shape[1]))
     while True:
         found = np.linalg.lstsq(features[:, kept], np.ones(len(steps)), rcond=None)[0]
@@ -125,7 +145,8 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[float], f
     for index, value in zip(kept, found, strict=True):
         coefficients[index] = float(value)
     errors = np.abs(features @ np.asarray(coefficients) - 1)
-    return coefficients, float(np.median(errors))
+    streams = tuple(zip(numbers, coefficients[: len(numbers)], strict=True))
+    return streams, coefficients[len(numbers) :], float(np.median(errors))
 
 
 def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
@@ -155,9 +176,8 @@ def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
         engine.step(made)
         seconds.append(statistics.median(engine.step(made).seconds for _ in range(REPEATS)))
         steps.append(shape(made))
-    coefficients, error = fit(steps, seconds)
-    base, rows, context, token, square = coefficients
+    streams, (context, token, square), error = fit(steps, seconds)
     layout = engine.layout
     return CostModel(
-        base, rows, context, token, square, layout.token_bytes, len(layout.layers), threads, layout.dtype, error
+        streams, context, token, square, layout.token_bytes, len(layout.layers), threads, layout.dtype, error
     )

@@ -57,8 +57,8 @@ def run(config: BenchPlanConfig) -> int:
     checkpoint = open_checkpoint(model)
     tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
     cost = _cost(config, model, tokenizer)
-    names = ("base", "rows", "context", "token", "square", "turn")
-    terms = ", ".join(f"{name} {getattr(cost, name):.3g}" for name in names)
+    terms = ", ".join(f"{count} streams {seconds:.3g}" for count, seconds in cost.streams)
+    terms += "".join(f", {name} {getattr(cost, name):.3g}" for name in ("context", "token", "square", "turn"))
     print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
     limits = Limits(
         config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,

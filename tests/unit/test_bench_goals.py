@@ -45,7 +45,7 @@ from common.request import FinishReason, Request, SamplingParams
 from common.spans import SpanWriter
 
 SOME = Path("somewhere")
-COST = CostModel(0.0, 0.001, 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
+COST = CostModel(((0, 0.0), (64, 0.064)), 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
 """With which 512 prompt tokens take as long as 48 tokens of an answer."""
 
 
@@ -402,7 +402,7 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
 
 
 def test_a_balanced_load_keeps_both_pools_equally_long() -> None:
-    cost = CostModel(0.01, 0.0001, 1e-8, 0.0002, 0.0, 1, 12, 1, "bfloat16", 0.0)
+    cost = CostModel(((0, 0.01), (50, 0.015)), 1e-8, 0.0002, 0.0, 1, 12, 1, "bfloat16", 0.0)
     tokens = serving.balanced_output(cost, 512, 32)
     prefill_s = 0.01 + 512 * 0.0002
     step_s = 0.01 + 32 * 0.0001 + 1e-8 * 32 * (512 + tokens / 2)

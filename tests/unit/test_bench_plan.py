@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cost import CostModel, fit, shape
+from bench.cost import CostModel, fit, hats, shape
 from bench.load import Run
 from bench.workloads import Ask, random_asks
 from bench.world import Limits, World
@@ -20,8 +20,8 @@ from common.sequence import Batch, Segment, Sequence
 from deploy import cli
 
 COST = CostModel(
-    base=0.01, rows=0.0, context=0.0, token=0.001, square=0.0, kv_bytes=1000, layers=10, threads=1, dtype="float32",
-    error=0.0,
+    streams=((0, 0.01), (64, 0.01)), context=0.0, token=0.001, square=0.0, kv_bytes=1000, layers=10, threads=1,
+    dtype="float32", error=0.0,
 )  # fmt: skip
 LIMITS = Limits(
     kv_blocks=1000, block_size=16, max_num_seqs=8, max_num_batched_tokens=100, max_model_len=4096, link_bytes_per_s=1e6
@@ -54,7 +54,7 @@ def test_what_a_turn_takes_besides_its_step_is_taken_by_every_step() -> None:
 
 
 def test_a_cost_is_that_of_the_steps_it_stands_for() -> None:
-    cost = CostModel(0.01, 0.001, 1e-6, 0.0005, 1e-6, 1000, 10, 1, "float32", 0.0)
+    cost = CostModel(((0, 0.01), (1, 0.012), (4, 0.02)), 1e-6, 0.0005, 1e-6, 1000, 10, 1, "float32", 0.0)
     decode, chunk = (
         Sequence(Request(new_request_id(), pack_tokens([1] * length), SamplingParams(1, 0)), 0) for length in (50, 100)
     )
@@ -147,16 +147,28 @@ def test_what_was_placed_and_never_ended_is_a_failure(monkeypatch: pytest.Monkey
     assert len(record.moments) == 1 and record.error == "it was placed and never ended"
 
 
+def test_between_two_numbers_of_streams_costs_lie_on_a_straight_line() -> None:
+    assert hats(4, (0, 4, 16)) == [0.0, 1.0, 0.0] and hats(0, (0, 4, 16)) == [1.0, 0.0, 0.0]
+    assert hats(7, (0, 4, 16)) == [0.0, 0.75, 0.25] and hats(28, (0, 4, 16)) == [0.0, -1.0, 2.0]
+    assert hats(5, (3,)) == [1.0]
+
+
 def test_costs_are_fitted() -> None:
     """Exactly where the formula holds; nothing becomes negative where noise would have it so."""
     generator = np.random.default_rng(1)
-    steps = [tuple(int(each) for each in row) for row in generator.integers(0, 1000, (40, 4))]
-    seconds = [0.01 + 0.001 * a + 0.0001 * b + 0.002 * c + 0.0005 * d for a, b, c, d in steps]
-    coefficients, error = fit(steps, seconds)  # type: ignore[arg-type]
-    assert coefficients == pytest.approx([0.01, 0.001, 0.0001, 0.002, 0.0005], rel=1e-3) and error < 1e-6
+    known = ((0, 0.01), (1, 0.02), (4, 0.021), (16, 0.06))
+    steps = [
+        (known[number][0], *(int(each) for each in generator.integers(0, 1000, 3)))
+        for number in generator.integers(0, 4, 60)
+    ]
+    seconds = [dict(known)[a] + 0.0001 * b + 0.002 * c + 0.0005 * d for a, b, c, d in steps]
+    streams, others, error = fit(steps, seconds)
+    assert [number for number, _ in streams] == [0, 1, 4, 16] and error < 1e-6
+    assert [each for _, each in streams] == pytest.approx([each for _, each in known], rel=1e-3)
+    assert others == pytest.approx([0.0001, 0.002, 0.0005], rel=1e-3)
     noisy = [0.01 * (1 + 0.2 * generator.standard_normal()) for _ in steps]
-    coefficients, error = fit(steps, noisy)  # type: ignore[arg-type]
-    assert min(coefficients) >= 0 and error < 0.5
+    streams, others, error = fit(steps, noisy)
+    assert min(*others, *(each for _, each in streams)) >= 0 and error < 0.5
 
 
 def test_what_of_a_step_costs() -> None:
@@ -204,8 +216,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(StartError, match="cannot read the costs"):
         CostModel.load(odd)
     cost = tmp_path / "cost.json"
-    cost.write_text(json.dumps({name: value for name, value in COST.as_json().items() if name != "turn"}))
-    assert CostModel.load(cost) == COST, "of before turns were measured"
+    cost.write_text(json.dumps(COST.as_json()))
+    assert CostModel.load(cost) == COST
     for words in (
         ["--goodput", "ttft:3x"],
         ["--systems", "1p0d"],
