@@ -78,9 +78,9 @@ class Record:
     moments: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     output_tokens: int = 0
-    cached_tokens: int = 0
     stages: dict[str, Any] | None = None
     error: str = ""
+    cached_tokens: int = 0
 
     @property
     def ok(self) -> bool:
