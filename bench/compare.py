@@ -20,7 +20,7 @@ from rich.console import Console
 
 from bench import results
 from bench.asking import as_load, prepare, times
-from bench.goodput import measured_objectives, unloaded
+from bench.goodput import measured_objectives, unloaded, wanted_objectives
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
 from bench.serve import show_remarks
@@ -269,6 +269,7 @@ def run(config: BenchCompareConfig) -> int:
         counts(name)
     if len(set(names)) < len(names) or not names:
         raise StartError(f"--systems {config.systems} cannot be compared", "it takes different ones", "correct it")
+    wanted_objectives(config.goodput)
     console = Console(stderr=True, highlight=False)
     outcomes = {name: Outcome(name) for name in [*names, *([OTHER] if config.url else [])]}
     objectives: tuple[Objective, ...] = ()
@@ -310,7 +311,7 @@ def _measure(
         if not objectives:
             for note in prepared.notes:
                 console.print(f"note: {note}", markup=False)
-            objectives = measured_objectives(config.goodput, unloaded(prepared, console))
+            objectives = measured_objectives(wanted_objectives(config.goodput), unloaded(prepared, console))
         asks = prepared.asks(number + 1)
         run = run_now(
             prepared.target,

@@ -101,14 +101,18 @@ def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
     return summary
 
 
-def measured_objectives(text: str, alone: Summary) -> tuple[Objective, ...]:
-    """``--goodput`` in ms, multiples taken of what ``alone`` found."""
+def wanted_objectives(text: str) -> tuple[Objective, ...]:
+    """``--goodput``, in ms or in multiples of the unloaded median. StartError if it is neither."""
     try:
-        found = parse_objectives(text)
+        return parse_objectives(text)
     except ValueError as error:
         raise StartError(f"--goodput cannot be {text!r}", str(error), "give ttft:1000,tpot:40 or ttft:5x") from None
+
+
+def measured_objectives(wanted: Sequence[Objective], alone: Summary) -> tuple[Objective, ...]:
+    """In ms, multiples taken of what ``alone`` found."""
     medians = {metric: alone.spreads[metric].median for metric in ("ttft", "tpot", "e2el")}
-    return tuple(each.absolute(medians) for each in found)
+    return tuple(each.absolute(medians) for each in wanted)
 
 
 def sweep(
@@ -144,11 +148,12 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
 def run(config: BenchGoodputConfig) -> int:
     """Prints the curve and the goodput; exit code 1 if no rate was good enough."""
     console = Console(stderr=True, highlight=False)
+    wanted = wanted_objectives(config.goodput)
     prepared = prepare(config, config.url, config.api_key, config.served_model_name, config.header)
     for note in prepared.notes:
         console.print(f"note: {note}", markup=False)
     alone = unloaded(prepared, console)
-    objectives = measured_objectives(config.goodput, alone)
+    objectives = measured_objectives(wanted, alone)
     shown = " ".join(map(str, objectives))
     spreads = alone.spreads
     print(f"unloaded: TTFT {spreads['ttft'].median:.0f} ms, TPOT {spreads['tpot'].median:.1f} ms (medians)")

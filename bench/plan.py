@@ -53,6 +53,7 @@ def run(config: BenchPlanConfig) -> int:
     for name in systems:
         counts(name)
     objectives = _objectives(config.goodput)
+    saved = _saved(Path(config.check)) if config.check else {}
     model = config.model or str(builtin.path())
     checkpoint = open_checkpoint(model)
     tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
@@ -73,7 +74,7 @@ def run(config: BenchPlanConfig) -> int:
         print(line)
     advice = _advice(outcomes, objectives)
     print("\n".join(advice))
-    checked = _check(config, outcomes, Path(config.check)) if config.check else {}
+    checked = _check(config, outcomes, saved) if config.check else {}
     for system, ratios in checked.items():
         shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         print(f"planned / measured, {system}: {shown}")
@@ -173,27 +174,39 @@ def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> lis
     return lines or ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
 
 
-def _check(config: BenchPlanConfig, outcomes: Sequence[Outcome], path: Path) -> dict[str, dict[str, float]]:
-    """Planned over measured figures (medians over the rounds), by system. StartError if another load was measured."""
+def _saved(path: Path) -> dict[str, Any]:
+    """What a ``compare`` has saved there: looked at before minutes are spent on a plan. StartError if it is none."""
+    todo = "give a file that tandem bench compare has saved"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        measured: dict[str, Any] = saved["systems"]
-        load: dict[str, Any] = saved.get("load", {})
-        found = {}
-        for outcome in outcomes:
-            if outcome.system in measured:
-                rounds = measured[outcome.system]["rounds"]
-                medians = {key: statistics.median(each[key] for each in rounds) for key in CHECKED.values()}
-                found[outcome.system] = {
-                    name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
-                }
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        todo = "give a file that tandem bench compare has saved"
-        raise StartError(f"cannot check against {path}", repr(error), todo) from error
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for system in found["systems"].values():
+            for each in system["rounds"]:
+                for key in CHECKED.values():
+                    float(each[key])
+    except OSError as error:
+        raise StartError(f"cannot check against {path}", error.strerror or str(error), todo) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StartError(f"cannot check against {path}", f"it is no such file ({error!r})", todo) from error
+    return found
+
+
+def _check(config: BenchPlanConfig, outcomes: Sequence[Outcome], saved: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Planned over measured figures (medians over the rounds), by system. StartError if another load was measured."""
+    measured, load = saved["systems"], saved.get("load", {})
+    found = {}
+    for outcome in outcomes:
+        if outcome.system in measured:
+            rounds = measured[outcome.system]["rounds"]
+            medians = {key: statistics.median(each[key] for each in rounds) for key in CHECKED.values()}
+            found[outcome.system] = {
+                name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
+            }
     mine = as_load(config, config.model) | {"max_concurrency": None}
     if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
         why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
-        raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
+        raise StartError(f"{config.check} is of another load", why, "plan with the flags that its command has")
     if not found:
-        raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
+        raise StartError(
+            f"{config.check} has none of these systems", f"it has {', '.join(measured)}", "name some of them"
+        )
     return found

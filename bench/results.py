@@ -125,10 +125,12 @@ def _git(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
-def check_outputs(save: str | None, plot: str | None) -> None:
+def check_outputs(save: str | None, plot: str | None, cost: str | None = None) -> None:
     """StartError if the files that a measurement is to write cannot be written: said before it, not after."""
     _commit()
-    for flag, name in (("--save", save), ("--plot", plot)):
+    for flag, name in (("--save", save), ("--plot", plot), ("--cost", cost)):
+        if name and Path(name).is_dir():
+            raise StartError(f"cannot write {name}", "it is a directory", f"name a file with {flag}")
         if name and not (folder := Path(name).absolute().parent).is_dir():
             raise StartError(f"cannot write {name}", f"there is no directory {folder}", f"make it, or correct {flag}")
     if plot:

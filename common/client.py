@@ -28,9 +28,12 @@ class Refused(TandemError):
         return "try again in a moment" if self.status in (429, 503) else otherwise
 
 
+PAGE_S = 10.0
+
+
 class Server:
     """The server at ``url``. ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for
-    bytes."""
+    bytes, and ``PAGE_S`` those of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
 
     def __init__(
         self, url: str, key: str | None = None, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
@@ -50,7 +53,7 @@ class Server:
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON body (None if it is no JSON) of a GET; OSError when no HTTP server answers."""
-        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
         try:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()

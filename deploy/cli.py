@@ -183,7 +183,7 @@ def _measuring(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
     from bench.results import check_outputs
 
     loaded = _load(config, given, **fixed)
-    check_outputs(getattr(loaded, "save", None), getattr(loaded, "plot", None))
+    check_outputs(*(getattr(loaded, name, None) for name in ("save", "plot", "cost")))
     return loaded
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import compare, plan
+from common import client
 from common.errors import StartError
 from deploy import cli
 from tests.fakes.checkpoint import fake_checkpoint
@@ -262,6 +264,16 @@ def test_config_of_a_mistyped_command(
     assert cli.main(["config", "prefil"]) == 0, "that directory may well be a model"
 
 
+def test_what_listens_and_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a port of workers does: the first page that is wanted is one that takes a server no time."""
+    monkeypatch.setattr(client, "PAGE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert cli.main(["chat", "hello", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
+    assert "cannot reach" in (error := capsys.readouterr().err) and "timed out" in error
+
+
 def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     cli.print_error(StartError("what", "why\n" * 500, "todo"))
     lines = capsys.readouterr().err.splitlines()
@@ -270,9 +282,30 @@ def test_long_reasons_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --goodput foo:1", "--goodput cannot be 'foo:1'"),
+        ("goodput --url http://127.0.0.1:9 --goodput ttft:0x", "--goodput cannot be 'ttft:0x'"),
+        ("plan --check {}/nowhere.json", "No such file or directory"),
+        ("plan --check {}", "Is a directory"),
+        ("plan --cost {}/nowhere/cost.json", "correct --cost"),
+    ],
+)
+def test_what_a_benchmark_is_told_is_checked_before_anything_is_started(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (compare, plan):
+        monkeypatch.setattr(module, "running", lambda *_: pytest.fail("something was started"))
+    assert cli.main(["bench", *words.format(tmp_path).split()]) == 1
+    error = capsys.readouterr().err
+    assert said in error and "cannot reach" not in error
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--save", "{}/nowhere/x.json"), "there is no directory"),
+        (("--save", "{}"), "it is a directory"),
         (("--plot", "{}/nowhere/x.png"), "there is no directory"),
         (("--plot", "{}/x.foo"), "does not end in .png"),
     ],
