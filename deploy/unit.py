@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -104,8 +105,13 @@ class Unit:
             cores.pin(self._process.pid, self._cores)
 
     def running(self) -> bool:
-        """Whether there is a process now."""
-        return self._process is not None and self._process.returncode is None
+        """Whether there is a process now; one that has ended is none, although nobody may have been told of it yet."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # whoever waits for it has heard, and is about to tell
+            return False
 
     def serving(self) -> int | None:
         """The id of the process, if it has become ready and is to stay."""

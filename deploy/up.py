@@ -70,6 +70,12 @@ def reachable(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def leaves_first(unit: Unit) -> tuple[bool, bool, int]:
+    """Order in which workers leave: those that are down, those that are starting again, then the youngest names. Who
+    serves is not sent away for one that may never be back."""
+    return unit.serving() is not None, unit.running(), -int(unit.label.rpartition("-")[2])
+
+
 def _role(unit: Unit) -> Role | None:
     return unit.config.role if isinstance(unit.config, WorkerConfig) else None
 
@@ -381,7 +387,7 @@ class Supervisor:
         return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
     def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[Unit], list[Unit]]:
-        """Who comes, not started yet, and who leaves: first those that are down, then the youngest names."""
+        """Who comes, not started yet, and who leaves."""
         names: list[tuple[str, Role]] = []
         leaving: list[Unit] = []
         for role, count in wanted.items():
@@ -389,7 +395,7 @@ class Supervisor:
             taken = {unit.label for unit in pool}
             free = (label for index in itertools.count() if (label := f"{role}-{index}") not in taken)
             names += [(label, role) for label in itertools.islice(free, max(0, count - len(pool)))]
-            pool.sort(key=lambda unit: (unit.running(), -int(unit.label.rpartition("-")[2])))
+            pool.sort(key=leaves_first)
             leaving += pool[: max(0, len(pool) - count)]
         staying = [unit.share for unit in self._units[1:] if unit not in leaving]
         mine, quota = machine(self._config)

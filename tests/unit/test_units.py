@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from deploy import cores, process
 from deploy.line import Asker, Pools, serve
 from deploy.screen import Lines
 from deploy.unit import Unit
+from deploy.up import leaves_first
 
 
 class Launcher:
@@ -113,6 +115,29 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     unit.send(signal.SIGKILL)
     await keeper
     assert starts.empty()
+
+
+async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serves(
+    starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the moment in which nobody has been told of it: whoever serves must not be sent away in its place."""
+    monkeypatch.setattr("deploy.unit.BACKOFF_S", 60.0)
+    units = [
+        Unit(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen()) for n in (0, 1)
+    ]
+    keepers = [asyncio.create_task(unit.keep()) for unit in units]
+    await asyncio.gather(*(unit.facts for unit in units))
+    killed, other = units
+    assert min(units, key=leaves_first) is other, "the younger one, as long as both serve"
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # reaped already
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - before the loop hears of it
+    assert not killed.running() and other.running()
+    assert min(units, key=leaves_first) is killed
+    for unit in units:
+        unit.send(signal.SIGTERM)
+    await asyncio.gather(*keepers)
 
 
 async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
