@@ -97,7 +97,7 @@ def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
         show_remarks(console, run.records)
     summary = summarise(run)
     if not summary.completed:
-        raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, "correct the flags")
+        raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, "correct the flags, or wait if it is starting")
     return summary
 
 

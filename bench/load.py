@@ -54,7 +54,7 @@ async def run_load(
             record = Record(0.0, 0)
             await target.send(session, target.body(ask), record)
             if record.error and not index:
-                raise StartError(f"{target.url} does not serve this workload", record.error, "correct the flags")
+                raise StartError(f"{target.url} does not serve this workload", record.error, "correct the flags, or wait if it is starting")
         with _quiet(), _Bar(console, title, len(asks)) as bar:
             began = time.perf_counter()
             records = [Record(began + at, ask.prompt_tokens) for at, ask in zip(times, asks, strict=True)]
