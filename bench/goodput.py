@@ -19,7 +19,7 @@ from rich.console import Console
 from bench import results
 from bench.arrivals import arrivals
 from bench.asking import Prepared, prepare
-from bench.load import Run, run_now
+from bench.load import UNSERVED, Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
 from bench.serve import show_remarks
 from common.config import BenchGoodputConfig, LoadOptions
@@ -97,7 +97,7 @@ def unloaded(prepared: Prepared, console: Console | None = None) -> Summary:
         show_remarks(console, run.records)
     summary = summarise(run)
     if not summary.completed:
-        raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, "correct the flags, or wait if it is starting")
+        raise StartError(f"{prepared.target.url} serves no request", run.records[0].error, UNSERVED)
     return summary
 
 

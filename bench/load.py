@@ -23,6 +23,8 @@ from common import threads
 from common.errors import StartError
 
 REDRAW_S = 0.5
+UNSERVED = "correct the flags, or wait if it is starting"
+"""What to do about a server that does not serve the first request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ async def run_load(
             record = Record(0.0, 0)
             await target.send(session, target.body(ask), record)
             if record.error and not index:
-                raise StartError(f"{target.url} does not serve this workload", record.error, "correct the flags, or wait if it is starting")
+                raise StartError(f"{target.url} does not serve this workload", record.error, UNSERVED)
         with _quiet(), _Bar(console, title, len(asks)) as bar:
             began = time.perf_counter()
             records = [Record(began + at, ask.prompt_tokens) for at, ask in zip(times, asks, strict=True)]
