@@ -48,8 +48,12 @@ class Process:
 
     def pause(self) -> None:
         """Halts its whole group, until :meth:`resume`. (If this process dies meanwhile, the kernel ends the group: one
-        that is orphaned and halted is told to hang up and to go on.)"""
+        that is orphaned and halted is told to hang up and to go on.)
+
+        Returns once the leader is halted: a group that is orphaned first, and halted then, stays so for ever."""
         self._signal(signal.SIGSTOP)
+        if self._popen.poll() is None:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

@@ -183,6 +183,7 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
         assert not asked, "it was never halted"
         for _ in range(2):
             peer.pause()
+            assert _state(process.pid) == "T", "it runs on while others are measured"
         _until(lambda: all(_state(pid) == "T" for pid in both), "they run")
         peer.resume()
         assert asked == ["http://server/health"]
