@@ -9,7 +9,6 @@ away. The engine, its kernels and its prompts are the same, so the ratio is that
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from bench import results
 from bench.asking import Prepared, prepare_with
+from bench.compare import Spread
 from bench.load import Run, run_now
 from bench.serve import show_remarks
 from bench.tokens import Tokenizer, ordinary_ids
@@ -88,11 +88,10 @@ def run(config: BenchBatchingConfig) -> int:
             asks = mixed(words, mean, most, config.seed + number)
             found[way].append(measure(config, prepared, asks, console))
     for way, outcomes in found.items():
-        rates = [each.rate for each in outcomes]
-        print(f"{way:<11} {statistics.median(rates):8.1f} useful tok/s ({min(rates):.1f} to {max(rates):.1f})")
+        print(f"{way:<11} useful tok/s: {Spread.of([each.rate for each in outcomes]):.1f}")
     ratios = [mine.rate / other.rate for mine, other in zip(found["continuous"], found["static"], strict=True)]
-    shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    print(f"continuous batching gives {shown} times as many, against batches of {config.batch_size}")
+    gain = Spread.of(ratios)
+    print(f"continuous batching gives {gain:.2f} times as many, against batches of {config.batch_size}")
     if config.save:
         about = {"label": config.label, "model_id": prepared.target.model}
         results.save(Path(config.save), about | _as_json(config, most, found, ratios))

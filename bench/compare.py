@@ -40,7 +40,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over the rounds."""
+    """A figure over the rounds, told with its range where they differ."""
 
     median: float
     low: float
@@ -51,7 +51,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __format__(self, how: str) -> str:
-        return f"{self.median:{how}} ({self.low:{how}} to {self.high:{how}})"
+        return f"{self.median:{how}}" + (f" ({self.low:{how}} to {self.high:{how}})" if self.low < self.high else "")
 
 
 @dataclass

@@ -158,7 +158,7 @@ def run(config: BenchGoodputConfig) -> int:
     spreads = alone.spreads
     print(f"unloaded: TTFT {spreads['ttft'].median:.0f} ms, TPOT {spreads['tpot'].median:.1f} ms (medians)")
     print(f"objectives: {shown} (ms)")
-    print(f"{'rate':>8} {'inside':>8} {'goodput':>9} {'P99 TTFT':>10} {'P99 ITL':>9} {'failed':>7}")
+    print(f"{'rate':>8} {'inside':>8} {'inside/s':>9} {'P99 TTFT':>10} {'P99 ITL':>9} {'failed':>7}")
 
     numbers = itertools.count(1)
 

@@ -199,7 +199,8 @@ WIDTH = 50
 
 
 def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics: Sequence[str]) -> list[str]:
-    """What ``vllm bench serve`` prints, line by line; then what Tandem tells of its stages."""
+    """What ``vllm bench serve`` prints, line by line (without times where no request succeeded); then what Tandem tells
+    of its stages."""
     lines = [_title(" Serving Benchmark Result ", "=")]
     lines.append(_row("Successful requests:", summary.completed))
     lines.append(_row("Failed requests:", summary.failed))
@@ -218,7 +219,7 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
     lines.append(_row("Peak output token throughput (tok/s):", summary.peak_output_tokens))
     lines.append(_row("Peak concurrent requests:", float(summary.peak_concurrent)))
     lines.append(_row("Total token throughput (tok/s):", summary.token_rate))
-    for name in _shown(metrics, max_concurrency, rate):
+    for name in _shown(metrics, max_concurrency, rate) if summary.completed else ():
         label, title = _TITLES[name]
         spread = summary.spreads[name]
         lines.append(_title(title, "-"))

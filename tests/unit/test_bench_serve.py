@@ -294,7 +294,9 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
 def test_a_run_in_which_nothing_succeeds_exits_with_1(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench serve --url {mock_url} --num-prompts 2 --num-warmups 0 --answer-timeout 0.001"
     assert cli.main(words.split()) == 1
-    assert "failed: 2 x no answer within 0.001 s" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "failed: 2 x no answer within 0.001 s" in told.err
+    assert "Successful requests:                     0" in told.out and "TTFT" not in told.out, "nothing was timed"
 
 
 def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
