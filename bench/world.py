@@ -247,7 +247,7 @@ class World:
         cache = worker.planner.cache
         table = cache.open(sequence_holder(sequence.id), sequence.tokens, "")
         try:
-            cache.admit(table, len(sequence.tokens))
+            cache.grow(table, len(sequence.tokens))
         except OutOfBlocks:
             cache.close(table)
             return False

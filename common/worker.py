@@ -476,8 +476,8 @@ class Worker(abc.ABC):
 
     def _publish(self) -> None:
         counts = self.cache.pool.counts
-        self.counters["prefix_cache_queries"] = self.cache.queried_tokens
-        self.counters["prefix_cache_hits"] = self.cache.hit_tokens
+        self.counters["prefix_cache_queries"] = self.planner.queried_tokens
+        self.counters["prefix_cache_hits"] = self.planner.hit_tokens
         self.counters["num_preemptions"] = self.planner.preemptions
         self.counters["bad_messages"] = self.membership.bad_messages + self.bad_transfer_messages()
         self.counters["stale_frames"] = self.stale_frames()

@@ -258,8 +258,12 @@ class _Pools(Collector):
         yield info
 
     def _counters(self) -> Iterator[Metric]:
-        for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
-            family = CounterMetricFamily(f"vllm:{name}", f"Sum of {name} over workers.", labels=("model_name",))
+        for name, text in (
+            ("prefix_cache_queries", "Tokens of requests that workers began to compute."),
+            ("prefix_cache_hits", "Of these tokens, those found in the prefix cache."),
+            ("num_preemptions", "Sequences that gave their blocks to others."),
+        ):
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name",))
             family.add_metric((self._model,), self._sum(name))
             yield family
         family = CounterMetricFamily("tandem_bad_messages", "Messages that made no sense.", labels=("source",))

@@ -73,7 +73,7 @@ class Reservations:
         if table.lacking(len(tokens)) + spare_blocks > self._cache.pool.available:
             self._cache.close(table)
             return None
-        self._cache.admit(table, len(tokens))
+        self._cache.grow(table, len(tokens))
         reservation.table = table
         del self._waiting[transfer]
         self._granted[transfer] = reservation

@@ -79,6 +79,8 @@ class Planner:
             raise ValueError(f"a budget of {max_tokens} tokens cannot hold {max_sequences} sequences of one token each")
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
         self.preemptions = 0
+        self.queried_tokens = self.hit_tokens = 0
+        """Of sequences that began to be computed here: all their tokens, and those found in the prefix cache."""
         self._short = False
         self._arrivals = self._turns = 0
         self._waiting: list[_Entry] = []  # by rank
@@ -274,7 +276,10 @@ class Planner:
             self.cache.close(table)
             self._short = True
             return False
-        self.cache.admit(table, len(sequence.tokens))
+        self.cache.grow(table, len(sequence.tokens))
+        if self.cache.prefix_caching and not entry.parked:
+            self.queried_tokens += len(sequence.tokens)
+            self.hit_tokens += table.cached_tokens
         entry.table, sequence.computed, entry.parked = table, table.cached_tokens, False
         return True
 

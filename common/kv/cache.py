@@ -45,7 +45,6 @@ class KvCache:
         self.pool = BlockPool(blocks, self.prefix.forget, generations)
         self.tables: dict[Holder, BlockTable] = {}
         self.prefix_caching = prefix_caching
-        self.queried_tokens = self.hit_tokens = 0
         self._fingerprint, self._kv_dtype = model_fingerprint, kv_dtype
 
     def open(
@@ -74,13 +73,6 @@ class KvCache:
             table.cached_tokens = table.capacity
         self.tables[holder] = table
         return table
-
-    def admit(self, table: BlockTable, tokens: int) -> None:
-        """Room for all ``tokens`` tokens of a sequence that now begins; counts its prefix hit."""
-        self.grow(table, tokens)
-        if self.prefix_caching:
-            self.queried_tokens += tokens
-            self.hit_tokens += table.cached_tokens
 
     def grow(self, table: BlockTable, tokens: int) -> None:
         """Makes room for ``tokens`` tokens in all; OutOfBlocks leaves the table as it was."""
