@@ -238,8 +238,8 @@ def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[st
 
 
 def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Json:
-    """``links``: what was measured, else the transports that the worker speaks, best first. ``avoids``: whom it gets no
-    hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another. ``turn_ms``:
+    """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom it
+    gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another. ``turn_ms``:
     how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that is."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
@@ -258,7 +258,8 @@ def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Js
         "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
         "heard_ms": max(0, int((now_s - worker.heard_at) * 1000)),
         "incarnation": hello.incarnation[:SHOWN_DIGITS],
-        "links": links.of(worker) or hello.links,
+        "links": links.of(worker),
+        "transports": hello.links,
         "avoids": avoids,
         "device": hello.device,
         "dtype": hello.dtype,

@@ -284,12 +284,8 @@ class Supervisor:
             return ()
         workers: list[dict[str, Any]] = body["workers"] if code == 200 else []
         sends = [worker for worker in workers if worker.get("role") == "prefill"]
-        return [
-            {**link, "from": worker["id"]} if isinstance(link, dict) else link
-            for worker in sends
-            for index, link in enumerate(worker.get("links") or [])
-            if isinstance(link, dict) or not index  # of mere names the best one
-        ]
+        measured = [{**link, "from": worker["id"]} for worker in sends for link in worker["links"]]
+        return measured or [best for worker in sends for best in worker["transports"][:1]]
 
     async def _chat(self) -> None:
         self._chatting = True

@@ -518,7 +518,7 @@ class House:
         async def tried() -> set[str]:
             shown = await self.admin()
             links = [shown[worker.name]["links"] for worker in self.by_role("prefill")]
-            if not all(decodes == {link["to"] for link in each if isinstance(link, dict)} for each in links):
+            if not all(decodes == {link["to"] for link in each} for each in links):
                 return set()
             return {link["transport"] for each in links for link in each}
 

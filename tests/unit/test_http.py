@@ -1776,7 +1776,7 @@ async def test_workers_as_they_see_themselves(house: House) -> None:
         assert worker["waiting_tokens"] == 7 and worker["turn_ms"] is None
     prefill, decode = body["workers"]
     assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
-    assert decode["links"] == ["shm", "zmq"]
+    assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
 
 
 async def test_metrics_have_vllms_names(house: House) -> None:
