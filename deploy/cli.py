@@ -367,10 +367,10 @@ COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
     "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
     "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
     "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
-    "bench plan": ("the same for pools that are not there, by simulation", BenchPlanConfig, _bench_plan),
+    "bench plan": ("what compare would say of pools that are not there, by simulation", BenchPlanConfig, _bench_plan),
     "bench batching": ("what continuous batching brings over static", BenchBatchingConfig, _bench_batching),
     "bench roofline": ("what this machine can do at best", BenchRooflineConfig, _bench_roofline),
-    "bench kernels": ("attention and linear layers beside that", BenchKernelsConfig, _bench_kernels),
+    "bench kernels": ("attention and linear layers beside this machine's limits", BenchKernelsConfig, _bench_kernels),
     "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
 }
 """Name, help, configuration and function of every command; ``config`` explains any of them."""
