@@ -461,16 +461,28 @@ static void NAME(attend_heads)(const struct layer *layer, const struct task *tas
  * where they lie, one vector of partial sums per position, and these are added up to scores, one in a lane; values
  * of bfloat16 are paired in registers. Keys of 16 positions of all heads are worked on, then their values: pieces that
  * follow one another in memory, since only what is read in a row is read fast. What comes next is fetched in the same
- * order, and again when it is nearer: the processor drops what it is asked for while too much is under way. */
+ * order, and again when it is nearer: the processor drops what it is asked for while too much is under way, and the
+ * more of it the more it is asked for at once. */
 
-#define FAR (24 << 10) /* bytes from what is worked on to what is fetched, little enough to wait in first-level cache */
-#define NEAR (8 << 10) /* the same where it is fetched again */
+#undef FETCHES
+#if AHEAD_IN_L2
+#define FETCHES 3
+#else
+#define FETCHES 2
+#endif
 #define FEW_PAIRS (HAS_DOT && !HAS_AMX) /* whether bfloat16 comes here too */
+
+/* Bytes from what is worked on to what is fetched, little enough to wait in the cache that it comes to. */
+static const long NAME(ahead)[FETCHES] = {
+#if AHEAD_IN_L2
+    48 << 10,
+#endif
+    24 << 10, 8 << 10};
 
 /* The pieces of a tile in the order in which they are read, then those of the next tile. */
 struct NAME(pieces) {
     const char *at[4 * TOKENS / GROUP];
-    long heads, far, far_heads, near, near_heads; /* FAR and NEAR as whole pieces and heads of one */
+    long heads, whole[FETCHES], rest[FETCHES]; /* what is fetched: so many pieces and heads of one ahead */
 };
 
 static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *at, long groups,
@@ -478,12 +490,12 @@ static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *
 {
     long head = (long)GROUP * layer->k_dim * layer->element_bytes, heads = layer->kv_heads;
     long most = heads * 2 * TOKENS / GROUP;
-    long far = FAR / head < most ? FAR / head : most, near = NEAR / head < most ? NEAR / head : most;
     pieces->heads = heads;
-    pieces->far = far / heads;
-    pieces->far_heads = far % heads;
-    pieces->near = near / heads;
-    pieces->near_heads = near % heads;
+    for (int i = 0; i < FETCHES; i++) {
+        long ahead = NAME(ahead)[i] / head < most ? NAME(ahead)[i] / head : most;
+        pieces->whole[i] = ahead / heads;
+        pieces->rest[i] = ahead % heads;
+    }
     for (long g = 0; g < groups; g++) {
         pieces->at[2 * g] = at->keys[g];
         pieces->at[2 * g + 1] = at->values[g];
@@ -494,31 +506,34 @@ static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *
     }
 }
 
-/* What work on a head's part of a piece still has to fetch, in shares of ``share`` bytes. */
+/* What work on a head's part of a piece still has to fetch. */
 struct NAME(fetch) {
-    const char *far, *near;
-    long share;
+    const char *from[FETCHES];
 };
 
-INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long head, long shares,
-                                           long share)
+/* Of ``head``'s part of ``piece``, which is ``bytes`` long. */
+INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long head, long bytes)
 {
-    long far = head + pieces->far_heads, near = head + pieces->near_heads, heads = pieces->heads;
-    long bytes = shares * share;
-    const char *const *at = pieces->at + piece;
-    return (struct NAME(fetch)){
-        far < heads ? at[pieces->far] + far * bytes : at[pieces->far + 1] + (far - heads) * bytes,
-        near < heads ? at[pieces->near] + near * bytes : at[pieces->near + 1] + (near - heads) * bytes, share};
+    struct NAME(fetch) fetch;
+    UNROLL for (int i = 0; i < FETCHES; i++) {
+        long ahead = head + pieces->rest[i], next = ahead >= pieces->heads;
+        fetch.from[i] = pieces->at[piece + pieces->whole[i] + next] + (next ? ahead - pieces->heads : ahead) * bytes;
+    }
+    return fetch;
 }
 
-INLINE void NAME(fetch_share)(struct NAME(fetch) *fetch)
+INLINE void NAME(fetch_line)(struct NAME(fetch) *fetch)
 {
-    for (long line = 0; line < fetch->share; line += 64) {
-        __builtin_prefetch(fetch->far + line, 0, AHEAD_IN_L2 ? 2 : 3);
-        __builtin_prefetch(fetch->near + line, 0, AHEAD_IN_L2 ? 2 : 3);
+    UNROLL for (int i = 0; i < FETCHES; i++) {
+        __builtin_prefetch(fetch->from[i], 0, AHEAD_IN_L2 ? 2 : 3);
+        fetch->from[i] += 64;
     }
-    fetch->far += fetch->share;
-    fetch->near += fetch->share;
+}
+
+INLINE void NAME(fetch_lines)(struct NAME(fetch) *fetch, long lines)
+{
+    for (long line = 0; line < lines; line++)
+        NAME(fetch_line)(fetch);
 }
 
 /* -- of float32 */
@@ -543,13 +558,14 @@ INLINE void NAME(score_floats)(const float *query, const char *keys, long stride
 {
     for (int t = 0; t < GROUP; t += 4, keys += 4 * stride) {
         floats sums[FEW_ROWS][4] = {};
-        NAME(fetch_share)(&fetch);
-        for (long d = 0; d < dim; d += LANES)
+        for (long d = 0; d < dim; d += LANES) {
+            NAME(fetch_lines)(&fetch, LANES / 4);
             UNROLL for (int i = 0; i < 4; i++) {
                 floats key = *(const floats *)((const float *)(keys + i * stride) + d);
                 UNROLL for (int r = 0; r < rows; r++)
                     sums[r][i] += *(const floats *)(query + r * dim + d) * key;
             }
+        }
         UNROLL for (int r = 0; r < rows; r++)
             NAME(sum_of_four)(sums[r], scores + r * GROUP + t);
     }
@@ -565,7 +581,7 @@ INLINE void NAME(add_floats)(const char *values, long stride, int live, const fl
         UNROLL for (int v = 0; v < width; v++)
             sums[r][v] = *(const floats *)(out + r * padded + v * LANES) * shrink[r];
     for (int t = 0; t < live; t++, values += stride) {
-        NAME(fetch_share)(fetch);
+        NAME(fetch_lines)(fetch, (width * LANES + 15) / 16);
         UNROLL for (int v = 0; v < width; v++) {
             floats value = *(const floats *)((const float *)values + v * LANES);
             UNROLL for (int r = 0; r < rows; r++)
@@ -605,9 +621,9 @@ INLINE void NAME(score_pairs)(const uint16_t *query, const char *keys, long stri
     __m512 fours[FEW_ROWS][4];
     UNROLL for (int i = 0; i < 4; i++, keys += 4 * stride) {
         __m512 sums[FEW_ROWS][4] = {};
-        NAME(fetch_share)(&fetch);
         for (long d = 0; d < dim; d += 32)
             UNROLL for (int t = 0; t < 4; t++) {
+                NAME(fetch_line)(&fetch);
                 __m512bh key = (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2);
                 UNROLL for (int r = 0; r < rows; r++)
                     sums[r][t] =
@@ -631,10 +647,12 @@ INLINE void NAME(add_pairs)(const char *values, long stride, int live, const int
             sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * shrink[r];
     for (int t = 0; t < live; t += 2) {
         __m512i pairs[4];
-        NAME(fetch_share)(fetch);
-        UNROLL for (int p = 0; p < parts; p++)
+        UNROLL for (int p = 0; p < parts; p++) {
+            NAME(fetch_line)(fetch);
             NAME(interleave)(values + t * stride + p * 64, stride, live - t, pairs + p * 2, pairs + p * 2 + 1);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
+            NAME(fetch_lines)(fetch, parts * (r + 1) / rows - parts * r / rows);
             __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[r * GROUP / 2 + t / 2]);
             UNROLL for (int v = 0; v < 2 * parts; v++)
                 sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
@@ -689,10 +707,6 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
     long bytes = layer->element_bytes, key_bytes = layer->k_dim * bytes, value_bytes = layer->v_dim * bytes;
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), heads = task->heads;
     long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
-    /* values are worked on some positions and so many dimensions at a time */
-    long parts = pairs ? (layer->v_dim + 63) / 64 : layer->v_dim / (4 * LANES) + layer->v_dim / LANES % 4;
-    long key_share = ROUND_UP(4 * key_bytes, 64);
-    long value_share = ROUND_UP(GROUP / words * value_bytes, 64 * parts) / parts;
     struct NAME(pieces) pieces;
     NAME(line_up)(layer, at, groups, &pieces);
     for (long g = 0; g < groups; g++) {
@@ -700,7 +714,7 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
         for (long head = 0; head < heads; head++)
             NAME(score_group)(s->query + head * rows * steps, at->keys[g] + head * key_bytes,
                               layer->kv_heads * key_bytes, layer->k_dim, s->scores + head * rows * GROUP, rows, pairs,
-                              NAME(fetch_from)(&pieces, 2 * g, head, 4, key_share));
+                              NAME(fetch_from)(&pieces, 2 * g, head, GROUP * key_bytes));
         for (long row = 0; row < count; row++) {
             long position = task->position + row % rows / layer->group;
             long low = layer->window ? position - layer->window + 1 - start : 0;
@@ -710,7 +724,7 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
         }
         for (long head = 0; head < heads; head++) {
             const char *values = at->values[g] + head * value_bytes;
-            struct NAME(fetch) fetch = NAME(fetch_from)(&pieces, 2 * g + 1, head, words * parts, value_share);
+            struct NAME(fetch) fetch = NAME(fetch_from)(&pieces, 2 * g + 1, head, GROUP * value_bytes);
             const float *weights = s->weights + head * rows * words, *shrink = s->shrink + head * rows;
             float *out = s->out + head * rows * padded;
             if (live == GROUP)
