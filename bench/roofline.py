@@ -100,9 +100,8 @@ def random_words(count_bytes: int) -> torch.Tensor:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
-    """Bytes per second of reading, by size in MiB (``READ_MIB``), all threads together."""
-    sizes = sizes or READ_MIB
+def reads(sizes: Sequence[int]) -> dict[int, Callable[[], object]]:
+    """What reads so many MiB, all threads together."""
     words, library, threads = random_words(max(sizes) * MIB), native.library(), torch.get_num_threads()
 
     def read(part: torch.Tensor) -> Callable[[], object]:
@@ -110,7 +109,12 @@ def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
             return part.sum
         return lambda: library.read(part.data_ptr(), part.numel(), threads)
 
-    return {mib: mib * MIB / best_s(read(words[: mib * MIB // 8])) for mib in sizes}
+    return {mib: read(words[: mib * MIB // 8]) for mib in sizes}
+
+
+def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
+    """Bytes per second of reading, by size in MiB (``READ_MIB``)."""
+    return {mib: mib * MIB / best_s(read) for mib, read in reads(sizes or READ_MIB).items()}
 
 
 def copy_rate() -> float:

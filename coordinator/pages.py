@@ -238,9 +238,10 @@ def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[st
 
 
 def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Json:
-    """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom it
-    gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another. ``turn_ms``:
-    how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that is."""
+    """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom
+    it gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another.
+    ``turn_ms``: how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that
+    is."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {

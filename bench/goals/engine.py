@@ -1,7 +1,7 @@
 """C1, C2, C3, C7: steps of one core, against what that core reads from memory and multiplies.
 
-Steps run in a process of their own that is bound to the first core, in rounds, each between two calibrations of that
-core: a slow second of the machine is shared. The peer's steps are seen only from outside, so the ratio to it is that
+Steps run in a process of their own that is bound to the first core, in rounds, in turn with what calibrates that core:
+a slow second of the machine is shared. The peer's steps are seen only from outside, so the ratio to it is that
 of times which the same client has measured of both, each with its compute thread on that core.
 """
 
@@ -29,21 +29,26 @@ PRODUCT_ROWS = 1024
 """Of the products that give a core's limit."""
 CHUNK = 512
 """Prompt tokens of a step, as a worker on a CPU has them by default."""
-STEPS, TURNS = 15, 128
+STEPS, STEPS_OF_PRODUCT, TURNS = 15, 3, 128
 T = TypeVar("T")
 
 
-class Measured(NamedTuple):
-    """Something that a core did, and what it could do at best just before and just after, on average: bytes per second
-    read from memory of a step's size, or floating-point operations per second of products of the model's shapes with
-    many rows."""
+class Decoded(NamedTuple):
+    """A round of decode steps, in turn with what limits them, all medians: seconds by batch, bytes per second read from
+    memory of a step's size, and floating-point operations per second of products of the model's shapes with many
+    rows."""
+
+    seconds: dict[int, float]
+    bytes_per_s: float
+    flops_per_s: float
+
+
+class Prefilled(NamedTuple):
+    """A round of prompts of one length: the fastest, and the products of the model's shapes in a second, the most just
+    before and just after, on average."""
 
     seconds: float
-    rate: float
-
-    def share(self, amount: float) -> float:
-        """Of the rate, by who did ``amount`` bytes or operations."""
-        return amount / self.seconds / self.rate
+    flops_per_s: float
 
 
 @dataclass
@@ -59,9 +64,9 @@ class Calibration:
     head_weights: int
     attention_width: int
     """Layers times heads times head size."""
-    decode: dict[int, list[Measured]]
-    """By batch: a step at ``CONTEXT``."""
-    prefill: dict[int, list[Measured]]
+    decode: list[Decoded]
+    """By round, at ``CONTEXT``."""
+    prefill: dict[int, list[Prefilled]]
     """By prompt tokens."""
     turns: list[list[Turn]] = field(default_factory=list)
     """Of a worker's loop with ``BATCH`` streams around ``CONTEXT``, by round."""
@@ -72,11 +77,13 @@ class Calibration:
         """Bytes that a decode step cannot do without: all weights once, the KV of every sequence."""
         return self.weight_bytes + batch * CONTEXT * self.kv_bytes
 
-    def step_s(self, batch: int, bytes_per_s: float) -> float:
-        """The least that a decode step takes: for what it reads, or where that is longer for what it multiplies."""
-        flops_per_s = statistics.median(run.rate for runs in self.prefill.values() for run in runs)
-        multiplied = 2 * batch * (self.layer_weights + self.head_weights)
-        return max(self.step_bytes(batch) / bytes_per_s, multiplied / flops_per_s)
+    def reading_s(self, batch: int, limits: Decoded) -> float:
+        """The least that a decode step takes for what it reads."""
+        return self.step_bytes(batch) / limits.bytes_per_s
+
+    def multiplying_s(self, batch: int, limits: Decoded) -> float:
+        """The same for what it multiplies."""
+        return 2 * batch * (self.layer_weights + self.head_weights) / limits.flops_per_s
 
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a prompt: its rows through all layers, causal attention, one row through the last layer."""
@@ -119,7 +126,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         layer_weights=sum(weights.values()),
         head_weights=head,
         attention_width=config["num_hidden_layers"] * heads * dim,
-        decode={1: [], BATCH: []},
+        decode=[],
         prefill={tokens: [] for tokens in prompts},
     )
     forwards = _watched(engine)
@@ -130,37 +137,43 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
             raise StartError("a worker's turns could not be measured", "its streams did not run together", "try again")
         return found
 
-    def decode_s(batch: int) -> float:
-        made = uniform(size, batch, CONTEXT - 1, 1)
-        engine.step(made)
-        return statistics.median(engine.step(made).seconds for _ in range(STEPS))
+    def decoded() -> Decoded:
+        steps: dict[int, list[float]] = {batch: [] for batch in batches}
+        readings, multiplyings = [], []
+        for number in range(STEPS):
+            readings.append(seconds_of(read))
+            for batch, made in batches.items():
+                steps[batch].append(engine.step(made).seconds)
+            if number % STEPS_OF_PRODUCT == 0:
+                multiplyings.append(seconds_of(multiply))
+        return Decoded(
+            {batch: statistics.median(each) for batch, each in steps.items()},
+            mib * roofline.MIB / statistics.median(readings),
+            operations / statistics.median(multiplyings),
+        )
 
     def prefill_s(tokens: int) -> float:
         chunks = [uniform(size, 1, start, min(CHUNK, tokens - start)) for start in range(0, tokens, CHUNK)]
         return min(sum(engine.step(chunk).seconds for chunk in chunks) for _ in range(2))
 
-    def read_rate() -> float:
-        return roofline.read_rates([mib])[mib]
-
-    def flop_rate() -> float:
-        return operations / min(roofline.best_s(run, 3) for run in products.values())
-
-    def measure(work: Callable[[int], float], rate: Callable[[], float], into: dict[int, list[Measured]]) -> None:
-        before = rate()
-        for what, rounds in into.items():
-            seconds = work(what)
-            after = rate()
-            rounds.append(Measured(seconds, (before + after) / 2))
-            before = after
+    def flops_per_s() -> float:
+        return operations / roofline.best_s(multiply, 3)
 
     mib = next((mib for mib in roofline.READ_MIB if mib * roofline.MIB >= found.weight_bytes), max(roofline.READ_MIB))
     operations = 2 * PRODUCT_ROWS * (found.layer_weights + head)
+    batches = {batch: uniform(size, batch, CONTEXT - 1, 1) for batch in (1, BATCH)}
     with torch.inference_mode():
-        products = dict(roofline.passes(layers, engine.store.dtype, PRODUCT_ROWS))
+        read = roofline.reads([mib])[mib]
+        ways = dict(roofline.passes(layers, engine.store.dtype, PRODUCT_ROWS))
+        multiply = min(ways.values(), key=lambda run: roofline.best_s(run, 2))
         for _ in range(rounds):
-            measure(decode_s, read_rate, found.decode)
+            found.decode.append(decoded())
             found.turns.append(turns())
-            measure(prefill_s, flop_rate, found.prefill)
+            before = flops_per_s()
+            for tokens, each in found.prefill.items():
+                seconds, after = prefill_s(tokens), flops_per_s()
+                each.append(Prefilled(seconds, (before + after) / 2))
+                before = after
     linear = roofline.product(layers, engine.store.dtype, BATCH)
     shape = kernels.Heads(heads, config.get("num_key_value_heads") or heads, dim)
     attention = kernels.attend(shape, engine.layout.dtype, BATCH, CONTEXT, lambda _: 1.0)
@@ -168,6 +181,12 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     found.kernels = min(linear.seconds.values()) + count * min(attention.seconds.values())
     engine.close()
     return found
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _watched(engine: Any) -> list[float]:
@@ -235,24 +254,35 @@ def c2(field: Field) -> list[Row]:
 
 def _decode(field: Field, goal: str, batch: int, *targets: Target) -> Row:
     core = calibration(field)
-    size, steps = core.step_bytes(batch), core.decode[batch]
+    size, rounds = core.step_bytes(batch), core.decode
     seen = gaps(field, batch)
     served = [size / seconds / 1e9 for seconds in seen[OURS_ONE_CORE]]
-    least = [core.step_s(batch, step.rate) for step in steps]
-    multiplied = [least_s > size / step.rate for least_s, step in zip(least, steps, strict=True)]
-    read = statistics.median(size / step.rate / step.seconds for step in steps)
-    bound = f", the limit is what the core multiplies, of what it reads {read:.1%}" if all(multiplied) else ""
-    peer = [size / seconds / 1e9 for seconds in seen.get(VLLM_ONE_CORE, [])]
+    reading = [core.reading_s(batch, each) for each in rounds]
+    least = [max(read_s, core.multiplying_s(batch, each)) for read_s, each in zip(reading, rounds, strict=True)]
+    seconds = [each.seconds[batch] for each in rounds]
+
+    def share(limits: Sequence[float]) -> float:
+        return statistics.median(limit / took for limit, took in zip(limits, seconds, strict=True))
+
+    note = f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about"
+    if least != reading:
+        note += f", the limit is what the core multiplies, of what it reads {share(reading):.1%}"
+    peer = [size / each / 1e9 for each in seen.get(VLLM_ONE_CORE, [])]
     return Row(
         goal,
         f"decode, batch {batch}, context {CONTEXT}, one core",
         "GB/s",
-        size / statistics.median(step.seconds for step in steps) / 1e9,
+        size / statistics.median(seconds) / 1e9,
         targets,
-        limit=statistics.median(size / least_s for least_s in least) / 1e9,
-        share=statistics.median(least_s / step.seconds for least_s, step in zip(least, steps, strict=True)),
-        note=f"as a client sees it {statistics.median(served):.2f} GB/s, which the ratio is about{bound}",
-        detail=_by_round(steps) | {"client_s": by_round(seen)},
+        limit=statistics.median(size / limit for limit in least) / 1e9,
+        share=share(least),
+        note=note,
+        detail={
+            "core_s": seconds,
+            "bytes_per_s": [each.bytes_per_s for each in rounds],
+            "flops_per_s": [each.flops_per_s for each in rounds],
+            "client_s": by_round(seen),
+        },
         **against(str(VLLM_ONE_CORE), served, peer),
     )
 
@@ -272,21 +302,20 @@ def c3(field: Field) -> list[Row]:
                 "ms",
                 1000 * statistics.median(run.seconds for run in runs),
                 (Target("share", 0.85, 0.75), Target("ratio", 1.15)),
-                limit=1000 * statistics.median(operations / run.rate for run in runs),
-                share=statistics.median(run.share(operations) for run in runs),
+                limit=1000 * statistics.median(operations / run.flops_per_s for run in runs),
+                share=statistics.median(operations / run.flops_per_s / run.seconds for run in runs),
                 note=f"TTFT {1000 * statistics.median(seen[OURS_ONE_CORE]):.0f} ms, which the ratio is about",
-                detail=_by_round(runs) | {"client_s": by_round(seen)},
+                detail={
+                    "core_s": [run.seconds for run in runs],
+                    "flops_per_s": [run.flops_per_s for run in runs],
+                    "client_s": by_round(seen),
+                },
                 **_in_ms(against(
                     str(VLLM_ONE_CORE), seen[OURS_ONE_CORE], seen.get(VLLM_ONE_CORE, []), less_is_better=True
                 )),
             )
         )  # fmt: skip
     return rows
-
-
-def _by_round(measured: Sequence[Measured]) -> dict[str, list[float]]:
-    """As a row's detail."""
-    return {"core_s": [each.seconds for each in measured], "rate_per_s": [each.rate for each in measured]}
 
 
 def _in_ms(fields: dict[str, Any]) -> dict[str, Any]:

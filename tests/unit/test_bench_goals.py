@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bench.cost import CostModel
 from bench.goals import __main__ as command
 from bench.goals import engine, field, handoff, mocks, serving
 from bench.goals.coordinator import added_ms
-from bench.goals.engine import Calibration, Measured
+from bench.goals.engine import Calibration, Decoded, Prefilled
 from bench.goals.field import (
     COLOCATED,
     FULL,
@@ -141,8 +142,8 @@ def core() -> Calibration:
     return Calibration(
         weight_bytes=100_000_000, kv_bytes=10_000, layer_weights=40_000_000, head_weights=10_000_000,
         attention_width=10_000,
-        decode={1: [Measured(0.0125, 10e9)], 16: [Measured(0.0227, 10e9)]},
-        prefill={1024: [Measured(0.125, 1e12)], 4096: [Measured(1.0, 1e12)]},
+        decode=[Decoded({1: 0.0125, 16: 0.0227}, 10e9, 1e12)],
+        prefill={1024: [Prefilled(0.125, 1e12)], 4096: [Prefilled(1.0, 1e12)]},
         turns=[[Turn(0.02, 0.0194), Turn(0.1, 0.0194), Turn(0.02, 0.0194)]], kernels=0.018,
     )  # fmt: skip
 
@@ -167,6 +168,16 @@ def test_decode_is_compared_with_what_is_read_and_with_the_peer() -> None:
     (rest,) = engine.c7(scripted)
     assert rest.value == pytest.approx(3.0) and rest.met is True and "leave 10.0%" in rest.note
     assert scripted.order == [OURS_ONE_CORE, VLLM_ONE_CORE] * 2, "in turn, and measured once for both goals"
+
+
+def test_decode_that_multiplies_for_longer_than_it_reads_is_compared_with_that() -> None:
+    scripted = Scripted(lambda system, ask, at: record(0.1, 0.02), peers=None)
+    slow = replace(core(), decode=[Decoded({1: 0.0125, 16: 0.04}, 10e9, 50e9)])
+    scripted.remembered["calibration"] = slow
+    (one,), (many,) = engine.c1(scripted), engine.c2(scripted)
+    assert one.share == pytest.approx(0.841, abs=1e-3) and "multiplies" not in one.note
+    assert many.share == pytest.approx(2 * 16 * 50e6 / 50e9 / 0.04)
+    assert many.note.endswith("the limit is what the core multiplies, of what it reads 45.5%")
 
 
 def test_prefill_is_compared_with_what_is_multiplied() -> None:
