@@ -36,7 +36,7 @@ from bench.goals.field import (
 )
 from bench.goals.figures import Row, Target, against, as_json, of_json, ratios, table
 from bench.goals.turns import Turn
-from bench.goodput import highest
+from bench.goodput import Point, highest
 from bench.load import Run
 from bench.peers import vllm
 from bench.workloads import Ask
@@ -361,7 +361,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
             late = 0.5 if rate <= most else 2.0
             return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
 
-    scripted = Paced(None)
+    scripted = Paced(None, effort=replace(QUICK, rounds=2))
     vllm, apart, own = serving.c9(scripted)
     assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
@@ -371,9 +371,25 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
     together = scripted.opened[-1]
     one, two = System("1c", budget=256), System("2c", budget=2048)
     assert together == (OURS, one, two, System("vllm", budget=512), VLLM_1P1D)
-    curve = vllm.detail["rate_and_share_inside"]["1p1d"]
+    curve, *more = (each["1p1d"] for each in vllm.detail["rate_and_share_inside"])
+    assert len(more) == scripted.effort.rounds - 1 == len(vllm.detail["requests_per_s"]["1p1d"]) - 1
     assert curve == sorted(curve) and curve[0][1] == 1.0 and curve[-1][1] == 0.0
     assert drawn(scripted, tmp_path) == ["attainment"]
+
+
+def test_the_rates_around_the_highest_are_tried_again() -> None:
+    """Luck at one of them is not a rate: the median over rounds is told, with their range."""
+    nearly = [Point(1.0, 1.0), Point(2.0, 0.95), Point(2.1, 0.85), Point(4.0, 0.0)]
+    assert serving.around(nearly) == [2.0, 2.1] and serving.around([Point(1.0, 1.0), Point(2.0, 0.9)]) == [2.0]
+    assert serving.around([Point(1.0, 0.8), Point(2.0, 0.5)]) == [1.0], "too much, however little"
+    assert serving.around([Point(1.0, 0.0)]) == [], "late one by one: there was no search"
+    late = {OURS: 0.5, VLLM: 2.0}
+    scripted = Scripted(lambda system, ask, at: record(late[system], 0.02, sent=at))
+    curves = serving.again(scripted, {OURS: nearly, VLLM: nearly, VLLM_1P1D: [Point(0.3, 0.0)]}, 1)
+    assert sorted(curves[OURS], key=lambda point: point.rate)[1:3] == [Point(2.0, 1.0), Point(2.1, 1.0)]
+    assert highest(curves[OURS], 0.9).rate == pytest.approx(2.1 + 0.1 * 1.9)
+    assert highest(curves[VLLM], 0.9).rate == pytest.approx(1.1) and curves[VLLM_1P1D] == [Point(0.3, 0.0)]
+    assert scripted.order == [OURS, VLLM] * 2, "one rate of each in turn"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3])
