@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,9 +77,18 @@ def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int,
     return [seconds / usual[nearest[number // STRETCH]] for number, seconds in gaps]
 
 
-def interference(field: Field, system: System) -> tuple[float, float, Run]:
-    """P99 time between tokens while long prompts arrive, in medians of the same streams when none does; the longest
-    time, in seconds; and the run in which they do."""
+class Disturbed(NamedTuple):
+    """Streams while long prompts arrive: P99 time between tokens, in medians of the same streams when none does; the
+    longest time; the median time to the prompts' first token, infinite if none was answered (seconds); and the run."""
+
+    p99: float
+    longest_s: float
+    first_token_s: float
+    run: Run
+
+
+def interference(field: Field, system: System) -> Disturbed:
+    """Measures it."""
 
     def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
@@ -94,17 +103,25 @@ def interference(field: Field, system: System) -> tuple[float, float, Run]:
     run, alone = streams(tokens, "undisturbed")
     intruders = max(1, math.floor(run.seconds / INTRUDER_EVERY_S))
     run, disturbed = streams(tokens, "with long prompts between", intruders)
-    return float(np.percentile(in_usual(disturbed, alone), 99)), max(seconds for _, seconds in disturbed), run
+    waited = [record.ttft if record.ok else math.inf for record in run.records[STREAMS:]]
+    p99 = float(np.percentile(in_usual(disturbed, alone), 99))
+    return Disturbed(p99, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
 
 
 def c8(field: Field) -> list[Row]:
-    """Decode does not notice that others' prompts are computed. The note has the longest pauses: of one who makes all
-    streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt."""
+    """Decode does not notice that others' prompts are computed. The note has the longest pauses (of one who makes all
+    streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
+    the prompts had their first token: who lets them wait disturbs nobody."""
     systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
     rounds = field.alternate(systems, lambda system: interference(field, system))
-    found = {system: [ratio for ratio, _, _ in each] for system, each in rounds.items()}
-    longest = {system: statistics.median(pause for _, pause, _ in each) for system, each in rounds.items()}
-    last = {system: each[-1][2] for system, each in rounds.items()}
+    found = {system: [each.p99 for each in those] for system, those in rounds.items()}
+    longest = {system: [each.longest_s for each in those] for system, those in rounds.items()}
+    first = {system: [each.first_token_s for each in those] for system, those in rounds.items()}
+    last = {system: those[-1].run for system, those in rounds.items()}
+
+    def told(seconds: Mapping[System, Sequence[float]]) -> str:
+        return ", ".join(f"{1000 * statistics.median(each):.0f} ms ({system})" for system, each in seconds.items())
+
     field.pictures["streams"] = partial(plots.draw_distributions, {str(system): run for system, run in last.items()})
     field.pictures["timeline"] = partial(plots.draw_timelines, {str(OURS): last[OURS]})
     what = f"P99 between tokens of {STREAMS} streams, in undisturbed medians, a {INTRUDER:,}-token prompt every"
@@ -115,10 +132,11 @@ def c8(field: Field) -> list[Row]:
         statistics.median(found[OURS]),
         (Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         note=f"in rounds {min(found[OURS]):.2f} to {max(found[OURS]):.2f}; longest pause, median of rounds, "
-        + ", ".join(f"{1000 * seconds:.0f} ms ({system})" for system, seconds in longest.items()),
+        f"{told(longest)}; time to the prompts' first token, medians, {told(first)}",
         detail={
             "p99_in_undisturbed_medians": by_round(found),
-            "longest_pause_s": by_round({system: [pause for _, pause, _ in each] for system, each in rounds.items()}),
+            "longest_pause_s": by_round(longest),
+            "first_token_s": by_round(first),
         },
         **against(str(VLLM), found[OURS], found.get(VLLM, []), less_is_better=True),
     )

@@ -287,6 +287,7 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
     told = "in rounds 1.20 to 1.20; longest pause, median of rounds, 24 ms (1p1d), 100 ms (1c)"
     assert disturbed.note.startswith(told)
+    assert "time to the prompts' first token, medians, 100 ms (1p1d), 100 ms (1c)" in disturbed.note
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
     assert all(each.met is None for each in others)
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
@@ -305,7 +306,9 @@ def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_di
         with pytest.raises(StartError, match="requests failed: HTTP 503: full"):
             serving.c8(Scripted(by(ours)))
     if refused == serving.INTRUDER:
-        assert serving.c8(Scripted(by(VLLM)))[0].peer == pytest.approx(1.0), "a peer may have that advantage"
+        found = serving.c8(Scripted(by(VLLM)))[0]
+        assert found.peer == pytest.approx(1.0), "a peer may have that advantage"
+        assert found.note.count("inf ms (vLLM colocated)") == 1
 
 
 def drawn(scripted: Scripted, folder: Path) -> list[str]:
