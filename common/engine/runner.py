@@ -28,7 +28,7 @@ from common.kv.layout import KvDtype, KvLayout
 from common.kv.memory import KvMemory
 from common.kv.store import KvStore
 from common.model.layers import fuse_layers
-from common.model.linears import pack_linears
+from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights
 from common.model.probe import QUANTISED_TOLERANCE, Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
@@ -274,9 +274,9 @@ def load_engine(
 ) -> Engine:
     """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
 
-    ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): weights are packed for
-    it. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for or for the model's own length
-    (not for what the pool holds), so that workers with pools of different size agree.
+    ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): oneDNN packs weights
+    for it, where it serves them. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for or
+    for the model's own length (not for what the pool holds), so that workers with pools of different size agree.
     """
     machine = device.probe_cpu()
     chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
@@ -316,7 +316,9 @@ def load_engine(
         at_once = ", all in one call" if engine.shorten(seen.tokens) else ""
         engine.notes.append(f"{fused} layers run as fused kernels in C{at_once}")
     if packed:
-        engine.notes.append(f"{packed} linear layers packed for about {batch_hint} rows per step")
+        by_onednn = any(isinstance(each, PackedLinear) for each in model.modules())
+        how = f"for about {batch_hint} rows per step" if by_onednn else "for any number of rows"
+        engine.notes.append(f"{packed} linear layers packed {how}")
     device.keep_freed_memory()
     if int8:
         engine.notes.append("linear layers quantised to int8: half of the memory of bfloat16, slightly other numbers")
