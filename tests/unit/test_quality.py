@@ -1,0 +1,68 @@
+"""What int8 weights cost in quality: read as transformers reads it, judged as the figures are defined."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import quality
+from bench.evaluate import GOLDEN
+from common import builtin
+from common.checkpoint import open_checkpoint
+from tests.reference import Reference
+
+ITEMS = 5
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """A few golden items, of different skills."""
+    lines = GOLDEN.read_text().splitlines()
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(lines[:: len(lines) // ITEMS][:ITEMS]))
+    return path
+
+
+def test_answers_are_read_as_transformers_reads_them(few: Path) -> None:
+    checkpoint = open_checkpoint(str(builtin.path()))
+    asked = quality.chats(checkpoint, few)
+    assert len(asked) == ITEMS and len({len(chat.tokens) for chat in asked}) > 1
+    found = quality.log_probabilities(checkpoint, quality.REFERENCE, asked)
+    reference = Reference(checkpoint.path, quality.LONGEST)
+    rows = [
+        torch.from_numpy(reference.logits(chat.tokens))[chat.prompt - 1 : -1].float().log_softmax(-1) for chat in asked
+    ]
+    assert torch.allclose(found, torch.cat(rows), atol=1e-3)
+
+
+def test_a_way_is_judged_by_its_own_likelihood_and_by_how_far_it_is_from_the_reference() -> None:
+    half, most = math.log(0.5), math.log(0.75)
+    reference = torch.tensor([[half, half], [most, math.log(0.25)]])
+    other = torch.tensor([[most, math.log(0.25)], [math.log(0.25), most]])
+    answers = torch.tensor([0, 0])
+    same = quality.judge(reference, reference, answers)
+    assert (same.same_token, same.divergence) == (1.0, 0.0)
+    assert same.perplexity == pytest.approx(1 / math.sqrt(0.5 * 0.75))
+    found = quality.judge(other, reference, answers)
+    assert found.same_token == 0.5 and found.perplexity == pytest.approx(1 / math.sqrt(0.75 * 0.25))
+    first = half - 0.5 * (most + math.log(0.25))
+    second = 0.75 * (most - math.log(0.25)) + 0.25 * (math.log(0.25) - most)
+    assert found.divergence == pytest.approx((first + second) / 2)
+
+
+def test_the_figures_are_told_and_saved(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "quality.json"
+    assert quality.main(["--golden", str(few), "--save", str(saved)]) == 0
+    figures = json.loads(saved.read_text())
+    assert figures["answers"] == ITEMS and f"of {ITEMS} answers" in capsys.readouterr().out
+    assert figures["float32"]["same_token"] == 1 and 0 < figures["int8"]["divergence"] < 0.01
+    assert figures["bfloat16"]["perplexity"] == pytest.approx(figures["float32"]["perplexity"], rel=0.01)
+
+
+def test_a_golden_set_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality.main(["--golden", str(tmp_path / "nowhere")]) == 1
+    assert "cannot read the golden set" in capsys.readouterr().err
