@@ -21,6 +21,7 @@ import numpy as np
 from bench import plots, results
 from bench.arrivals import arrivals
 from bench.client import Record
+from bench.compare import busy_shares
 from bench.cost import CostModel, measure
 from bench.goals.engine import CHUNK, in_child
 from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
@@ -309,10 +310,15 @@ def saturation(
     """What each does when ``count`` are sent at once, from then to the last token of all; and what the first row has
     besides. Its limit is what the cores would do if they were always busy with steps that cost what they cost one core
     alone, those of decode full."""
+    busy: dict[str, list[float]] = defaultdict(list)
 
     def once(system: System) -> tuple[float, float]:
-        records = good(field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once"))
+        run = field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once")
+        records = good(run)
         seconds = max(record.moments[-1] for record in records) - min(record.sent_at for record in records)
+        if system == OURS:
+            for pool, share in busy_shares(run).items():
+                busy[pool].append(share)
         return len(records) / seconds, statistics.median(record.tpot for record in records)
 
     found = field.alternate(systems, once)
@@ -324,8 +330,9 @@ def saturation(
     return rates, {
         "limit": limit,
         "share": statistics.median(rates[OURS]) / limit,
-        "note": f"meanwhile a token after the first takes, median of requests, {', '.join(each)}",
-        "detail": {"requests_per_s": by_round(rates)},
+        "note": f"meanwhile a token after the first takes, median of requests, {', '.join(each)}"
+        + "".join(f"; {pool} has work {statistics.median(shares):.0%} of the time" for pool, shares in busy.items()),
+        "detail": {"requests_per_s": by_round(rates), "busy": busy},
     }
 
 

@@ -462,13 +462,16 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
 
     def answered(system: System, ask: Ask, at: float) -> Record:
         last = next(numbers) % QUICK.balanced == 0
-        return record(10.0 if last else 5.0, *[1.0 if last else 0.5] * 10)
+        found = record(10.0 if last else 5.0, *[1.0 if last else 0.5] * 10)
+        stages = {"prefill": "prefill-0", "prefill_ms": 5000.0, "decode": "decode-0"}
+        return replace(found, stages=stages) if system == OURS else found
 
     scripted = Scripted(answered, peers=None)
     scripted.remembered["cost"] = COST
     own, _ = serving.c10(scripted)
     assert own.value == pytest.approx(QUICK.balanced / 20)
-    assert own.note.endswith("500 ms (1p1d), 500 ms (1c), 500 ms (2c)")
+    took = "500 ms (1p1d), 500 ms (1c), 500 ms (2c)"
+    assert own.note.endswith(f"{took}; prefill has work 50% of the time; decode has work 75% of the time")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
