@@ -154,7 +154,7 @@ INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at,
     }
 }
 
-#if HAS_AMX
+#if HAS_DOT
 /* 2^x with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
 INLINE floats NAME(rough_power)(floats x)
 {
@@ -171,7 +171,7 @@ INLINE floats NAME(rough_power)(floats x)
 /* A weight: as exact as the type in which it is multiplied deserves. */
 INLINE floats NAME(weight)(floats x, int pairs)
 {
-#if HAS_AMX
+#if HAS_DOT
     if (pairs)
         return NAME(rough_power)(x);
 #endif
@@ -709,6 +709,9 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
     long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
     struct NAME(pieces) pieces;
     NAME(line_up)(layer, at, groups, &pieces);
+    long positions[FEW_ROWS]; /* of a head's rows: dividing takes as long as a score */
+    for (long row = 0; row < rows; row++)
+        positions[row] = task->position + row / layer->group;
     for (long g = 0; g < groups; g++) {
         long start = first + g * GROUP, live = valid - g * GROUP < GROUP ? valid - g * GROUP : GROUP;
         for (long head = 0; head < heads; head++)
@@ -716,7 +719,7 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
                               layer->kv_heads * key_bytes, layer->k_dim, s->scores + head * rows * GROUP, rows, pairs,
                               NAME(fetch_from)(&pieces, 2 * g, head, GROUP * key_bytes));
         for (long row = 0; row < count; row++) {
-            long position = task->position + row % rows / layer->group;
+            long position = positions[row % rows];
             long low = layer->window ? position - layer->window + 1 - start : 0;
             long high = position + 1 - start < live ? position + 1 - start : live;
             s->shrink[row] = NAME(weigh)(layer, s->scores + row * GROUP, s->weights + row * words, GROUP, low, high,
