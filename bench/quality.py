@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, each in found.items():
         print(f"{name:<10} {each.perplexity:>11.4f} {each.same_token:>11.2%} {each.divergence:>11.5f}")
     if options.save:
-        figures = {"model_id": checkpoint.name, "tokens": len(answers), "answers": len(asked)}
+        figures = {"model_id": options.model or "built-in", "tokens": len(answers), "answers": len(asked)}
         results.save(Path(options.save), figures | {name: asdict(each) for name, each in found.items()})
     return 0
 
