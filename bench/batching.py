@@ -4,7 +4,8 @@ One workload of prompts of one length and answers of very different ones (expone
 comparison that named the technique's 23-fold gain). *Continuous* sends all at once and leaves the order to the server.
 *Static* does what a loop over batches does: it sends ``--batch-size`` requests together, lets each run as long as the
 longest of them, and sends the next when all have ended; tokens past a request's own length are computed and thrown
-away. The engine, its kernels and its prompts are the same, so the ratio is that of the batching alone.
+away. The engine, its kernels and its prompts are the same, so the ratio is that of the batching alone, if the
+server runs no more streams at a time than a batch has (``--max-num-seqs``).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from bench.evaluate import GOLDEN, read_golden
 from common import builtin
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.engine.runner import load_engine, sequence_of
-from common.errors import StartError
+from common.errors import RequestError, StartError
 from common.ids import BlockId
 from common.kv.layout import KvDtype
 from common.sequence import Batch, Segment
@@ -64,7 +64,10 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
 
     found = []
     for record in read_golden(golden)[0]:
-        prompt, whole = ids(record), ids(record, [record["reference"]])
+        try:
+            prompt, whole = ids(record), ids(record, [record["reference"]])
+        except RequestError as error:
+            raise StartError("this model cannot be asked the golden set", str(error), "name another model") from error
         if whole[: len(prompt)] != prompt or len(whole) > LONGEST:
             asked = record["messages"][-1]["content"]
             raise StartError(

@@ -89,7 +89,7 @@ class Disturbed(NamedTuple):
 
 
 def interference(field: Field, system: System) -> Disturbed:
-    """Measures it."""
+    """What long prompts do to the streams of ``system``."""
 
     def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]

@@ -709,7 +709,7 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
     long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
     struct NAME(pieces) pieces;
     NAME(line_up)(layer, at, groups, &pieces);
-    long positions[FEW_ROWS]; /* of a head's rows: dividing takes as long as a score */
+    long positions[FEW_ROWS]; /* of a head's rows, so that none of the groups divides */
     for (long row = 0; row < rows; row++)
         positions[row] = task->position + row / layer->group;
     for (long g = 0; g < groups; g++) {

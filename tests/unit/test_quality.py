@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,15 @@ def test_the_figures_are_told_and_saved(few: Path, tmp_path: Path, capsys: pytes
     assert f"of {ITEMS} answers" in capsys.readouterr().out
     assert figures["float32"]["same_token"] == 1 and 0 < figures["int8"]["divergence"] < 0.01
     assert figures["bfloat16"]["perplexity"] == pytest.approx(figures["float32"]["perplexity"], rel=0.01)
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    checkpoint: Callable[[str], Path], few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "mute")
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    assert quality.main([str(path), "--golden", str(few)]) == 1
+    assert "this model cannot be asked the golden set" in capsys.readouterr().err
 
 
 def test_a_golden_set_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
