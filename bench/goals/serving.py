@@ -44,6 +44,8 @@ BUDGETS = (256, 512, 2048)
 """Tokens of a step that colocated systems are tried with: less is shorter pauses, more is faster prefill."""
 ROUGHLY = 1.3
 """Two rates of this ratio tell which budget is the best."""
+PACED_S = 200.0
+"""About how long a rate is tried: a low one with fewer requests, at least half of the usual number."""
 INPUT, OUTPUT = 1024, 32
 BALANCED_INPUT = 512
 
@@ -89,7 +91,8 @@ class Disturbed(NamedTuple):
 
 
 def interference(field: Field, system: System) -> Disturbed:
-    """What long prompts do to the streams of ``system``."""
+    """What long prompts do to the streams of ``system``, which are undisturbed before and after: a machine that others
+    use, too, may be a tenth slower ten seconds later."""
 
     def streams(tokens: int, what: str, intruders: int = 0) -> tuple[Run, list[tuple[int, float]]]:
         asks = [*field.asks(STREAMS, STREAM_INPUT, tokens), *field.asks(intruders, INTRUDER, 2)]
@@ -104,8 +107,9 @@ def interference(field: Field, system: System) -> Disturbed:
     run, alone = streams(tokens, "undisturbed")
     intruders = max(1, math.floor(run.seconds / INTRUDER_EVERY_S))
     run, disturbed = streams(tokens, "with long prompts between", intruders)
+    _, after = streams(tokens, "undisturbed again")
     waited = [record.ttft if record.ok else math.inf for record in run.records[STREAMS:]]
-    p99 = float(np.percentile(in_usual(disturbed, alone), 99))
+    p99 = float(np.percentile(in_usual(disturbed, [*alone, *after]), 99))
     return Disturbed(p99, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
 
 
@@ -114,7 +118,7 @@ def c8(field: Field) -> list[Row]:
     streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
     the prompts had their first token: who lets them wait disturbs nobody."""
     systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
-    rounds = field.alternate(systems, lambda system: interference(field, system))
+    rounds = field.alternate(systems, lambda system: interference(field, system), field.effort.tails)
     found = {system: [each.p99 for each in those] for system, those in rounds.items()}
     longest = {system: [each.longest_s for each in those] for system, those in rounds.items()}
     first = {system: [each.first_token_s for each in those] for system, those in rounds.items()}
@@ -159,16 +163,20 @@ def search(
     wanted: float = ATTAINMENT,
     near: float = NEAR,
     doubted: Collection[System] = (),
+    rivals: bool = False,
 ) -> dict[System, list[Point]]:
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
     ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
-    more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one."""
+    more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one.
+    Of ``rivals`` only the best is looked for: who would next be tried at less than another bears is not it."""
     curves: dict[System, list[Point]] = {system: [] for system in attempts}
     left = list(attempts)
     while left:
         for system in list(left):
             rate = next_rate(curves[system], wanted, firsts[system], near)
-            if rate is None:
+            others = [point for each, curve in curves.items() if each != system for point in curve]
+            borne = max((point.rate for point in others if point.attainment >= wanted), default=0.0)
+            if rate is None or (rivals and rate < borne):
                 left.remove(system)
             elif (share := attempts[system](rate)) is None:
                 left.remove(system)
@@ -183,8 +191,9 @@ def search(
 
 def c9(field: Field) -> list[Row]:
     """The highest rate at which 90 % of requests are inside one absolute objective. Colocated systems first find the
-    best of their budgets; then all are searched together, ours as one worker on all cores and as one on each. What
-    each rate rests on is a few dozen requests, so those around the highest are tried again in further rounds."""
+    best of their budgets, with half as many requests; then all are searched together, ours as one worker on all cores
+    and as one on each. What each rate rests on is a few dozen requests, so those around the highest are tried again in
+    further rounds."""
     own = [system for each in COLOCATED if (system := _best_budget(field, each.kind))]
     peer = _best_budget(field, VLLM.kind)
     curves = searched(field, [OURS, *own, *([peer] if peer else []), VLLM_1P1D])
@@ -209,8 +218,8 @@ def c9(field: Field) -> list[Row]:
                 "req/s",
                 statistics.median(found[OURS]),
                 targets,
-                note=f"of {field.effort.paced} requests at each rate"
-                + (f", a lower bound: {', '.join(bounded)}" if bounded else ""),
+                note=f"of {field.effort.paced} requests at each rate, fewer at those below"
+                f" {field.effort.paced / PACED_S:g}/s" + (f", a lower bound: {', '.join(bounded)}" if bounded else ""),
                 **against(str(other), found[OURS], found.get(other, [])),
             )
         )
@@ -221,7 +230,7 @@ def c9(field: Field) -> list[Row]:
 def _best_budget(field: Field, kind: str) -> System | None:
     """The system of this kind with the budget that bears the highest rate; None if there is no such peer here. That is
     searched for roughly: how high it is, is measured again beside the others."""
-    curves = searched(field, [System(kind, budget=budget) for budget in BUDGETS], ROUGHLY)
+    curves = searched(field, [System(kind, budget=budget) for budget in BUDGETS], rough=True)
     return max(curves, key=lambda system: highest(curves[system], ATTAINMENT).rate, default=None)
 
 
@@ -235,9 +244,15 @@ def _lines(curves: Curves) -> dict[str, list[tuple[float, float]]]:
     return {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
 
 
-def inside(field: Field, system: System, rate: float, seed: int = 0) -> float | None:
+def paced(rate: float, most: int, least: int) -> int:
+    """With how many requests a rate is tried."""
+    return max(least, min(most, math.ceil(rate * PACED_S)))
+
+
+def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: bool = False) -> float | None:
     """The share of requests inside the objectives at ``rate``; None if there is no such system any more."""
-    asks = field.asks(field.effort.paced, INPUT, OUTPUT)
+    half = max(1, field.effort.paced // 2)
+    asks = field.asks(paced(rate, half if rough else field.effort.paced, half), INPUT, OUTPUT)
     times = arrivals(len(asks), rate, burstiness=1.0, seed=seed)
 
     def share(system: System) -> float:
@@ -267,10 +282,10 @@ def again(field: Field, curves: Curves, seed: int) -> Curves:
     return {system: list(points.values()) for system, points in fresh.items()}
 
 
-def searched(field: Field, systems: Sequence[System], near: float = NEAR) -> Curves:
-    """The curve of each system that can be measured here, searched together until two rates are ``near``. Who keeps
-    the objectives for less than half of the wanted share one by one has no other point, and who does so for less than
-    the wanted share is doubted: ever lower rates take hours."""
+def searched(field: Field, systems: Sequence[System], *, rough: bool = False) -> Curves:
+    """The curve of each system that can be measured here, searched together, or ``rough`` ones that tell which is the
+    best. Who keeps the objectives for less than half of the wanted share one by one has no other point, and who does so
+    for less than the wanted share is doubted: ever lower rates take hours."""
 
     def unloaded(system: System) -> Point:
         asks = field.asks(field.effort.singles, INPUT, OUTPUT)
@@ -283,8 +298,8 @@ def searched(field: Field, systems: Sequence[System], near: float = NEAR) -> Cur
     firsts = {system: FIRST_SHARE * point.rate for system, point in alone.items() if 2 * point.attainment >= ATTAINMENT}
     curves = {system: [point] for system, point in alone.items() if system not in firsts}
     doubted = [system for system in firsts if alone[system].attainment < ATTAINMENT]
-    attempts = {system: partial(inside, field, system) for system in firsts}
-    curves |= search(attempts, firsts, near=near, doubted=doubted)
+    attempts = {system: partial(inside, field, system, rough=rough) for system in firsts}
+    curves |= search(attempts, firsts, near=ROUGHLY if rough else NEAR, doubted=doubted, rivals=rough)
     shown = ", ".join(f"{each} ms" for each in OBJECTIVES)
     field.pictures["attainment"] = partial(plots.draw_attainment, _lines(curves), wanted=ATTAINMENT, objectives=shown)
     return curves

@@ -293,6 +293,18 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
 
 
+def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
+    """From a run to the next: streams that find their pace, undisturbed, disturbed, undisturbed again."""
+
+    def answer(system: System, ask: Ask, at: float) -> Record:
+        pace = (0.02, 0.02, 0.025, 0.03)[len(scripted.order) - 1]
+        return record(0.1, *[pace] * (ask.output_tokens - 1), sent=at)
+
+    scripted = Scripted(answer)
+    assert serving.interference(scripted, OURS).p99 == pytest.approx(1.0)
+    assert len(scripted.order) == 4
+
+
 @pytest.mark.parametrize("refused", [serving.INTRUDER, serving.STREAM_INPUT])
 def test_who_refuses_long_prompts_or_streams_has_not_shown_that_these_are_not_disturbed(refused: int) -> None:
     def by(who: System) -> Any:
@@ -339,6 +351,37 @@ def test_searches_take_turns_and_each_finds_its_own_rate() -> None:
         assert highest(curve, 0.9).rate == pytest.approx(capacity[system], rel=0.1)
 
 
+def test_of_rivals_only_the_best_is_searched_to_the_end() -> None:
+    """Nobody is tried at less than somebody else is known to bear."""
+    capacity, asked = {OURS: 3.0, VLLM: 1.1, VLLM_1P1D: 0.3}, list[tuple[System, float]]()
+
+    def attempt(system: System) -> Any:
+        def inside(rate: float) -> float:
+            borne = [tried for other, tried in asked if other != system and tried <= capacity[other]]
+            assert rate >= max(borne, default=0.0)
+            asked.append((system, rate))
+            return 1.0 if rate <= capacity[system] else 0.0
+
+        return inside
+
+    attempts = {system: attempt(system) for system in (VLLM, VLLM_1P1D, OURS)}
+    curves = serving.search(attempts, dict.fromkeys(capacity, 1.0), near=1.3, rivals=True)
+    assert max(curves, key=lambda system: highest(curves[system], 0.9).rate) == OURS
+    assert highest(curves[OURS], 0.9).rate == pytest.approx(3.0, rel=0.3)
+    assert [len(curves[each]) for each in (VLLM, VLLM_1P1D)] == [2, 1]
+    every = serving.search(attempts_of(capacity), dict.fromkeys(capacity, 1.0), near=1.3)
+    assert sum(map(len, every.values())) > len(asked)
+
+
+def attempts_of(capacity: dict[System, float]) -> Any:
+    return {system: lambda rate, most=most: float(rate <= most) for system, most in capacity.items()}
+
+
+@pytest.mark.parametrize(("rate", "requests"), [(2.0, 40), (0.2, 40), (0.15, 30), (0.1, 20), (0.01, 20)])
+def test_a_low_rate_is_tried_with_fewer_requests(rate: float, requests: int) -> None:
+    assert serving.paced(rate, 40, 20) == requests
+
+
 def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:
     shares = {OURS: {1.0: 0.2, 0.5: 0.5}, VLLM: {1.0: 0.2, 0.5: 0.1}}
 
@@ -364,7 +407,7 @@ def test_goodput_is_against_the_best_budget_and_a_system_that_never_meets_it_cou
             late = 0.5 if rate <= most else 2.0
             return Run([record(late, 0.02, sent=at) for at in times or [0.0] * len(asks)], 1.0, 0.0)
 
-    scripted = Paced(None, effort=replace(QUICK, rounds=2))
+    scripted = Paced(None, effort=replace(QUICK, rounds=2, paced=40))
     vllm, apart, own = serving.c9(scripted)
     assert vllm.against == "vLLM colocated with 512 tokens a step" and vllm.met is True
     assert vllm.ratio and vllm.ratio.median == pytest.approx(4 / 1.6, rel=0.2)
@@ -425,7 +468,8 @@ def test_without_peers_goodput_is_reported_against_our_own_only() -> None:
     scripted = Scripted(lambda system, ask, at: record(late.get(system, 2.0), 0.02, sent=at), peers=None)
     vllm, apart, own = serving.c9(scripted)
     assert vllm.peer is None and vllm.met is None and apart.met is None and own.peer == 0
-    assert own.note == "of 4 requests at each rate, a lower bound: 1p1d", "no rate that was tried was too high for it"
+    told = "of 4 requests at each rate, fewer at those below 0.02/s, a lower bound: 1p1d"
+    assert own.note == told, "no rate that was tried was too high for it"
 
 
 # -- C10, C11 ---------------------------------------------------------------------------------------------------------
