@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ from common import threads
 from common.errors import StartError
 
 REDRAW_S = 0.5
+FEW_CORES = 4
+"""Of which a server that is here, too, leaves none idle. Where there are more, Linux finds an idle one for a usual
+thread, but moves no real-time thread there."""
 UNSERVED = "correct the flags, or wait if it is starting"
 """What to do about a server that does not serve the first request."""
 
@@ -84,10 +89,12 @@ def run_now(
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
-    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores: clients usually
-    have machines of their own."""
+    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores, and interrupts
+    these at once where they are few and this user may: clients usually have machines of their own, and what ours waits
+    for a core is not the server's."""
     load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
-    with threads.answering(threads.URGENT):
+    few = sys.platform == "linux" and len(os.sched_getaffinity(0)) <= FEW_CORES
+    with threads.answering(threads.URGENT, at_once=few):
         return uvloop.run(load)
 
 

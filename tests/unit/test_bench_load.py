@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bench import load
 from bench.arrivals import Ramp, arrivals
-from bench.client import Events, Record
+from bench.client import Events, Record, Target
 from bench.load import Run
 from bench.metrics import Objective, as_json, parse_objectives, rows, summarise
 from bench.workloads import (
@@ -24,6 +28,7 @@ from bench.workloads import (
     within,
 )
 from common.errors import StartError
+from common.threads import may_be_real_time
 
 IDS = list(range(100, 400))
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -200,6 +205,21 @@ def test_the_same_asks_in_other_words() -> None:
     shared = [[a.prompt[:256] == b.prompt[:256] for a in asks[:-1]] for b in asks[:-1]]
     assert shared == [[a.prompt[:256] == b.prompt[:256] for a in other[:-1]] for b in other[:-1]]
     assert {token for ask in other[:-1] for token in ask.prompt} <= set(IDS)
+
+
+# -- sending ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not may_be_real_time(), reason="this user may have no real-time threads")
+@pytest.mark.parametrize(("cores", "policy"), [(2, "SCHED_RR"), (load.FEW_CORES + 1, "SCHED_OTHER")])
+def test_where_cores_are_few_load_waits_for_none(cores: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ranked(*_: Any, **__: Any) -> int:
+        return os.sched_getscheduler(0)
+
+    monkeypatch.setattr(load, "run_load", ranked)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert load.run_now(Target("", ""), [], []) == getattr(os, policy)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 # -- reading a stream -------------------------------------------------------------------------------------------------
