@@ -60,13 +60,12 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: ``rounds`` with every system in turn (``hand_offs``: for what differs by less than rounds
-    do, ``tails``: for what one slow moment decides), ``singles`` requests one after another, ``requests`` that are sent
-    all at once (``balanced``: of a load whose beginning and end use one of two pools only), ``paced`` ones at each rate
-    of a search (fewer at low ones), streams that last ``seconds`` at the pace that they begin with."""
+    do), ``singles`` requests one after another, ``requests`` that are sent all at once (``balanced``: of a load whose
+    beginning and end use one of two pools only), ``paced`` ones at each rate of a search (fewer at low ones), streams
+    that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3
     hand_offs: int = 9
-    tails: int = 5
     singles: int = 10
     requests: int = 96
     balanced: int = 320
@@ -76,9 +75,7 @@ class Effort:
 
 
 FULL = Effort()
-QUICK = Effort(
-    rounds=1, hand_offs=2, tails=1, singles=2, requests=6, balanced=8, paced=4, seconds=3.0, streamed_tokens=32
-)
+QUICK = Effort(rounds=1, hand_offs=2, singles=2, requests=6, balanced=8, paced=4, seconds=3.0, streamed_tokens=32)
 """To see that everything works; its figures mean nothing."""
 
 

@@ -118,7 +118,7 @@ def c8(field: Field) -> list[Row]:
     streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
     the prompts had their first token: who lets them wait disturbs nobody."""
     systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
-    rounds = field.alternate(systems, lambda system: interference(field, system), field.effort.tails)
+    rounds = field.alternate(systems, lambda system: interference(field, system))
     found = {system: [each.p99 for each in those] for system, those in rounds.items()}
     longest = {system: [each.longest_s for each in those] for system, those in rounds.items()}
     first = {system: [each.first_token_s for each in those] for system, those in rounds.items()}
