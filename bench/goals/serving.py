@@ -168,7 +168,8 @@ def search(
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
     ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
     more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one.
-    Of ``rivals`` only the best is looked for: who would next be tried at less than another bears is not it."""
+    Of ``rivals`` only the best is looked for: who has failed at a rate and would next be tried at less than another
+    bears is not it."""
     curves: dict[System, list[Point]] = {system: [] for system in attempts}
     left = list(attempts)
     while left:
@@ -176,7 +177,8 @@ def search(
             rate = next_rate(curves[system], wanted, firsts[system], near)
             others = [point for each, curve in curves.items() if each != system for point in curve]
             borne = max((point.rate for point in others if point.attainment >= wanted), default=0.0)
-            if rate is None or (rivals and rate < borne):
+            failed = any(point.attainment < wanted for point in curves[system])
+            if rate is None or (rivals and failed and rate < borne):
                 left.remove(system)
             elif (share := attempts[system](rate)) is None:
                 left.remove(system)

@@ -373,6 +373,12 @@ def test_of_rivals_only_the_best_is_searched_to_the_end() -> None:
     assert sum(map(len, every.values())) > len(asked)
 
 
+def test_a_rival_that_has_not_failed_is_not_given_up() -> None:
+    """It begins at a little less than another, and bears more."""
+    curves = serving.search(attempts_of({VLLM: 1.1, OURS: 3.0}), {VLLM: 1.0, OURS: 0.9}, near=1.3, rivals=True)
+    assert highest(curves[OURS], 0.9).rate == pytest.approx(3.0, rel=0.3)
+
+
 def attempts_of(capacity: dict[System, float]) -> Any:
     return {system: lambda rate, most=most: float(rate <= most) for system, most in capacity.items()}
 
