@@ -88,13 +88,14 @@ def run_now(
     warm: Sequence[Ask] = (),
     console: Console | None = None,
     title: str = "requests",
+    at_once: bool = True,
 ) -> Run:
-    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores, and interrupts
-    these at once where they are few and this user may: clients usually have machines of their own, and what ours waits
-    for a core is not the server's."""
+    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores, and ``at_once``
+    interrupts these where they are few and this user may: clients usually have machines of their own, and what ours
+    waits for a core is not the server's."""
     load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
     few = sys.platform == "linux" and len(os.sched_getaffinity(0)) <= FEW_CORES
-    with threads.answering(threads.URGENT, at_once=few):
+    with threads.answering(threads.URGENT, at_once=at_once and few):
         return uvloop.run(load)
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -140,17 +141,18 @@ def c6(field: Field) -> list[Row]:
     """Added time to the first token at a moderate rate, and tokens per second of the coordinator's CPU time."""
     field.open()
     effort = field.effort
+    send = partial(run_now, at_once=False)  # a client elsewhere does not interrupt what writes to it
     rates: list[float] = []
     added: dict[float, list[float]] = {50: [], 99: []}
     seen: dict[float, list[tuple[float, float]]] = {50: [], 99: []}
     with house(field) as served:
         for target in (served.target, served.bare):
-            run_now(target, field.asks(8, INPUT, OUTPUT), [0.0] * 8, console=field.console, title="warming up")
+            send(target, field.asks(8, INPUT, OUTPUT), [0.0] * 8, console=field.console, title="warming up")
         for number in range(effort.rounds):
             asks = field.asks(5 * effort.requests, INPUT, OUTPUT)
             times = arrivals(len(asks), RATE, burstiness=1.0, seed=number)
             bare, through = (
-                whole(run_now(target, asks, times, console=field.console, title=f"{who}, paced")).records
+                whole(send(target, asks, times, console=field.console, title=f"{who}, paced")).records
                 for target, who in ((served.bare, "bare server"), (served.target, "coordinator"))
             )
             for percent in added:
@@ -158,7 +160,7 @@ def c6(field: Field) -> list[Row]:
                 seen[percent].append((_percentile_ms(through, percent), _percentile_ms(bare, percent)))
             asks = field.asks(STREAMS, STREAM_INPUT, 4 * effort.streamed_tokens)
             before = cpu_seconds(served.pid)
-            run = run_now(served.target, asks, [0.0] * STREAMS, console=field.console, title="coordinator, streams")
+            run = send(served.target, asks, [0.0] * STREAMS, console=field.console, title="coordinator, streams")
             tokens = sum(record.output_tokens for record in good(run))
             rates.append(tokens / (cpu_seconds(served.pid) - before))
     paced = f"{INPUT:,}-token prompts, {RATE:g} per second"

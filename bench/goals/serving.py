@@ -82,9 +82,11 @@ def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int,
 
 class Disturbed(NamedTuple):
     """Streams while long prompts arrive: P99 time between tokens, in medians of the same streams when none does; the
-    longest time; the median time to the prompts' first token, infinite if none was answered (seconds); and the run."""
+    same of those streams themselves, which is the machine's; the longest time; the median time to the prompts' first
+    token, infinite if none was answered (seconds); and the run."""
 
     p99: float
+    undisturbed_p99: float
     longest_s: float
     first_token_s: float
     run: Run
@@ -109,49 +111,48 @@ def interference(field: Field, system: System) -> Disturbed:
     run, disturbed = streams(tokens, "with long prompts between", intruders)
     _, after = streams(tokens, "undisturbed again")
     waited = [record.ttft if record.ok else math.inf for record in run.records[STREAMS:]]
-    p99 = float(np.percentile(in_usual(disturbed, [*alone, *after]), 99))
-    return Disturbed(p99, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
+    usual = [*alone, *after]
+    p99, own = (float(np.percentile(in_usual(gaps, usual), 99)) for gaps in (disturbed, usual))
+    return Disturbed(p99, own, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
 
 
 def c8(field: Field) -> list[Row]:
     """Decode does not notice that others' prompts are computed. The note has the longest pauses (of one who makes all
     streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
-    the prompts had their first token: who lets them wait disturbs nobody."""
-    systems = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)
-    rounds = field.alternate(systems, lambda system: interference(field, system))
-    found = {system: [each.p99 for each in those] for system, those in rounds.items()}
-    longest = {system: [each.longest_s for each in those] for system, those in rounds.items()}
-    first = {system: [each.first_token_s for each in those] for system, those in rounds.items()}
-    last = {system: those[-1].run for system, those in rounds.items()}
+    the prompts had their first token: who lets them wait disturbs nobody. Each system is measured in turn with ours,
+    which so has the most rounds: a neighbour's busy seconds double the P99 of one."""
+    others = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)[1:]
+    pairs = {each: field.alternate([OURS, each], partial(interference, field)) for each in others}
+    found: dict[System, list[Disturbed]] = {OURS: [one for pair in pairs.values() for one in pair[OURS]]}
+    found |= {each: pair[each] for each, pair in pairs.items() if each in pair}
 
-    def told(seconds: Mapping[System, Sequence[float]]) -> str:
-        return ", ".join(f"{1000 * statistics.median(each):.0f} ms ({system})" for system, each in seconds.items())
+    def told(of: Callable[[Disturbed], float], shown: str) -> str:
+        return ", ".join(f"{shown.format(statistics.median(map(of, those)))} ({it})" for it, those in found.items())
 
+    def versus(other: System) -> dict[str, Any]:
+        ours, theirs = ([one.p99 for one in pairs[other].get(each, ())] for each in (OURS, other))
+        return against(str(other), ours, theirs, less_is_better=True)
+
+    last = {system: those[-1].run for system, those in found.items()}
     field.pictures["streams"] = partial(plots.draw_distributions, {str(system): run for system, run in last.items()})
     field.pictures["timeline"] = partial(plots.draw_timelines, {str(OURS): last[OURS]})
     what = f"P99 between tokens of {STREAMS} streams, in undisturbed medians, a {INTRUDER:,}-token prompt every"
-    row = Row(
-        "C8",
-        f"{what} {INTRUDER_EVERY_S:g} s",
-        "",
-        statistics.median(found[OURS]),
-        (Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
-        note=f"in rounds {min(found[OURS]):.2f} to {max(found[OURS]):.2f}; longest pause, median of rounds, "
-        f"{told(longest)}; time to the prompts' first token, medians, {told(first)}",
+    ours = [one.p99 for one in found[OURS]]
+    row = Row("C8", f"{what} {INTRUDER_EVERY_S:g} s", "", statistics.median(ours), ())
+    first = replace(
+        row,
+        targets=(Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
+        note=f"in {len(ours)} rounds {min(ours):.2f} to {max(ours):.2f}; undisturbed "
+        f"{told(lambda one: one.undisturbed_p99, '{:.2f}')}; longest pause, medians of rounds, "
+        f"{told(lambda one: 1000 * one.longest_s, '{:.0f} ms')}; time to the prompts' first token, medians, "
+        f"{told(lambda one: 1000 * one.first_token_s, '{:.0f} ms')}",
         detail={
-            "p99_in_undisturbed_medians": by_round(found),
-            "longest_pause_s": by_round(longest),
-            "first_token_s": by_round(first),
+            name: by_round({system: [getattr(one, name) for one in those] for system, those in found.items()})
+            for name in ("p99", "undisturbed_p99", "longest_s", "first_token_s")
         },
-        **against(str(VLLM), found[OURS], found.get(VLLM, []), less_is_better=True),
+        **(versus(VLLM) if VLLM in pairs else {}),
     )
-    return [row, *(_reported(row, found, each, less_is_better=True) for each in found if each not in (OURS, VLLM))]
-
-
-def _reported(row: Row, found: Mapping[System, Sequence[float]], peer: System, *, less_is_better: bool = False) -> Row:
-    """The same row against another system, without a target."""
-    fields = against(str(peer), found[OURS], found[peer], less_is_better=less_is_better)
-    return Row(row.goal, row.what, row.unit, row.value, (), **fields)
+    return [first, *(replace(row, **versus(each)) for each in found if each not in (OURS, VLLM))]
 
 
 # -- C9: goodput ------------------------------------------------------------------------------------------------------

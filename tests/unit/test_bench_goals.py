@@ -285,11 +285,14 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     disturbed, *others = serving.c8(scripted)
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
-    told = "in rounds 1.20 to 1.20; longest pause, median of rounds, 24 ms (1p1d), 100 ms (1c)"
-    assert disturbed.note.startswith(told)
+    told = "in 3 rounds 1.20 to 1.20; undisturbed 1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
+    assert disturbed.note.startswith(told + "longest pause, medians of rounds, 24 ms (1p1d), 100 ms (1c)")
     assert "time to the prompts' first token, medians, 100 ms (1p1d), 100 ms (1c)" in disturbed.note
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
     assert all(each.met is None for each in others)
+    turns = [system for number, system in enumerate(scripted.order) if system != scripted.order[number - 1]]
+    assert turns == [OURS, COLOCATED[0], OURS, VLLM, OURS, VLLM_1P1D], "ours is measured beside each of them"
+    assert len(disturbed.detail["p99"]["1p1d"]) == 3 and len(disturbed.detail["p99"]["1c"]) == 1
     assert drawn(scripted, tmp_path) == ["streams", "timeline"]
 
 

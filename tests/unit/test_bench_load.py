@@ -222,6 +222,7 @@ def test_where_cores_are_few_load_waits_for_none(cores: int, few: bool, monkeypa
     monkeypatch.setattr(load, "run_load", ranked)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert load.run_now(Target("", ""), [], []) == policy
+    assert load.run_now(Target("", ""), [], [], at_once=False) == os.SCHED_OTHER
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
