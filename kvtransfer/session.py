@@ -70,7 +70,7 @@ class Limits:
     resend_s: float = 0.2
     renew_s: float = FailureTimes().heartbeat_s
     lease_s: float = FailureTimes().lease_s
-    lag_s: float = 0.1
+    lag_s: float = 0.25
     frame_bytes: int = TARGET_BYTES
 
     @classmethod

@@ -35,7 +35,7 @@ from kvtransfer.session import Limits
 
 log = logging.getLogger("tandem.prefill")
 
-LOOK_S = 0.05
+LOOK_S = 0.2
 """How often, while a step goes on, hand-offs are looked after and what it has computed leaves."""
 BUDGET_S = 0.001
 """Time for moving KV between two looks at control messages."""

@@ -55,6 +55,28 @@ class BlockArray:
             rows.copy_out(slab, canonical)
         return buffer
 
+    def pieces(self, table: Table, tokens: range, layers: range) -> Iterator[Bytes]:
+        """The bytes of :meth:`read` in their order, as views of where they lie; of a pool whose heads lie in shards,
+        where a row is in several places, as one copy."""
+        layout, size = self.layout, self.layout.block_size
+        if layout.head_shards > 1 or not tokens:
+            yield self.read(table, tokens, layers)
+            return
+        first, last = tokens.start // size, -(-tokens.stop // size)
+        blocks = [self.raw[block] for block in table[first:last]]
+        # rows that are wanted of the first block and of the last one, which may be the same
+        head, tail = tokens.start - first * size, tokens.stop - (last - 1) * size
+        for index in layers:
+            layer, at = layout.layers[index], layout.layer_offsets[index]
+            for width in (layer.k_dim, layer.v_dim):
+                row_bytes = layer.kv_heads * width * layout.element_bytes
+                begins, end = at + head * row_bytes, at + size * row_bytes
+                for block in blocks[:-1]:
+                    yield block[begins:end]
+                    begins = at
+                yield blocks[-1][begins : at + tail * row_bytes]
+                at = end
+
     def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
         """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
         ``dtype`` (default: the pool's own) and become the pool's."""

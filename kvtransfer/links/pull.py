@@ -20,7 +20,7 @@ from common.ids import BlockId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
 from common.kv.memory import KvMemory
-from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
+from kvtransfer.frames import FrameHeader, Rectangle, checksum_of_pieces
 from kvtransfer.links.base import Payload, placed
 
 T = TypeVar("T")
@@ -52,9 +52,9 @@ class PullSendLink:
         blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
-        data = self.memory.read(table, cells.tokens, cells.layers)
-        checksum = checksum_of(data)
-        return signed(generations.tobytes() + ids.tobytes(), checksum), data.nbytes, checksum
+        checksum = checksum_of_pieces(self.memory.pieces(table, cells.tokens, cells.layers))
+        size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+        return signed(generations.tobytes() + ids.tobytes(), checksum), size, checksum
 
 
 def signed(directions: bytes, checksum: int) -> bytes:

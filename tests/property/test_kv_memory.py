@@ -90,6 +90,7 @@ def test_read_and_write_agree_with_the_definition(data: st.DataObject) -> None:
         out = np.zeros(len(where), np.uint8)
         assert memory.read(table, tokens, chosen, out) is out
         assert np.array_equal(out, canonical)
+        assert b"".join(piece.tobytes() for piece in memory.pieces(table, tokens, chosen)) == canonical.tobytes()
 
         fresh = np.random.default_rng(1).integers(0, 256, len(where), np.uint8)
         memory.write(table, tokens, chosen, fresh)
