@@ -59,13 +59,13 @@ VLLM, VLLM_ONE_CORE, VLLM_1P1D = System("vllm"), System("vllm", cores=1), System
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: ``rounds`` with every system in turn (``hand_offs``: for what differs by less than rounds
-    do), ``singles`` requests one after another, ``requests`` that are sent all at once (``balanced``: of a load whose
-    beginning and end use one of two pools only), ``paced`` ones at each rate of a search (fewer at low ones), streams
-    that last ``seconds`` at the pace that they begin with."""
+    """How much is measured: ``rounds`` with every system in turn, ``hand_offs`` requests of each of two in turn (for
+    what differs by less than rounds do), ``singles`` requests one after another, ``requests`` that are sent all at once
+    (``balanced``: of a load whose beginning and end use one of two pools only), ``paced`` ones at each rate of a search
+    (fewer at low ones), streams that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3
-    hand_offs: int = 9
+    hand_offs: int = 90
     singles: int = 10
     requests: int = 96
     balanced: int = 320
