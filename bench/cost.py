@@ -7,7 +7,7 @@ Few streams are bound by reading the weights, many by arithmetic, so ``streams``
 some numbers, and between two of them it is one. Prefill is bound by arithmetic, and has coefficients of its own. All
 are fitted to steps of the real engine by least squares of the relative error, none below 0. What a turn of a serving
 worker takes besides is one number more: its loop and messages, and the time on the same cores of a coordinator and a
-client. Workers that share memory bandwidth are slower than one measured alone.
+client. Workers that share memory bandwidth are slower than one measured alone. A file of costs says what they are of.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import results
 from common.checkpoint import open_checkpoint
 from common.errors import StartError
 from common.ids import BlockId
@@ -32,6 +34,9 @@ BATCHES, CONTEXTS = (1, 4, 16, 48), (64, 512, 1536)
 CHUNKS, STARTS = (32, 128, 512), (0, 1024)
 POOL_BLOCKS, REPEATS = 1600, 5
 """Blocks of 16 tokens: enough for 16 sequences of the longest context, each with blocks of its own."""
+SOURCE = ("date", "commit", "machine", "model", "fingerprint")
+"""Keys that say where costs come from, beside them in their file."""
+TODO = "leave --cost out, or name another file to measure into"
 Step = tuple[int, int, int, int]
 """Decode tokens, KV tokens that they read, prompt tokens, and prompt tokens times the mean context before each."""
 
@@ -80,19 +85,52 @@ class CostModel:
         return max(total / self.layers, total - prefill_s * (self.layers - 1) / self.layers)
 
     @classmethod
-    def load(cls, path: Path) -> CostModel:
-        """StartError if the file is no cost model."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            values = {field.name: found[field.name] for field in fields(cls)}
-            return cls(**values | {"streams": tuple((int(count), float(each)) for count, each in found["streams"])})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StartError(
-                f"cannot read the costs in {path}", repr(error), "measure them again, in a new file"
-            ) from error
+    def of(cls, found: dict[str, Any]) -> CostModel:
+        """From :meth:`as_json`. LookupError, TypeError or ValueError if it is no cost model."""
+        values = {field.name: found[field.name] for field in fields(cls)}
+        return cls(**values | {"streams": tuple((int(count), float(each)) for count, each in found["streams"])})
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def source(model: str, fingerprint: str) -> dict[str, Any]:
+    """Where costs that are measured now come from. The model is named as it was given, but of an absolute path only the
+    last name is kept: the others are of this machine alone."""
+    made = results.provenance()
+    named = Path(model).name if Path(model).is_absolute() else model
+    return {name: made[name] for name in ("date", "commit", "machine")} | {"model": named, "fingerprint": fingerprint}
+
+
+def load_costs(path: Path, wanted: dict[str, Any], threads: int) -> tuple[CostModel, dict[str, Any]]:
+    """The costs in a file and their source. StartError if it has none, or those of another model or number of threads
+    than ``wanted``, the source of costs that were measured now."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        cost = CostModel.of(found)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartError(f"cannot read the costs in {path}", repr(error), TODO) from error
+    made = {name: found.get(name) for name in SOURCE}
+    if not (made["model"] and made["fingerprint"] and isinstance(made["machine"], dict)):
+        why = "it does not say which model and machine they are of: files of earlier versions do not"
+        raise StartError(f"cannot use the costs in {path}", why, TODO)
+    if made["fingerprint"] != wanted["fingerprint"]:
+        theirs, mine = (f"{each['model']} ({each['fingerprint']})" for each in (made, wanted))
+        raise StartError(f"{path} has the costs of another model", f"of {theirs}, and the plan is for {mine}", TODO)
+    if cost.threads != threads:
+        why = f"its workers have {cost.threads} compute thread(s), and the plan's {threads} (--threads)"
+        raise StartError(f"{path} has the costs of other workers", why, f"give --threads {cost.threads}, {TODO}")
+    return cost, made
+
+
+def machines_differ(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """In what, in words; empty if in nothing."""
+    names = [name for name in here | there if there.get(name) != here.get(name)]
+    return ", ".join(f"{name} {_words(there.get(name))} there and {_words(here.get(name))} here" for name in names)
+
+
+def _words(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def shape(batch: Batch) -> Step:
@@ -150,12 +188,21 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[tuple[tuple[in
 
 
 def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
-    """Loads the model into this process and times its steps on ``threads`` threads. StartError if it cannot be."""
+    """Loads the model into this process and times its steps on ``threads`` threads, on as many of its cores: a worker
+    beside others has no more. (The threads that compute stay there.) StartError if it cannot be."""
+    cores = os.sched_getaffinity(0)
+    try:
+        return _measure(model, threads, sorted(cores)[:threads], say)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _measure(model: str, threads: int, cores: Sequence[int], say: Callable[[str], None]) -> CostModel:
     from common import device
 
     checkpoint = open_checkpoint(model)
     say(f"measuring steps of {checkpoint.name} on {threads} thread(s)")
-    device.pin(threads=threads)
+    device.pin(cores, threads)
     from common.engine.runner import load_engine  # imports torch
 
     engine = load_engine(

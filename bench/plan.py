@@ -3,8 +3,9 @@
 The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.world`) whose steps cost what steps of
 the real engine were measured to cost (:mod:`bench.cost`). Each worker has the cores of one measured worker, and by
 default lends them while it rests, as on one machine; so systems of as many workers stand on as many cores: the advice
-is given for each number of workers. ``--check`` puts what a ``compare`` has measured beside what the plan says of the
-same systems.
+is given for each number of workers. One colocated worker over the cores of several, which shares every prompt over
+them, is not planned: ``compare`` measures that. ``--check`` puts what a ``compare`` has measured beside what the plan
+says of the same systems.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from bench import results
 from bench.asking import as_load, times, workload
 from bench.client import Target
 from bench.compare import Outcome, table, verdict
-from bench.cost import CostModel, measure
+from bench.cost import CostModel, load_costs, machines_differ, measure, source
 from bench.load import run_now
 from bench.metrics import METRICS, Objective, as_json, parse_objectives, summarise
 from bench.systems import counts, running
 from bench.tokens import FileTokenizer, ordinary_ids
 from bench.workloads import Ask, random_asks, relabelled, within
-from bench.world import Limits, World
+from bench.world import HELP_WITH_FEW, HELP_WITH_MANY, LENT_TOKENS, MANY_TOKENS, Limits, World
 from common import builtin
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.client import Server
 from common.config import BenchPlanConfig
 from common.errors import StartError
+from common.kv.budget import human_bytes
 
 SERVED = (4, 64, 128)
 """Streams, their prompt tokens and those of their answers, of which turns are measured."""
@@ -53,11 +55,11 @@ def run(config: BenchPlanConfig) -> int:
     for name in systems:
         counts(name)
     objectives = _objectives(config.goodput)
-    saved = _saved(Path(config.check)) if config.check else {}
+    measured = _measured(config, Path(config.check), systems) if config.check else {}
     model = config.model or str(builtin.path())
     checkpoint = open_checkpoint(model)
     tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
-    cost = _cost(config, model, tokenizer)
+    cost, origin = _cost(config, checkpoint, tokenizer)
     terms = ", ".join(f"{count} streams {seconds:.3g}" for count, seconds in cost.streams)
     terms += "".join(f", {name} {getattr(cost, name):.3g}" for name in ("context", "token", "square", "turn"))
     print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
@@ -65,6 +67,9 @@ def run(config: BenchPlanConfig) -> int:
         config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
         checkpoint.position_limit, config.link_rate, config.lend_cores,
     )  # fmt: skip
+    assumed, words = _assumed(limits, systems)
+    if words:
+        print(f"Assumed, not measured: {'; '.join(words)}.")
     longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
     asks, left_out = within(workload(config, tokenizer), config.num_prompts, longest)
     if not asks:
@@ -72,15 +77,16 @@ def run(config: BenchPlanConfig) -> int:
     outcomes = [planned(config, name, cost, limits, asks, objectives) for name in systems]
     for line in table(outcomes):
         print(line)
-    advice = _advice(outcomes, objectives)
+    advice = _advice(outcomes, objectives, cost.threads)
     print("\n".join(advice))
-    checked = _check(config, outcomes, saved) if config.check else {}
+    checked = _check(outcomes, measured)
     for system, ratios in checked.items():
         shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         print(f"planned / measured, {system}: {shown}")
     if config.save:
         figures = {
-            "cost": cost.as_json(),
+            "cost": origin | cost.as_json(),
+            "assumed": assumed,
             "objectives_ms": {each.metric: each.bound for each in objectives},
             "systems": {each.system: as_json(each.summaries[0], metrics=METRICS) for each in outcomes},
             "advice": advice,
@@ -131,25 +137,32 @@ def _objectives(text: str) -> tuple[Objective, ...]:
     return found
 
 
-def _cost(config: BenchPlanConfig, model: str, tokenizer: FileTokenizer) -> CostModel:
-    """From the file, if there is one already; else measured now, and kept in it."""
-    if config.cost and Path(config.cost).exists():
-        return CostModel.load(Path(config.cost))
+def _cost(
+    config: BenchPlanConfig, checkpoint: Checkpoint, tokenizer: FileTokenizer
+) -> tuple[CostModel, dict[str, Any]]:
+    """The costs and where they come from: from the file, if there is one already; else measured now, and kept in it."""
     console = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        console.print(text, markup=False)
+        console.print(text, markup=False, soft_wrap=True)
 
+    model = checkpoint.name
+    origin = source(config.model or builtin.NAME, checkpoint.fingerprint)
+    if config.cost and (path := Path(config.cost)).exists():
+        cost, found = load_costs(path, origin, config.threads)
+        if other := machines_differ(found["machine"], origin["machine"]):
+            say(f"note: the costs in {path} were measured on another machine: {other}")
+        return cost, found
     say(f"measuring turns of {model} as a client sees them")
     gap_s = served_gap_s(
         model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
     )
-    cost = measure(model, config.threads, say)  # last: it binds this process to the cores of one worker
+    cost = measure(model, config.threads, say)  # last: what it loads is in no system's way
     streams, prompt, tokens = SERVED
     cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
     if config.cost:
-        results.save(Path(config.cost), dict(cost.as_json()))
-    return cost
+        results.save(Path(config.cost), origin | cost.as_json())
+    return cost, origin
 
 
 def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
@@ -163,23 +176,49 @@ def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console
     return statistics.median(gaps)
 
 
-def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> list[str]:
-    """One for each number of workers for which there are systems of both kinds."""
+def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What goes into a plan of these systems and was measured by nobody here: as it is saved, and in words."""
+    pools = [counts(name) for name in systems]
+    found: dict[str, Any] = {}
+    words = []
+    if any(prefill for prefill, _, _ in pools):
+        found["link_bytes_per_s"] = limits.link_bytes_per_s
+        words.append(f"{human_bytes(limits.link_bytes_per_s)} per second between two workers (--link-rate)")
+    if limits.lend_cores and any(sum(each) > 1 for each in pools):
+        worth = {LENT_TOKENS: HELP_WITH_FEW, MANY_TOKENS: HELP_WITH_MANY}
+        found["resting_worker_is_worth"] = {f"from_{tokens}_tokens": share for tokens, share in worth.items()}
+        shares = " and ".join(f"{share:g} of one from {tokens} tokens on" for tokens, share in worth.items())
+        words.append(f"to a step, a worker that rests is worth {shares} (--no-lend-cores: none)")
+    return found, words
+
+
+def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], threads: int) -> list[str]:
+    """One for each number of workers for which there are systems of both kinds, and what it leaves out: a colocated
+    worker with the cores of all of them."""
     sizes = sorted({sum(counts(each.system)) for each in outcomes})
     lines = []
     for size in sizes:
         equal = [each for each in outcomes if sum(counts(each.system)) == size]
         if len({each.disaggregated for each in equal}) == 2:
             lines += [f"{size} workers: {line}" for line in verdict(equal, objectives)]
-    return lines or ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
+    if not lines:
+        return ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
+    lines.append(
+        f"A colocated worker here has {threads} core{'s' if threads > 1 else ''} (--threads), as every worker; one "
+        "worker over all cores (1c) is not planned: tandem bench compare measures that."
+    )
+    return lines
 
 
-def _saved(path: Path) -> dict[str, Any]:
-    """What a ``compare`` has saved there: looked at before minutes are spent on a plan. StartError if it is none."""
+def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> dict[str, Any]:
+    """By system, what a ``compare`` has saved there: looked at before minutes are spent on a plan. StartError if there
+    is nothing, if another load was measured, or none of ``systems``."""
     todo = "give a file that tandem bench compare has saved"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for system in found["systems"].values():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        measured: dict[str, Any] = found["systems"]
+        load = dict(found.get("load", {}))
+        for system in measured.values():
             for each in system["rounds"]:
                 for key in CHECKED.values():
                     float(each[key])
@@ -187,12 +226,17 @@ def _saved(path: Path) -> dict[str, Any]:
         raise StartError(f"cannot check against {path}", error.strerror or str(error), todo) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartError(f"cannot check against {path}", f"it is no such file ({error!r})", todo) from error
-    return found
+    mine = as_load(config, config.model) | {"max_concurrency": None}
+    if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
+        why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
+        raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
+    if not set(systems) & set(measured):
+        raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
+    return measured
 
 
-def _check(config: BenchPlanConfig, outcomes: Sequence[Outcome], saved: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Planned over measured figures (medians over the rounds), by system. StartError if another load was measured."""
-    measured, load = saved["systems"], saved.get("load", {})
+def _check(outcomes: Sequence[Outcome], measured: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Planned over measured figures (medians over the rounds), by system: of those that are in both."""
     found = {}
     for outcome in outcomes:
         if outcome.system in measured:
@@ -201,12 +245,4 @@ def _check(config: BenchPlanConfig, outcomes: Sequence[Outcome], saved: dict[str
             found[outcome.system] = {
                 name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
             }
-    mine = as_load(config, config.model) | {"max_concurrency": None}
-    if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
-        why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
-        raise StartError(f"{config.check} is of another load", why, "plan with the flags that its command has")
-    if not found:
-        raise StartError(
-            f"{config.check} has none of these systems", f"it has {', '.join(measured)}", "name some of them"
-        )
     return found

@@ -35,8 +35,8 @@ LENT_TOKENS, MANY_TOKENS = 16, 128
 """Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/native/borrow.h); what is lost by
 it is little only where there are many."""
 HELP_WITH_FEW, HELP_WITH_MANY = 0.6, 0.9
-"""Workers that a resting one is worth (``python -m bench.lent_core``): two are 1.5 to 1.7 times as fast with 16 to 64
-streams, 1.9 times with a prompt of 512 tokens."""
+"""Workers that a resting one is worth, as one machine and model had it (``python -m bench.lent_core``): two are 1.5 to
+1.7 times as fast with 16 to 64 streams, 1.9 times with a prompt of 512 tokens. A plan assumes it of any."""
 
 
 def help_with(tokens: int) -> float:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.cost import CostModel, fit, hats, shape
+from bench import cost as costs
+from bench import plan, results
+from bench.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
 from bench.load import Run
 from bench.workloads import Ask, random_asks
 from bench.world import Limits, World
+from common import builtin, device
+from common.checkpoint import open_checkpoint
 from common.errors import StartError
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.request import Request, SamplingParams
 from common.sequence import Batch, Segment, Sequence
 from deploy import cli
+from tests.fakes.checkpoint import fake_checkpoint
 
 COST = CostModel(
     streams=((0, 0.01), (64, 0.01)), context=0.0, token=0.001, square=0.0, kv_bytes=1000, layers=10, threads=1,
@@ -27,6 +34,14 @@ LIMITS = Limits(
     kv_blocks=1000, block_size=16, max_num_seqs=8, max_num_batched_tokens=100, max_model_len=4096, link_bytes_per_s=1e6
 )
 ASK = Ask(list(range(100, 200)), 100, 5)
+
+
+def saved_costs(path: Path, **changes: Any) -> Path:
+    """A file of costs of the built-in model and this machine, but for ``changes``; None leaves something out."""
+    origin = source(builtin.NAME, open_checkpoint(str(builtin.path())).fingerprint)
+    found = origin | COST.as_json() | changes
+    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+    return path
 
 
 def lived(asks: list[Ask], times: list[float], pools: tuple[int, int, int], **changes: float) -> Run:
@@ -182,14 +197,14 @@ def test_what_of_a_step_costs() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Planning from a file of costs, checked against a measured comparison: what is off by too much exits with 1."""
-    cost, saved, measured = tmp_path / "cost.json", tmp_path / "plan.json", tmp_path / "compare.json"
-    cost.write_text(json.dumps(COST.as_json()))
+    cost, saved, measured = saved_costs(tmp_path / "cost.json"), tmp_path / "plan.json", tmp_path / "compare.json"
     words = f"bench plan --cost {cost} --num-prompts 20 --request-rate 5 --random-input-len 100 --random-output-len 10"
     systems = ["--systems", "1p1d,2c", "--save", str(saved)]
     assert cli.main([*words.split(), *systems]) == 0
-    shown = capsys.readouterr().out
-    assert "2 workers: Do not disaggregate" in shown
+    shown, said = capsys.readouterr()
+    assert "2 workers: Do not disaggregate" in shown and "note:" not in said
     figures = json.loads(saved.read_text())
+    assert figures["cost"] == json.loads(cost.read_text()), "with where they come from"
     rounds = [figures["systems"]["1p1d"]]
     measured.write_text(json.dumps({"systems": {"1p1d": {"rounds": rounds}}}))
     check = [*words.split(), *systems, "--runs", "1", "--check", str(measured)]
@@ -211,13 +226,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    odd = tmp_path / "odd.json"
+    odd, cost = tmp_path / "odd.json", saved_costs(tmp_path / "cost.json")
+    for text in ("{}", "[]", "null", "no json"):
+        odd.write_text(text)
+        with pytest.raises(StartError, match="cannot read the costs"):
+            load_costs(odd, {}, 1)
     odd.write_text("{}")
-    with pytest.raises(StartError, match="cannot read the costs"):
-        CostModel.load(odd)
-    cost = tmp_path / "cost.json"
-    cost.write_text(json.dumps(COST.as_json()))
-    assert CostModel.load(cost) == COST
+    wanted = source("", open_checkpoint(str(builtin.path())).fingerprint)
+    assert load_costs(cost, wanted, 1)[0] == COST
     for words in (
         ["--goodput", "ttft:3x"],
         ["--systems", "1p0d"],
@@ -228,3 +244,167 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.Captur
     ):
         assert cli.main(["bench", "plan", *words]) == 1
         assert "error:" in capsys.readouterr().err
+
+
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("running", "measure", "served_gap_s"):
+        monkeypatch.setattr(plan, name, lambda *_: pytest.fail("something was measured"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"model": "m-1", "fingerprint": "00ff"}, "", ("the costs of another model", "m-1 (00ff)", "tandem-builtin (")),
+        ({"fingerprint": "00ff"}, "", ("the costs of another model",)),
+        ({"threads": 3}, "", ("the costs of other workers", "3 compute thread(s)", "give --threads 3, ")),
+        ({}, "--threads 2", ("the costs of other workers", "1 compute thread(s)", "give --threads 1, ")),
+        ({"model": None, "fingerprint": None}, "", ("cannot use the costs in", "does not say which model and machine")),
+        ({"machine": None}, "", ("cannot use the costs in", "does not say which model and machine")),
+    ],
+)
+def test_costs_of_something_else_are_refused(
+    changes: dict[str, Any],
+    flags: str,
+    said: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nothing_is_measured(monkeypatch)
+    cost = saved_costs(tmp_path / "cost.json", **changes)
+    assert cli.main(["bench", "plan", "--cost", str(cost), "--num-prompts", "2", *flags.split()]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "leave --cost out, or name another file to measure into" in error
+    for words in said:
+        assert words in error
+
+
+def test_costs_are_known_by_the_weights_and_not_by_where_they_lie(tmp_path: Path) -> None:
+    here, there = fake_checkpoint(tmp_path / "here"), fake_checkpoint(tmp_path / "there")
+    found = [source(str(path), open_checkpoint(str(path)).fingerprint) for path in (here, there)]
+    assert [each["model"] for each in found] == ["here", "there"], "no folders of this machine"
+    assert source("owner/name", "")["model"] == "owner/name"
+    cost = saved_costs(tmp_path / "cost.json", **found[0])
+    assert load_costs(cost, found[1], 1) == (COST, json.loads(json.dumps(found[0])))
+
+
+def test_costs_of_another_machine_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = results.provenance()["machine"]
+    assert machines_differ(here, here) == ""
+    there = here | {"cores": 96, "instructions": ["avx2", "bf16"]}
+    ours = "+".join(here["instructions"])
+    told = f"instructions avx2+bf16 there and {ours} here, cores 96 there and {here['cores']} here"
+    assert machines_differ(there, here) == told
+    cost = saved_costs(tmp_path / "cost.json", machine=there)
+    words = f"bench plan --cost {cost} --num-prompts 2 --systems 1p1d,2c --random-input-len 100"
+    assert cli.main(words.split()) == 0
+    shown, said = capsys.readouterr()
+    assert f"note: the costs in {cost} were measured on another machine: {told}\n" in said and "note" not in shown
+
+
+def test_costs_that_are_measured_are_kept_with_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And can be used again, by a plan that then says the same of them."""
+    monkeypatch.setattr(plan, "served_gap_s", lambda *_: 0.05)
+    monkeypatch.setattr(plan, "measure", lambda *_: COST)
+    cost, plans = tmp_path / "cost.json", [tmp_path / "first.json", tmp_path / "second.json"]
+    for each in plans:
+        words = f"bench plan --cost {cost} --num-prompts 2 --systems 1p1d,2c --random-input-len 100 --save {each}"
+        assert cli.main(words.split()) == 0
+        nothing_is_measured(monkeypatch)
+    kept = json.loads(cost.read_text())
+    assert kept["model"] == builtin.NAME and kept["fingerprint"] == open_checkpoint(str(builtin.path())).fingerprint
+    assert kept["threads"] == 1 and kept["dtype"] == "float32" and kept["turn"] == pytest.approx(0.04)
+    first, second = (json.loads(each.read_text())["cost"] for each in plans)
+    assert first == second == {name: value for name, value in kept.items() if name != "command"}
+    assert {"date", "commit", "machine"} <= set(first)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"load": {"random_output_len": 11}}, "is of another load"),
+        ({"load": {"max_concurrency": 4}}, "max_concurrency 4 measured, None planned"),
+        ({"load": 5}, "is no such file"),
+        ({}, "has none of these systems"),
+    ],
+)
+def test_what_it_cannot_be_checked_against_is_refused_before_anything_is_measured(
+    found: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nothing_is_measured(monkeypatch)
+    figures = dict.fromkeys(plan.CHECKED.values(), 1.0)
+    measured = tmp_path / "compare.json"
+    measured.write_text(json.dumps({"systems": {"2p1d" if not found else "1p1d": {"rounds": [figures]}}} | found))
+    words = f"bench plan --systems 1p1d,2c --random-output-len 10 --check {measured}"
+    assert cli.main(words.split()) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+LINK = "1.0 GiB per second between two workers (--link-rate)"
+LENT = (
+    "to a step, a worker that rests is worth 0.6 of one from 16 tokens on and 0.9 of one from 128 tokens on "
+    "(--no-lend-cores: none)"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told", "kept"),
+    [
+        ("--systems 1p1d,2c", [LINK, LENT], {"link_bytes_per_s", "resting_worker_is_worth"}),
+        ("--systems 1p1d,2c --no-lend-cores", [LINK], {"link_bytes_per_s"}),
+        ("--systems 2c", [LENT], {"resting_worker_is_worth"}),
+        ("--systems 1c", [], set()),
+    ],
+)
+def test_what_is_assumed_is_said(
+    flags: str, told: list[str], kept: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost, saved = saved_costs(tmp_path / "cost.json"), tmp_path / "plan.json"
+    words = f"bench plan --cost {cost} --num-prompts 2 --random-input-len 100 --save {saved} {flags}"
+    assert cli.main(words.split()) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "ssumed" in line]
+    assert lines == ([f"Assumed, not measured: {'; '.join(told)}."] if told else [])
+    assumed = json.loads(saved.read_text())["assumed"]
+    assert set(assumed) == kept
+    assert assumed.get("link_bytes_per_s", 1 << 30) == 1 << 30
+    assert assumed.get("resting_worker_is_worth", {"from_16_tokens": 0.6, "from_128_tokens": 0.9}) == {
+        "from_16_tokens": 0.6,
+        "from_128_tokens": 0.9,
+    }
+
+
+def test_advice_says_that_one_worker_over_all_cores_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unplanned = "one worker over all cores (1c) is not planned: tandem bench compare measures that."
+    cost, saved = saved_costs(tmp_path / "cost.json", threads=2), tmp_path / "plan.json"
+    words = f"bench plan --cost {cost} --threads 2 --num-prompts 2 --random-input-len 100 --save {saved} --systems"
+    assert cli.main([*words.split(), "1p1d,2c"]) == 0
+    said = f"A colocated worker here has 2 cores (--threads), as every worker; {unplanned}"
+    assert said in capsys.readouterr().out.splitlines()
+    assert json.loads(saved.read_text())["advice"][-1] == said
+    assert cli.main([*words.split(), "1p1d,1p2d"]) == 0
+    assert "is not planned" not in capsys.readouterr().out
+
+
+def test_steps_are_measured_on_the_cores_of_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes after has all that there were."""
+    bound: list[list[int]] = []
+
+    def pin(cpus: list[int], threads: int) -> None:
+        bound.append(cpus)
+        raise StartError("no engine", "it is left out here", f"not {threads}")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(sorted(cpus)))
+    monkeypatch.setattr(device, "pin", pin)
+    for threads in (1, 2, 4):
+        with pytest.raises(StartError, match="no engine"):
+            costs.measure(str(builtin.path()), threads, lambda _: None)
+    assert bound == [[5], [5, 7, 9], [5, 7], [5, 7, 9], [5, 7, 9], [5, 7, 9]]
