@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bench.roofline import (
     best_s,
     on_threads,
     product,
+    rate_of,
     read_rates,
     shapes,
     square_rate,
@@ -144,9 +146,7 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
     with on_threads(threads):
         rates = read_rates()
 
-        def read(size_bytes: int) -> float:
-            """The read rate of the smallest measured size that holds ``size_bytes``."""
-            return rates[min((mib for mib in rates if mib * MIB >= size_bytes), default=max(rates))]
+        read = partial(rate_of, rates)
 
         say(f"{device.cpu_name()}, {threads} threads, {dtype}, {heads.query} heads over {heads.kv} of {heads.dim}")
         attention = []
@@ -167,10 +167,11 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         shares, gains = [], []
         for each in linear:
             flops_per_s, bytes_per_s = each.rates(served(each))
-            multiplied, streamed = flops_per_s / top, bytes_per_s / read(256 * MIB)
-            shares.append(max(multiplied, streamed))
-            limit = f"{top / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{read(256 * MIB) / 1e9:.1f} GB/s"
             seconds = each.seconds[served(each)]
+            reading = read(round(bytes_per_s * seconds))  # of what is as large as these weights
+            multiplied, streamed = flops_per_s / top, bytes_per_s / reading
+            shares.append(max(multiplied, streamed))
+            limit = f"{top / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{reading / 1e9:.1f} GB/s"
             gains.append(torch_s(each) / seconds)
             say(
                 f"{_kind(each):<10} {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
@@ -185,7 +186,7 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         for each, gain in zip(linear, gains, strict=True)
         if gain < EQUAL
     ]
-    say(f"slower than torch: {', '.join(slower)}" if slower else "nothing is slower than torch")
+    say(f"slower than torch: {', '.join(slower)}" if slower else "nothing of this is slower than torch")
     return {
         "cpu": device.cpu_name(),
         "threads": threads,
@@ -213,6 +214,9 @@ def run(config: BenchKernelsConfig) -> int:
     except (TypeError, ValueError) as error:
         why = "they are query heads, key-value heads and head size"
         raise StartError(f"--heads {config.heads} cannot be read", why, "give them as in 12/4/64") from error
+    if config.dtype == "float16":
+        why = "on CPUs linear layers of float16 are torch's own: there is nothing to compare"
+        raise StartError("--dtype cannot be float16 here", why, "give bfloat16 or float32")
     dtype, _ = device.choose_dtype(config.dtype, "bfloat16", device.probe_cpu())
     figures = measure(heads, dtype, config.threads, lambda line: print(line, flush=True))
     if config.save:

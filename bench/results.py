@@ -26,6 +26,8 @@ SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), 
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
 """Of those that a processor may have, the ones that kernels differ by."""
 DATE = "%Y%m%d-%H%M%S"
+_CORES = len(os.sched_getaffinity(0))
+"""Of this process as it was started: what measures one of them binds itself to that."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -40,7 +42,7 @@ def provenance() -> dict[str, Any]:
             "cpu": device.cpu_name(),
             "cpu_model": device.cpu_model(),
             "instructions": sorted(device.cpu_flags() & INSTRUCTIONS),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": _CORES,
             "real_time_threads": threads.may_be_real_time(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "python": platform.python_version(),

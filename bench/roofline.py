@@ -117,6 +117,11 @@ def read_rates(sizes: Sequence[int] = ()) -> dict[int, float]:
     return {mib: mib * MIB / best_s(read) for mib, read in reads(sizes or READ_MIB).items()}
 
 
+def rate_of(rates: Mapping[int, float], size_bytes: float) -> float:
+    """Of read ``rates`` by MiB that of the smallest size which holds ``size_bytes``."""
+    return rates[min((mib for mib in rates if mib * MIB >= size_bytes), default=max(rates))]
+
+
 def copy_rate() -> float:
     """Bytes per second of a copy within the process; each byte is read once and written once, and counted once."""
     source = random_words(_COPY_BYTES)
@@ -283,8 +288,10 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
         for mib, rate in reads.items():
             say(f"read     {mib:5d} MiB             {rate / 1e9:8.1f} GB/s")
         copies = {"memcpy": copy_rate(), "shared memory": shared_copy_rate(), "loopback socket": socket_rate()}
-        for name, rate in copies.items():
-            say(f"{name:<28} {rate / 1e9:8.1f} GB/s")
+        reading = rate_of(reads, _COPY_BYTES)
+        say(f"{'memcpy':<28} {copies['memcpy'] / 1e9:8.1f} GB/s  {copies['memcpy'] / reading:4.0%} of what is read")
+        for name in ("shared memory", "loopback socket"):  # of one thread, however many there are
+            say(f"{name:<28} {copies[name] / 1e9:8.1f} GB/s  {copies[name] / copies['memcpy']:4.0%} of memcpy")
         links = {}
         for name, transport, limit in LINKS:
             rate = statistics.median(wire.measure(transport, LINK_TOKENS, 5))
@@ -292,12 +299,18 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
             say(f"KV by {name:<22} {rate / 1e9:8.1f} GB/s  {rate / copies[limit]:4.0%} of {limit}")
         products = []
         for dtype in (torch.bfloat16, torch.float32):
+            most = square_rate(dtype)
+            say(f"product  {str(dtype).removeprefix('torch.'):<9}    square {most / 1e9:8.0f} GFLOP/s")
             for rows in ROWS:
                 found = product(layers, dtype, rows)
-                products.append(asdict(found))
+                reading = rate_of(reads, found.bytes_per_s * found.seconds[found.way])
+                multiplied, streamed = found.flops_per_s / most, found.bytes_per_s / reading
+                limit = "square" if multiplied > streamed else f"{reading / 1e9:.1f} GB/s"
+                products.append(asdict(found) | {"square_flops_per_s": most, "share": max(multiplied, streamed)})
                 say(
                     f"linear   {found.dtype:<9}{rows:5d} rows {found.flops_per_s / 1e9:8.0f} GFLOP/s"
-                    f" {found.bytes_per_s / 1e9:8.1f} GB/s of weights  ({found.way})"
+                    f" {found.bytes_per_s / 1e9:8.1f} GB/s of weights  {max(multiplied, streamed):4.0%} of {limit}"
+                    f"  ({found.way})"
                 )
     return {
         "cpu": device.cpu_name(),

@@ -107,7 +107,7 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
 
     monkeypatch.setattr(kernels, "attend", attended)
     monkeypatch.setattr(kernels, "product", linear)
-    monkeypatch.setattr(kernels, "read_rates", lambda: {1024: 2e9})
+    monkeypatch.setattr(kernels, "read_rates", lambda: {512: 4e9, 1024: 2e9})
     monkeypatch.setattr(kernels, "square_rate", lambda dtype: 1e12)
     monkeypatch.setattr(kernels, "CONTEXTS", (128,))
     saved = tmp_path / "kernels.json"
@@ -125,6 +125,7 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     figures = json.loads(saved.read_text())
     assert figures["slower_than_torch"] == slower and figures["attention"][1]["share"] == 0.5
     assert [each["share"] for each in figures["linear"][:5]] == [0.5, 0.5, 0.5, 0.5, 0.512]
+    assert "of 4.0 GB/s" in shown[10], "weights of half the size are read faster"
     assert "50% of 2.0 GB/s" in shown[5] and "51% of 1000 GFLOP/s" in shown[9], "whichever limit is the nearer"
 
 
@@ -147,9 +148,12 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {"commit", "machine", "read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
     assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
     assert limits["links"]["ZeroMQ over TCP"]["share"] == 2e6 / (16 * roofline.MIB)
+    assert all(each["share"] > 0 for each in limits["linear"])
     assert kernels.run(BenchKernelsConfig(heads="4/2/16", save=str(saved))) == 0
     figures = json.loads(saved.read_text())
     assert [each["batch"] for each in figures["attention"]] == [1, 2]
     with pytest.raises(StartError, match="many") as refused:
         kernels.run(BenchKernelsConfig(heads="many"))
+    with pytest.raises(StartError, match="float16"):
+        kernels.run(BenchKernelsConfig(heads="4/2/16", dtype="float16"))
     assert "12/4/64" in refused.value.todo
