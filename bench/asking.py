@@ -98,19 +98,25 @@ def prepare_with(
 
 def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
     """When each ask is sent, in seconds after the start. StartError if the options contradict each other."""
+    if ramp is None and math.isinf(options.request_rate) and options.burstiness != 1:
+        why = "requests come all at once, or at the times of a trace"
+        raise StartError("--burstiness would change nothing", why, "leave it out, or name a rate")
     recorded = [ask.at for ask in asks if ask.at is not None]
     if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
-        return [at * options.time_scale for at in recorded]
+        began = min(recorded, default=0.0)  # what was left out before it is not waited for
+        return [(at - began) * options.time_scale for at in recorded]
     if options.time_scale != 1:
         why = "requests do not come at the times of a trace"
         raise StartError("--time-scale would change nothing", why, "leave it out, or name a trace and no rate")
     return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 
-def as_load(options: ArrivalOptions, model: str) -> dict[str, Any]:
-    """What is asked of which model and when, so that two measurements can be told to have had the same load. A number
-    that JSON does not have is its text; of paths only the last name."""
-    values = {each.name: getattr(options, each.name) for each in fields(ArrivalOptions)} | {"model": model}
+def as_load(options: DatasetOptions, model: str) -> dict[str, Any]:
+    """What is asked of which model, how and when, as far as it is an option here, so that two measurements can be told
+    to have had the same load, wherever its values came from. A number that JSON does not have is its text; of paths
+    only the last name."""
+    names = (each.name for each in (*fields(ArrivalOptions), *fields(RequestOptions)))
+    values = {name: getattr(options, name) for name in names if hasattr(options, name)} | {"model": model}
     for name in ("dataset_path", "model"):
         values[name] = values[name] and Path(values[name]).name
     return {

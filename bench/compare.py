@@ -24,7 +24,8 @@ from bench.goodput import measured_objectives, unloaded, wanted_objectives
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
 from bench.serve import show_remarks
-from bench.systems import counts, running
+from bench.systems import counts, running, usable_cores, usual_systems
+from common.client import Server
 from common.config import BenchCompareConfig
 from common.errors import StartError
 
@@ -32,8 +33,9 @@ WORTH = 1.05
 """A gain below is not worth a second pool."""
 LITTLE = 0.25
 """A share of requests inside the objectives below which a system is overloaded: it says nothing about others."""
-FEW = 0.01
-"""A share of requests outside an objective that says nothing about the sizes of pools."""
+FEW = 0.05
+"""Up to this share of requests outside an objective says nothing about the sizes of pools: a pause of the machine makes
+a few of a hundred late with any."""
 OTHER = "other"
 """Name of the server at ``--url``."""
 
@@ -151,6 +153,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
     if silent := [each.system for each in (apart, together) if not each.answered]:
         return [f"No advice: {' and '.join(silent)} answered no request."]
     gain = apart.against(together, figure)
+    advised = False
     tail = together.against(apart, "itl_p99")
     output = apart.against(together, "output")
     lines = []
@@ -162,8 +165,10 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
             "The load is too high for these cores, or the objectives are too strict."
         )
     elif not together.figure("goodput").high:
+        advised = True
         lines.append(f"Disaggregate, as {apart.system}: {together.system} has no request inside {objectives}.")
     elif gain.low > 1 and gain.median >= WORTH:
+        advised = True
         lines.append(
             f"Disaggregate, as {apart.system}: {gain:.2f} times as many requests inside {objectives} as "
             f"{together.system}."
@@ -187,7 +192,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
         lines.append(
             f"Requests failed, {', '.join(failures)}: they count as outside, and times are those of the others."
         )
-    return [*lines, *_sizes(apart, bounds)]
+    return [*lines, *_sizes(apart, bounds, advised)]
 
 
 def _beside_other(outcomes: Sequence[Outcome], figure: str, objectives: str) -> list[str]:
@@ -206,9 +211,10 @@ def _beside_other(outcomes: Sequence[Outcome], figure: str, objectives: str) -> 
     return [f"{shown}."]
 
 
-def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
+def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[str]:
     """What the objectives that its requests miss say about the sizes of its pools: the first token waits for prefill,
-    the others for decode."""
+    the others for decode. Larger pools are only named where disaggregation is advised at all, as what may be:
+    nobody has measured them, and on these cores they would take some from others."""
     records = [record for run in apart.runs for record in run.records if record.ok]
     missed = {"ttft": 0.0, "tpot": 0.0} | {
         each.metric: sum(not each.met(record) for record in records) / max(1, len(records)) for each in bounds
@@ -218,16 +224,18 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective]) -> list[str]:
     shown = f"With {apart.system} {late:.0%} miss the objective for TTFT, {slow:.0%} that for TPOT"
     shown += f"; {busy}" if busy else ""
     if max(late, slow) <= FEW:
-        failed = apart.failed / (apart.failed + apart.answered) > FEW
-        return [f"{shown}: {'of those that were answered' if failed else 'its pools are large enough'}."]
+        return [f"{shown}: {'of those that were answered' if apart.failed else 'its pools are large enough'}."]
+    if not advised:
+        return [f"{shown}."]
     prefill, decode, _ = counts(apart.system)
     if late > 2 * slow:
-        lacks, larger = "it lacks prefill", f"{prefill + 1}p{decode}d"
+        lacks, wanted, larger = "it lacks prefill", "for prefill", f"{prefill + 1}p{decode}d"
     elif slow > 2 * late:
-        lacks, larger = "it lacks decode", f"{prefill}p{decode + 1}d"
+        lacks, wanted, larger = "it lacks decode", "for decode", f"{prefill}p{decode + 1}d"
     else:
-        lacks, larger = "both pools are too small", f"{prefill + 1}p{decode + 1}d"
-    return [f"{shown}: {lacks}, {larger} would serve more (tandem bench plan tells how much)."]
+        lacks, wanted, larger = "both pools are too small", "for each", f"{prefill + 1}p{decode + 1}d"
+    more = f"With another core {wanted}, {larger} may serve more (tandem bench plan tells how much)."
+    return [f"{shown}: {lacks}. {more}"]
 
 
 def busy_shares(run: Run) -> dict[str, float]:
@@ -264,13 +272,19 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def run(config: BenchCompareConfig) -> int:
     """Prints the figures of all systems, the ratios and the advice."""
-    names = [name.strip() for name in config.systems.split(",") if name.strip()]
+    cores = usable_cores()
+    wanted = usual_systems(cores) if config.systems is None else config.systems
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         counts(name)
     if len(set(names)) < len(names) or not names:
-        raise StartError(f"--systems {config.systems} cannot be compared", "it takes different ones", "correct it")
+        raise StartError(f"--systems {wanted} cannot be compared", "it takes different ones", "correct it")
     wanted_objectives(config.goodput)
     console = Console(stderr=True, highlight=False)
+    if config.systems is None:
+        console.print(f"comparing {wanted}, chosen for {cores} core{'s' if cores > 1 else ''} (--systems names others)")
+    if config.url:
+        _look_at(config.url, config.api_key, console)
     outcomes = {name: Outcome(name) for name in [*names, *([OTHER] if config.url else [])]}
     objectives: tuple[Objective, ...] = ()
     for number in range(config.runs):
@@ -280,6 +294,8 @@ def run(config: BenchCompareConfig) -> int:
     for line in table(rounds):
         print(line)
     words = verdict(rounds, objectives)
+    if config.runs == 1:
+        words.append("One round only: nothing tells how much of this is chance.")
     print("\n".join(words))
     if config.save:
         results.save(Path(config.save), _as_json(config, rounds, objectives, words))
@@ -288,6 +304,16 @@ def run(config: BenchCompareConfig) -> int:
 
         plots.draw_runs({each.system: each.runs[0] for each in rounds}, Path(config.plot), objectives)
     return 0
+
+
+def _look_at(url: str, api_key: str | None, console: Console) -> None:
+    """StartError if no server answers at ``--url``: its turn comes only after all others, minutes from now."""
+    Server(url, api_key).served()
+    console.print(
+        "note: the server at --url keeps running while the others are measured: if it is on this machine and polls, it "
+        "takes cores from them",
+        markup=False,
+    )
 
 
 def _measure(

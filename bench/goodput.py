@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bench import results
 from bench.arrivals import arrivals
-from bench.asking import Prepared, prepare
+from bench.asking import Prepared, as_load, prepare
 from bench.load import UNSERVED, Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
 from bench.serve import show_remarks
@@ -184,6 +184,7 @@ def run(config: BenchGoodputConfig) -> int:
         figures = {
             "model_id": prepared.target.model,
             "dataset_name": config.dataset_name,
+            "load": as_load(config, prepared.target.model),
             "objectives_ms": {each.metric: each.bound for each in objectives},
             "attainment": config.attainment,
             "goodput": goodput.rate,

@@ -243,7 +243,7 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
 def _shown(metrics: Sequence[str], max_concurrency: int | None, rate: float) -> list[str]:
     """Of requests that all come at once the time in the client says nothing that the duration does not."""
     queued = 0 if max_concurrency is None else 1 if math.isinf(rate) else 2
-    return [*(name for name in METRICS if name in metrics), *QUEUED[:queued]]
+    return [name for name in (*METRICS, *QUEUED[:queued]) if name in metrics]
 
 
 def _title(text: str, line: str) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bench import results
 from bench.arrivals import Ramp
-from bench.asking import prepare, times
+from bench.asking import as_load, prepare, times
 from bench.client import Record
 from bench.load import Run, run_now
 from bench.metrics import METRICS, QUEUED, Objective, as_json, detailed, parse_objectives, rows, summarise
@@ -58,6 +58,7 @@ def run(config: BenchServeConfig) -> int:
             "num_prompts": len(asks),
             "request_rate": config.request_rate,
             "burstiness": config.burstiness,
+            "load": as_load(config, prepared.target.model),
             "max_concurrency": config.max_concurrency,
             "goodput": config.goodput,
             **(ramp_as_json(ramp, run) if ramp else {}),

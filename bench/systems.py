@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,17 @@ def counts(system: str) -> tuple[int, int, int]:
     if not decode + colocated:
         raise StartError(f"{system} serves nobody", "tokens after the first need a decode worker", "correct --systems")
     return prefill, decode, colocated
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def usual_systems(cores: int) -> str:
+    """What is compared unless ``--systems`` says otherwise: one pool of each kind against colocated workers; and where
+    there is a core for a third worker, pools of unequal sizes."""
+    return "1p1d,1c,2c" if cores <= 2 else "1p1d,1c,2c,2p1d,1p2d,3c"
 
 
 def pools(system: str) -> list[str]:

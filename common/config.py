@@ -551,7 +551,12 @@ class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
         None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", LIST, "results"
     )
     metadata: dict[str, str] | None = option(None, "more to save with them", PAIRS, "results")
-    percentile_metrics: str = option("ttft,tpot,itl,e2el", "metrics that are shown", TEXT, "results")
+    percentile_metrics: str = option(
+        "ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue",
+        "metrics that are shown, the last two with --max-concurrency",
+        TEXT,
+        "results",
+    )
     metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
     save_detailed: bool = option(False, "save every request, not only the figures of all", SWITCH, "results")
 
@@ -595,8 +600,12 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
     model: str = field(
         metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
     )
-    systems: str = option(
-        "1p1d,1c,2c", "what is started in turn: 2p1d has 2 prefill and 1 decode worker, 2c 2 colocated", TEXT, "systems"
+    systems: str | None = option(
+        None,
+        "what is started in turn: 2p1d has 2 prefill and 1 decode worker, 2c 2 colocated",
+        TEXT,
+        "systems",
+        shown_default="1p1d,1c,2c; on more than two cores 2p1d,1p2d,3c as well",
     )
     up_flags: str | None = option(None, "flags for each tandem up, in one word", TEXT, "systems")
     runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
+from bench import compare
 from bench.client import Record
 from bench.compare import Outcome, best, busy_shares, table, verdict
 from bench.load import Run
 from bench.metrics import Objective, summarise
-from bench.systems import pools
+from bench.systems import counts, pools, usual_systems
 from common.errors import StartError
 from deploy import cli
 
@@ -110,6 +116,11 @@ def test_requests_that_failed_are_told_and_do_not_speak_for_the_pools() -> None:
     assert words[3].endswith("0% that for TPOT: of those that were answered.")
 
 
+def test_few_failures_do_not_make_pools_large_enough() -> None:
+    words = verdict([failing(outcome("1p1d", (100, 10)), 3), outcome("1c", (50, 10))], OBJECTIVES)
+    assert words[0].startswith("Disaggregate") and words[-1].endswith("TPOT: of those that were answered.")
+
+
 def test_answers_of_one_token_have_no_time_between_tokens() -> None:
     rounds = [outcome("1p1d", (90, 10)), outcome("1c", (90, 10))]
     for each in rounds:
@@ -147,17 +158,50 @@ def test_the_server_at_the_url_is_compared_with_the_best_system() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inside", "gap_ms", "said"),
+    ("inside", "said"),
     [
-        (70, 10, "it lacks prefill, 2p1d would serve more"),
-        (95, 60, "it lacks decode, 1p2d would serve more"),
-        (30, 60, "both pools are too small, 2p2d would"),
-        (100, 10, "its pools are large enough"),
+        (70, "it lacks prefill. With another core for prefill, 2p1d may serve more (tandem bench plan tells"),
+        (94, "it lacks prefill. With another core for prefill, 2p1d may serve more"),
+        (95, "its pools are large enough."),
+        (99, "its pools are large enough."),
+        (100, "its pools are large enough."),
     ],
 )
-def test_the_objectives_that_are_missed_say_which_pool_is_too_small(inside: int, gap_ms: float, said: str) -> None:
-    lines = verdict([outcome("1p1d", (inside, gap_ms)), outcome("1c", (50, 10))], OBJECTIVES)
-    assert said in lines[-1]
+def test_the_first_tokens_that_are_late_say_that_prefill_is_too_small(inside: int, said: str) -> None:
+    """A few say nothing."""
+    lines = verdict([outcome("1p1d", (inside, 10)), outcome("1c", (50, 10))], OBJECTIVES)
+    assert lines[0].startswith("Disaggregate") and said in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("late", "slow", "said"),
+    [
+        (0, 30, "it lacks decode. With another core for decode, 1p2d may serve more"),
+        (20, 30, "both pools are too small. With another core for each, 2p2d may serve more"),
+    ],
+)
+def test_the_objectives_that_are_missed_say_which_pool_is_too_small(late: int, slow: int, said: str) -> None:
+    apart = outcome("1p1d", (100 - late, 10))
+    for record in apart.runs[0].records[:slow]:
+        record.moments = [record.moments[0], record.moments[0] + 0.06]
+    apart.summaries[0] = summarise(apart.runs[0], objectives=OBJECTIVES)
+    lines = verdict([apart, outcome("1c", (30, 10))], OBJECTIVES)
+    assert lines[0].startswith("Disaggregate") and said in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside"),
+    [(10, 0), (60, 90), (60, 60)],  # neither meets the objectives, it has fewer inside, it has as many
+)
+def test_where_it_is_not_advised_to_disaggregate_no_larger_pools_are(inside: int, beside: int) -> None:
+    """What was missed and how busy the pools were is told still."""
+    apart = outcome("1p1d", (inside, 10))
+    for record in apart.runs[0].records:
+        record.stages = {"prefill": "p", "decode": "d", "prefill_ms": 90.0}
+    lines = verdict([apart, outcome("1c", (beside, 10))], OBJECTIVES)
+    assert lines[0].startswith("Do not disaggregate")
+    assert lines[-1].startswith(f"With 1p1d {100 - inside}% miss the objective for TTFT, 0% that for TPOT; prefill")
+    assert lines[-1].endswith("of the time.") and "2p1d" not in " ".join(lines)
 
 
 def test_how_busy_workers_were() -> None:
@@ -179,3 +223,110 @@ def test_names_of_systems() -> None:
             pools(wrong)
     for words in (["--systems", "1p1d,x"], ["--systems", "1c,1c"], ["--systems", ","]):
         assert cli.main(["bench", "compare", *words]) == 1
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Systems that were measured, in turn; all that are asked for are as good as can be."""
+    names: list[str] = []
+
+    def measure(config: object, found: Outcome, *_: object) -> tuple[Objective, ...]:
+        names.append(found.system)
+        one = outcome(found.system, (100, 10))
+        found.runs += one.runs
+        found.summaries += one.summaries
+        return OBJECTIVES
+
+    monkeypatch.setattr(compare, "_measure", measure)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted"),
+    [
+        (1, ["1p1d", "1c", "2c"]),
+        (2, ["1p1d", "1c", "2c"]),
+        (3, ["1p1d", "1c", "2c", "2p1d", "1p2d", "3c"]),
+        (8, ["1p1d", "1c", "2c", "2p1d", "1p2d", "3c"]),
+    ],
+)
+def test_sizes_of_pools_are_compared_where_there_are_cores_for_them(
+    cores: int,
+    wanted: list[str],
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert cli.main(["bench", "compare", "--runs", "1"]) == 0
+    assert measured == wanted == usual_systems(cores).split(",") and all(map(counts, wanted))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"comparing {','.join(wanted)}, chosen for {cores} core{'s' if cores > 1 else ''} (--systems" in said
+
+
+def test_systems_that_are_named_are_those_that_are_compared(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "compare", "--systems", "2p1d, 1c", "--runs", "2"]) == 0
+    assert measured == ["2p1d", "1c"] * 2 and "comparing" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_one_round_is_told_to_be_one(
+    runs: int, measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved.json"
+    assert cli.main(["bench", "compare", "--systems", "1p1d,1c", "--runs", str(runs), "--save", str(saved)]) == 0
+    line = "One round only: nothing tells how much of this is chance."
+    assert (line in capsys.readouterr().out.splitlines()) is (runs == 1)
+    assert (line in json.loads(saved.read_text())["advice"]) is (runs == 1)
+
+
+class _Models(BaseHTTPRequestHandler):
+    """A server that wants a key and has a model."""
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer right"
+        body = json.dumps({"data": [{"id": "some"}]} if known else {"error": {"message": "no such key"}}).encode()
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+@pytest.fixture
+def models() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Models)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_wrong_url_is_found_before_anything_is_started(
+    models: str, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["--url", models, "--api-key", "wrong"], "no such key"),
+    ):
+        assert cli.main(["bench", "compare", *words]) == 1
+        assert said in (error := capsys.readouterr().err) and "keeps running" not in error and not measured
+
+
+def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
+    models: str, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--systems", "1p1d,1c", "--runs", "2", "--url", models, "--api-key", "right"]
+    assert cli.main(["bench", "compare", *words]) == 0
+    assert measured == ["1p1d", "1c", "other"] * 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("note: the server at --url keeps running while the others are measured: if it is on this") == 1

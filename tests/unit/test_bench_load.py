@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from bench import load
 from bench.arrivals import Ramp, arrivals
+from bench.asking import times
 from bench.client import Events, Record, Target
 from bench.load import Run
-from bench.metrics import Objective, as_json, parse_objectives, rows, summarise
+from bench.metrics import QUEUED, Objective, as_json, parse_objectives, rows, summarise
 from bench.workloads import (
     Ask,
     azure_asks,
@@ -27,6 +29,7 @@ from bench.workloads import (
     sharegpt_asks,
     within,
 )
+from common.config import BenchServeConfig
 from common.errors import StartError
 from common.threads import may_be_real_time
 
@@ -191,6 +194,15 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert within(asks, 9, None)[1] == 1
 
 
+def test_a_trace_begins_with_what_is_asked_of_it() -> None:
+    """Rows before it that were left out are not waited for."""
+    asks = [Ask([1], 1, 1, at=at) for at in (30.0, 30.5, 32.0)]
+    options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
+    assert times(options, asks) == [0.0, 1.0, 4.0]
+    with pytest.raises(StartError, match="would change nothing"):
+        times(replace(options, burstiness=2.0), asks)
+
+
 def test_the_same_asks_in_other_words() -> None:
     asks = [*prefix_repetition_asks(IDS, 6, num_prefixes=2, seed=1), Ask("text", 1, 2)]
     other = relabelled(asks, 7)
@@ -335,7 +347,7 @@ def test_figures_of_a_run() -> None:
 
 def test_rows_and_keys_are_those_of_vllm() -> None:
     summary = summarise(RUN, objectives=parse_objectives("ttft:500"))
-    lines = rows(summary, rate=2.0, max_concurrency=8, metrics=["ttft", "tpot", "itl", "e2el"])
+    lines = rows(summary, rate=2.0, max_concurrency=8, metrics=["ttft", "tpot", "itl", "e2el", *QUEUED])
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert "Successful requests:                     3         " in lines
     assert "Request rate configured (RPS):           2.00      " in lines
@@ -360,11 +372,12 @@ def test_time_in_the_client_is_told_where_requests_wait_there() -> None:
     waited = answered(1.0, 0.2, 0.01, 11)
     waited.due_at = 0.6
     summary = summarise(Run([waited], 2.0, 0.0))
-    found = as_json(summary, metrics=[], max_concurrency=1, rate=3.0)
+    found = as_json(summary, metrics=QUEUED, max_concurrency=1, rate=3.0)
     assert found["mean_client_queue_time_ms"] == pytest.approx(400)
     assert found["p99_e2el_including_client_queue_ms"] == pytest.approx(700)
-    assert "p99_e2el_including_client_queue_ms" not in as_json(summary, metrics=[], max_concurrency=1)
-    assert not any("queue" in key for key in as_json(summary, metrics=[]))
+    assert "p99_e2el_including_client_queue_ms" not in as_json(summary, metrics=QUEUED, max_concurrency=1)
+    assert not any("queue" in key for key in as_json(summary, metrics=QUEUED))
+    assert not any("queue" in key for key in as_json(summary, metrics=["ttft"], max_concurrency=1, rate=3.0))
 
 
 def test_a_run_where_all_failed_has_figures() -> None:

@@ -164,6 +164,7 @@ def test_the_command_reports_what_was_done(
     assert figures["completed"] == 10 and figures["slo_attainment"] == 1 and figures["request_rate"] == 10
     assert figures["total_output_tokens"] == 80 and figures["output_lens"] == [8] * 10
     assert figures["commit"] is None or len(figures["commit"]) >= 7
+    assert figures["load"]["random_output_len"] == 8 and figures["load"]["ignore_eos"] is True
     assert figures["machine"]["cores"] >= 1 and figures["command"] == f"tandem {words}"
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
@@ -312,6 +313,7 @@ def test_what_cannot_be_is_refused_in_words(mock_url: str, tmp_path: Path, capsy
         (("--ramp-up-strategy", "linear"), "ramp"),
         ((*RAMP, "--request-rate", "2"), "the ramp says the rate"),
         ((*at_mock, "--time-scale", "2", "--num-prompts", "1"), "would change nothing"),
+        ((*at_mock, "--burstiness", "2", "--num-prompts", "1"), "name a rate"),
         (("--request-rate", "0"), "more than 0"),
         (("--request-rate", "nan"), "more than 0"),
         (("--metric-percentiles", "50,101"), "0 to 100"),
