@@ -83,7 +83,8 @@ def prepare_with(
         notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
     if not asks:
         why = "; ".join(notes) or "the dataset has no request that can be used"
-        raise StartError("there is nothing to ask", why, "give shorter lengths, or another dataset")
+        todo = "give shorter lengths, or another dataset" if notes else "give another dataset"
+        raise StartError("there is nothing to ask", why, todo)
     if len(asks) < prompts.num_prompts:
         notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {prompts.num_prompts}")
     sampling = {name: getattr(requests, name) for name in SAMPLING}
@@ -97,17 +98,11 @@ def prepare_with(
 
 
 def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
-    """When each ask is sent, in seconds after the start. StartError if the options contradict each other."""
-    if ramp is None and math.isinf(options.request_rate) and options.burstiness != 1:
-        why = "requests come all at once, or at the times of a trace"
-        raise StartError("--burstiness would change nothing", why, "leave it out, or name a rate")
+    """When each ask is sent, in seconds after the start."""
     recorded = [ask.at for ask in asks if ask.at is not None]
     if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
         began = min(recorded, default=0.0)  # what was left out before it is not waited for
         return [(at - began) * options.time_scale for at in recorded]
-    if options.time_scale != 1:
-        why = "requests do not come at the times of a trace"
-        raise StartError("--time-scale would change nothing", why, "leave it out, or name a trace and no rate")
     return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 

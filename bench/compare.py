@@ -181,7 +181,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
     else:
         lines.append(
             f"Do not disaggregate: {apart.system} has {gain:.2f} times as many requests inside {objectives} "
-            f"as {together.system}, which is no gain that shows in every round and is worth a second pool."
+            f"as {together.system}, too little, or not in every round, to be worth a second pool."
         )
     shown = f"output with {apart.system} is {output:.2f} times as much."
     if min(each.figure("itl_p99").low for each in (apart, together)):  # where answers had a second token
@@ -224,7 +224,8 @@ def _sizes(apart: Outcome, bounds: Sequence[Objective], advised: bool) -> list[s
     shown = f"With {apart.system} {late:.0%} miss the objective for TTFT, {slow:.0%} that for TPOT"
     shown += f"; {busy}" if busy else ""
     if max(late, slow) <= FEW:
-        return [f"{shown}: {'of those that were answered' if apart.failed else 'its pools are large enough'}."]
+        enough = "its pools are large enough for these objectives"
+        return [f"{shown}: {'of those that were answered' if apart.failed else enough}."]
     if not advised:
         return [f"{shown}."]
     prefill, decode, _ = counts(apart.system)

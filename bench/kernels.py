@@ -214,6 +214,9 @@ def run(config: BenchKernelsConfig) -> int:
     except (TypeError, ValueError) as error:
         why = "they are query heads, key-value heads and head size"
         raise StartError(f"--heads {config.heads} cannot be read", why, "give them as in 12/4/64") from error
+    if min(heads.query, heads.kv, heads.dim) < 1 or heads.query % heads.kv:
+        why = "query heads are a multiple of key-value heads, and all are at least 1"
+        raise StartError(f"--heads {config.heads} cannot be", why, "give them as in 12/4/64")
     if config.dtype == "float16":
         why = "on CPUs linear layers of float16 are torch's own: there is nothing to compare"
         raise StartError("--dtype cannot be float16 here", why, "give bfloat16 or float32")

@@ -68,8 +68,7 @@ def run(config: BenchPlanConfig) -> int:
         checkpoint.position_limit, config.link_rate, config.lend_cores,
     )  # fmt: skip
     assumed, words = _assumed(limits, systems)
-    if words:
-        print(f"Assumed, not measured: {'; '.join(words)}.")
+    print(f"Assumed, not measured: {'; '.join(words)}.")
     longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
     asks, left_out = within(workload(config, tokenizer), config.num_prompts, longest)
     if not asks:
@@ -180,7 +179,7 @@ def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], li
     """What goes into a plan of these systems and was measured by nobody here: as it is saved, and in words."""
     pools = [counts(name) for name in systems]
     found: dict[str, Any] = {}
-    words = []
+    words = ["no time for the way to a server and back, some milliseconds before the first token"]
     if any(prefill for prefill, _, _ in pools):
         found["link_bytes_per_s"] = limits.link_bytes_per_s
         words.append(f"{human_bytes(limits.link_bytes_per_s)} per second between two workers (--link-rate)")

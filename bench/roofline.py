@@ -29,6 +29,7 @@ from bench import results, wire
 from common import builtin, device, native
 from common.checkpoint import open_checkpoint
 from common.config import BenchRooflineConfig
+from common.errors import StartError
 from common.model.linears import Int8Linear, NativeLinear, PackedLinear, gather, native_pays, packing_pays
 
 MIB = 1 << 20
@@ -272,6 +273,10 @@ def square_rate(dtype: torch.dtype) -> float:
 
 @contextmanager
 def on_threads(threads: int) -> Iterator[None]:
+    """StartError if there are not as many cores: threads that take turns measure no limit."""
+    if threads > (cores := len(os.sched_getaffinity(0))):
+        why = f"this process may use {cores} core{'s' if cores > 1 else ''}"
+        raise StartError(f"--threads cannot be {threads}", why, "give at most as many")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -146,7 +146,7 @@ def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask
         for row in rows:
             at = _timestamp(row["TIMESTAMP"])
             began = began or at
-            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            lengths = _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens")
             seconds = (at - began).total_seconds()
             _check_lengths(path, rows.line_num, *lengths)
             yield Ask(_some(generator, ids, lengths[0]), *lengths, at=seconds)
@@ -154,12 +154,22 @@ def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask
         raise _bad(path, f"line {rows.line_num}: {error}") from error
 
 
-def _timestamp(text: str) -> datetime:
+def _whole(row: dict[str, str | None], column: str) -> int:
+    try:
+        return int(row[column] or "")
+    except ValueError:
+        raise ValueError(f"{column} is {row[column] or 'missing'}, not a whole number") from None
+
+
+def _timestamp(text: str | None) -> datetime:
     """``2023-11-16 18:17:03.9799600`` (tenths of microseconds: 2023) and ``2024-05-10 00:00:00.009930+00:00``."""
-    whole, dot, rest = text.partition(".")
+    whole, dot, rest = (text or "").partition(".")
     zone = rest.lstrip("0123456789")
     digits = rest[: len(rest) - len(zone)]
-    return datetime.fromisoformat(f"{whole}{dot}{digits[:6].ljust(6, '0') if dot else ''}{zone}")
+    try:
+        return datetime.fromisoformat(f"{whole}{dot}{digits[:6].ljust(6, '0') if dot else ''}{zone}")
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {text or 'missing'}, not a date and time") from None
 
 
 def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:

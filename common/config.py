@@ -52,6 +52,8 @@ KvEncryption = Literal["curve", "none"]
 Backend = Literal["openai", "openai-chat"]
 RampStrategy = Literal["linear", "exponential"]
 Dataset = Literal["random", "prefix_repetition", "sharegpt", "azure", "mooncake"]
+TRACES = ("azure", "mooncake")
+"""Datasets whose requests have times of their own."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -479,7 +481,7 @@ class DatasetOptions(PromptOptions):
     )
 
     def __post_init__(self) -> None:
-        needs_file = self.dataset_name in ("sharegpt", "azure", "mooncake")
+        needs_file = self.dataset_name in ("sharegpt", *TRACES)
         if needs_file and not self.dataset_path:
             raise StartError(f"--dataset-name {self.dataset_name} needs a file", "none is named", "give --dataset-path")
         if self.dataset_path and not needs_file:
@@ -495,6 +497,20 @@ class ArrivalOptions(DatasetOptions):
         math.inf, "requests per second, in the mean; inf sends all at once, a trace then at its own times", RATE, "load"
     )
     time_scale: float = option(1.0, "factor on the times of a trace: 2 is half its pace", RATE, "workload")
+
+    @property
+    def drawn(self) -> bool:
+        """Whether times are drawn: else requests come all at once, or at the times of a trace."""
+        return math.isfinite(self.request_rate)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.burstiness != 1 and not self.drawn:
+            why = "requests come all at once, or at the times of a trace"
+            raise StartError("--burstiness would change nothing", why, "leave it out, or name a rate")
+        if self.time_scale != 1 and (self.drawn or self.dataset_name not in TRACES):
+            why = "requests do not come at the times of a trace"
+            raise StartError("--time-scale would change nothing", why, "leave it out, or name a trace and no rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -559,6 +575,10 @@ class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
     )
     metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
     save_detailed: bool = option(False, "save every request, not only the figures of all", SWITCH, "results")
+
+    @property
+    def drawn(self) -> bool:
+        return super().drawn or self.ramp_up_strategy is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()

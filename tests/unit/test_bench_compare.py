@@ -59,8 +59,8 @@ def test_what_is_as_good_together_stays_together() -> None:
     ("apart", "said"),
     [
         (((40, 10), (45, 10)), "has only 0.85"),
-        (((90, 10), (40, 10)), "no gain that shows in every round"),
-        (((51, 10), (51, 10)), "no gain that shows in every round"),
+        (((90, 10), (40, 10)), "too little, or not in every round"),
+        (((51, 10), (51, 10)), "too little, or not in every round"),
         (((0, 10), (0, 10)), "has only 0.00"),
     ],
 )
@@ -162,9 +162,9 @@ def test_the_server_at_the_url_is_compared_with_the_best_system() -> None:
     [
         (70, "it lacks prefill. With another core for prefill, 2p1d may serve more (tandem bench plan tells"),
         (94, "it lacks prefill. With another core for prefill, 2p1d may serve more"),
-        (95, "its pools are large enough."),
-        (99, "its pools are large enough."),
-        (100, "its pools are large enough."),
+        (95, "its pools are large enough for these objectives."),
+        (99, "its pools are large enough for these objectives."),
+        (100, "its pools are large enough for these objectives."),
     ],
 )
 def test_the_first_tokens_that_are_late_say_that_prefill_is_too_small(inside: int, said: str) -> None:

@@ -154,6 +154,11 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert [each["batch"] for each in figures["attention"]] == [1, 2]
     with pytest.raises(StartError, match="many") as refused:
         kernels.run(BenchKernelsConfig(heads="many"))
+    for heads in ("4/3/64", "4/0/64", "0/1/64"):
+        with pytest.raises(StartError, match="cannot be"):
+            kernels.run(BenchKernelsConfig(heads=heads))
+    with pytest.raises(StartError, match="--threads"):
+        kernels.run(BenchKernelsConfig(threads=1000))
     with pytest.raises(StartError, match="float16"):
         kernels.run(BenchKernelsConfig(heads="4/2/16", dtype="float16"))
     assert "12/4/64" in refused.value.todo

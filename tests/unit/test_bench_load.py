@@ -143,8 +143,9 @@ def test_mooncake(tmp_path: Path) -> None:
     ("read", "text", "said"),
     [
         (azure_asks, "TIMESTAMP,ContextTokens\n", "GeneratedTokens"),
-        (azure_asks, AZURE + "\n2023-11-16 18:17:03,x,1\n", "line 2"),
-        (azure_asks, AZURE + "\n2023-11-16 18:17:03\n", "line 2"),
+        (azure_asks, AZURE + "\n2023-11-16 18:17:03,x,1\n", "line 2: ContextTokens is x, not a whole number"),
+        (azure_asks, AZURE + "\n2023-11-16 18:17:03\n", "line 2: ContextTokens is missing"),
+        (azure_asks, AZURE + "\nyesterday,9,1\n", "line 2: TIMESTAMP is yesterday, not a date"),
         (azure_asks, AZURE + "\n2023-11-16 18:17:03,0,1\n", "0 prompt tokens"),
         (azure_asks, AZURE + '\n2023-11-16 18:17:03,"' + "9" * 140_000, "field larger than"),
         (azure_asks, AZURE + "\n2023-11-16 18:17:03,9,1\n2023-11-16 18:17:03+00:00,9,1\n", "line 3"),
@@ -200,7 +201,9 @@ def test_a_trace_begins_with_what_is_asked_of_it() -> None:
     options = BenchServeConfig(dataset_name="azure", dataset_path="trace.csv", time_scale=2.0)
     assert times(options, asks) == [0.0, 1.0, 4.0]
     with pytest.raises(StartError, match="would change nothing"):
-        times(replace(options, burstiness=2.0), asks)
+        replace(options, burstiness=2.0)
+    with pytest.raises(StartError, match="would change nothing"):
+        replace(options, request_rate=1.0)
 
 
 def test_the_same_asks_in_other_words() -> None:
