@@ -249,7 +249,8 @@ def busy_shares(run: Run) -> dict[str, float]:
         first, last = record.moments[0], record.moments[-1]
         if stages.get("prefill"):
             began = first - float(stages.get("prefill_ms") or 0.0) / 1000
-            spans["prefill"].setdefault(str(stages["prefill"]), []).append((began, first))
+            pool = "decode" if stages.get("path") == "local" else "prefill"
+            spans[pool].setdefault(str(stages["prefill"]), []).append((began, first))
         if stages.get("decode"):
             spans["decode"].setdefault(str(stages["decode"]), []).append((first, last))
     return {

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from bench.client import Record
 from bench.cost import CostModel
@@ -27,6 +28,7 @@ from common.sequence import Batch, StepResult
 from common.sequence import Sequence as Tokens
 from coordinator.registry import Joined, Registry
 from coordinator.router import Need, NoWorkers, Placement, Promise, Router, Wait
+from decode.chunks import Chunks
 
 TOKEN = 1
 """Every sampled token: which one it is changes no time."""
@@ -88,7 +90,15 @@ class _Worker:
     changes: int = 0
     """Of ``hands``, and steps: an end that was expected before the last one does not come then."""
     batch: Batch = field(default_factory=lambda: Batch((), ()))
+    chunks: Chunks = field(default_factory=Chunks)
+    coming: int = 0
+    """Hand-offs that are expected."""
     landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)
+
+    def plan(self) -> Batch | None:
+        if self.role != "decode":
+            return self.planner.plan()
+        return self.planner.plan(partial(self.chunks.most, more_come=self.coming > 0))
 
 
 class World:
@@ -152,6 +162,8 @@ class World:
             first = placed.prefill or placed.decode
             job.record.stages = {"path": placed.path, "prefill": first.hello.name, "decode": placed.decode.hello.name}
             worker = self._workers[first.id]
+            if placed.prefill is not None:
+                self._workers[placed.decode.id].coming += 1
             worker.planner.add(Tokens(job.request, 0))
             self._kick(worker)
 
@@ -165,7 +177,7 @@ class World:
 
     def _kick(self, worker: _Worker) -> None:
         """Begins the next step of a worker that is idle, if there is one."""
-        if worker.busy or (batch := worker.planner.plan()) is None:
+        if worker.busy or (batch := worker.plan()) is None:
             return
         worker.busy = True
         for segment in batch.segments:
@@ -173,6 +185,7 @@ class World:
             if job.prefill_began is None:
                 job.prefill_began = self.now
         worker.left_s, worker.since, worker.hands = self._cost.step(batch) + self._cost.turn, self.now, 1.0
+        worker.chunks.took(batch, worker.left_s)
         worker.help = help_with(batch.length) if self._limits.lend_cores else 0.0
         self._expect(worker, batch)
         self._share()
@@ -214,6 +227,8 @@ class World:
         sequence.append(TOKEN)
         if sequence.finish is not FinishReason.RUNNING:
             worker.planner.finish(sequence)
+            if worker.role == "prefill" and job.placement is not None:
+                self._workers[job.placement.decode.id].coming -= 1
             self._end(job)
         elif worker.role == "prefill":
             self._hand_off(worker, job, sequence)
@@ -222,6 +237,7 @@ class World:
         assert job.promise is not None and job.record.stages is not None and job.prefill_began is not None
         self._router.prefilled(job.promise)
         job.record.stages["prefill_ms"] = (self.now - job.prefill_began) * 1000
+        self._place()
 
     def _hand_off(self, worker: _Worker, job: _Job, sequence: Tokens) -> None:
         """The blocks stay with prefill until decode has them."""
@@ -253,6 +269,7 @@ class World:
             return False
         sequence.computed = shipped.computed
         worker.planner.adopt(sequence, table)
+        worker.coming -= 1
         return True
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ class Worker(abc.ABC):
         self, engine: Engine, settings: WorkerSettings, hello: Hello, channels: Channels | None = None
     ) -> None:
         self.engine, self.settings, self.incarnation = engine, settings, hello.incarnation
+        self.role = hello.role
         self.channels = channels or Channels()
         self.clock = self.channels.clock
         self.cache = KvCache(
@@ -170,6 +171,10 @@ class Worker(abc.ABC):
         """How long to rest while requests are here and nothing can be computed."""
         return TIMER_S
 
+    def plan(self) -> Batch | None:
+        """What to compute next; None for nothing now."""
+        return self.planner.plan()
+
     @abc.abstractmethod
     def before_step(self, batch: Batch, now: float) -> None:
         """Notes what is about to be computed."""
@@ -221,7 +226,7 @@ class Worker(abc.ABC):
         self.move_kv(self.clock())
         self._reap()
         self._sweep(self.clock())
-        batch = self.planner.plan()
+        batch = self.plan()
         if batch is not None:
             self._step(batch)
         done = self.clock()

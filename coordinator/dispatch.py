@@ -601,6 +601,7 @@ class Dispatcher:
     def _observe(self, ticket: Ticket, choice: int, count: int, now: float) -> None:
         if ticket.promise is not None and ticket.promise.prefill_tokens:
             self.router.prefilled(ticket.promise)
+            self.pump_soon()  # somebody may compute the next prompt
         if ticket.first_token_at is None:
             ticket.first_token_at, ticket.first_attempt = now, ticket.life.attempt
             self.metrics.first_token(ticket, now)

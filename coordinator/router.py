@@ -36,6 +36,13 @@ LOCAL_CACHED_SHARE = 0.75
 """``auto``: ... if at least this much of the prompt is in its cache already."""
 LOCAL_QUEUE_TOKENS = 512
 """``auto``: a tiny prompt does not stand behind so many tokens when a decode worker is idle."""
+OVERFLOW_STEPS = 8
+"""``auto``: behind so many full steps of prefill a prompt may be computed sooner by a decode worker that has no other,
+..."""
+OVERFLOW_SHARE = 0.5
+"""... if it is at most this share of the tokens that stand before it: streams leave it half of that worker."""
+HELD_STEPS = 24
+"""``auto``: behind so many steps no prompt is sent to prefill any more; it goes to whoever has room for it first."""
 FAILED_PAIRS = 2
 """So many pairs may fail the hand-off of one request before its decode worker computes the prompt by itself, if it may:
 what spoils each of them may spoil all, and an attempt must be left."""
@@ -116,11 +123,13 @@ class NoWorkers:
 
 @dataclass(slots=True)
 class Account:
-    """What was promised of one worker: KV blocks and sequences (decode), tokens still to prefill."""
+    """What was promised of one worker: KV blocks and sequences (decode), tokens still to prefill. ``streams`` are the
+    sequences whose prompt is computed."""
 
     blocks: int = 0
     sequences: int = 0
     prefill_tokens: int = 0
+    streams: int = 0
 
 
 @dataclass(slots=True)
@@ -132,6 +141,7 @@ class Promise:
     blocks: int
     sequences: int
     prefill_tokens: int
+    streams: int = 0
 
 
 @dataclass(slots=True)
@@ -245,8 +255,14 @@ class Router:
                 why = "hand-offs from every prefill worker keep failing"
             return Placement("local", None, decode, why) if self.no_prefill == "local" else Wait(why)
         prefill, before, cached = self._nearest(need, prefills)
-        if self.local_prefill == "auto" and (better := self._better_local(need, decode, before)):
-            return Placement("local", None, decode, better)
+        if self.local_prefill == "auto":
+            if better := self._better_local(need, decode, before):
+                return Placement("local", None, decode, better)
+            queued, steps = f"{before} tokens are queued for prefill", before / prefill.hello.max_num_batched_tokens
+            if steps >= OVERFLOW_STEPS and (spare := self._spare(need, fitting, before)):
+                return Placement("local", None, spare, f"{queued}, {spare.hello.name} has none")
+            if steps >= HELD_STEPS:
+                return Wait(queued)
         queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
         return Placement("disagg", prefill, decode, queued)
 
@@ -317,6 +333,17 @@ class Router:
             return f"{decode.hello.name} is idle and {queued_tokens} tokens are queued for prefill"
         return None
 
+    def _spare(self, need: Need, decodes: Sequence[Worker], queued_tokens: int) -> Worker | None:
+        """The first of ``decodes`` that can compute the prompt sooner than prefill gets to it: that computes no other,
+        and whose slots are not all taken by streams, which have to share its steps."""
+        for worker in decodes:
+            account = self.account(worker)
+            if account.prefill_tokens or account.streams >= worker.hello.max_num_seqs:
+                continue
+            if need.tokens - need.cached_on(worker) <= OVERFLOW_SHARE * queued_tokens:
+                return worker
+        return None
+
     # -- the ledger -----------------------------------------------------------------------------------------------
 
     def promise(self, need: Need, placement: Placement) -> Promise:
@@ -338,13 +365,16 @@ class Router:
         """The prompt is computed (its first token came): nothing of it is queued any more. Idempotent."""
         promise.prefill.prefill_tokens -= promise.prefill_tokens
         promise.prefill_tokens = 0
+        promise.decode.streams += promise.sequences - promise.streams
+        promise.streams = promise.sequences
 
     def release(self, promise: Promise) -> None:
         """The request has left its workers. Idempotent; harmless when they are gone."""
         self.prefilled(promise)
         promise.decode.blocks -= promise.blocks
         promise.decode.sequences -= promise.sequences
-        promise.blocks = promise.sequences = 0
+        promise.decode.streams -= promise.streams
+        promise.blocks = promise.sequences = promise.streams = 0
 
     def forget(self, worker: Worker) -> None:
         """A worker is gone, and with it its account and its breakers."""

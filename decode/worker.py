@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from common.request import FinishReason, Request
 from common.sequence import Batch, Sequence, TokenLogprobs
 from common.spans import SpanWriter, from_wire
 from common.worker import Worker
+from decode.chunks import Chunks
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.session import Limits
@@ -66,6 +68,8 @@ class DecodeWorker(Worker):
         """Those of which no step has computed anything here."""
         self._finished = Finished()
         self.reservations = Reservations(self.cache)
+        self.chunks = Chunks()
+        self._batch = Batch((), ())
         self._short_since = math.inf
         """Since when prompts to be computed here have been waiting for blocks."""
         self.receiver = Receiver(
@@ -252,7 +256,14 @@ class DecodeWorker(Worker):
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
+    def plan(self) -> Batch | None:
+        """Of prompts that are computed here only what streams can bear, unless this is what the worker is for."""
+        if self.role == "colocated":
+            return self.planner.plan()
+        return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
+
     def before_step(self, batch: Batch, now: float) -> None:
+        self._batch = batch
         if self.pace.longest:
             self.receiver.away(self.pace.expect(batch.length, batch.attended))
         for segment in batch.segments if self._unstarted else ():
@@ -266,6 +277,7 @@ class DecodeWorker(Worker):
                     self._time(segment.sequence, {**life.figures, "decode_wait_ms": waited_ms})
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
+        self.chunks.took(self._batch, self.pace.last)
         writer = SpanWriter()
         for sample in samples:
             sequence = sample.sequence

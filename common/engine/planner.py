@@ -18,7 +18,7 @@ recomputes what the prefix cache no longer has.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.errors import InvariantBroken, OutOfBlocks
@@ -184,13 +184,16 @@ class Planner:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Batch | None:
-        """The next step, with room for all its tokens in the tables; None when nothing can run now."""
+    def plan(self, most_of_prompts: Callable[[int], int | None] | None = None) -> Batch | None:
+        """The next step, with room for all its tokens in the tables; None when nothing can run now.
+        ``most_of_prompts`` says how many tokens of prompts it may have beside so many streams (None: any number)."""
         self._short = False
         if not self._entries:  # most turns of a worker that waits for KV or for a request
             return None
         step = _Step()
         budget = self._plan_decodes(step)
+        if most_of_prompts is not None and (most := most_of_prompts(len(step.segments))) is not None:
+            budget = min(budget, most)
         budget = self._plan_chunks(step, budget)
         self._plan_waiting(step, budget)
         return Batch(tuple(step.segments), tuple(step.tables)) if step.segments else None

@@ -91,7 +91,7 @@ class House:
         await until(lambda: not self.dispatcher.tickets, "all tickets end")
         assert self.dispatcher.admission.requests == self.dispatcher.admission.tokens == 0
         for account in self.dispatcher.router.accounts.values():
-            assert (account.blocks, account.sequences, account.prefill_tokens) == (0, 0, 0)
+            assert (account.blocks, account.sequences, account.prefill_tokens, account.streams) == (0, 0, 0, 0)
         await until(lambda: not any(worker.busy for worker in self.workers if worker.alive), "workers are idle")
 
 

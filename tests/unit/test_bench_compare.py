@@ -216,6 +216,15 @@ def test_time_in_which_several_requests_run_counts_once() -> None:
     assert busy_shares(run)["decode"] == pytest.approx((9.9 + 0.5) / 10)
 
 
+def test_a_prompt_that_decode_computed_kept_decode_busy() -> None:
+    run = outcome("1p1d", (90, 10), prefill=0.9, decode=0.3).runs[0]
+    before = busy_shares(run)
+    for record in run.records:
+        assert record.stages is not None
+        record.stages |= {"path": "local", "prefill": record.stages["decode"]}
+    assert busy_shares(run) == pytest.approx({"decode": before["decode"] + before["prefill"]}, rel=0.2)
+
+
 def test_names_of_systems() -> None:
     assert pools("2p3d") == ["--prefill", "2", "--decode", "3"] and pools("2c") == ["--colocated", "2"]
     for wrong in ("", "1p", "d", "1p1d1c", "c", "colocated"):

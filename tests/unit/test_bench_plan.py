@@ -150,6 +150,18 @@ def test_any_pools_serve_everything(pools: tuple[int, int, int]) -> None:
     lived(asks, [index * 0.03 for index in range(60)], pools, kv_blocks=40)
 
 
+def test_of_prompts_that_pile_up_decode_takes_some() -> None:
+    """Beside its streams, which go on at half of their pace: a step of 10 ms has a chunk of 10 more, or of 64 tokens
+    before it is known what one takes."""
+    asks = random_asks(range(500), 40, 100, 10, seed=4)
+    run = lived(asks, [0.0] * 40, (1, 1, 0))
+    paths = [record.stages["path"] for record in run.records if record.stages]
+    assert 4 <= paths.count("local") <= 20
+    assert run.seconds < 0.9 * 40 * 0.11, "what prefill alone takes"
+    gaps = sorted(gap for record in run.records for gap in record.itls)
+    assert gaps[len(gaps) // 2] <= 0.021 and gaps[-1] < 0.125
+
+
 def test_what_no_worker_can_hold_is_a_failure() -> None:
     world = World(COST, replace(LIMITS, kv_blocks=4), 1, 1, 0)
     assert world.run([ASK], [0.0]).records[0].error

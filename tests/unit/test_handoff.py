@@ -508,6 +508,29 @@ def test_whole_requests_on_one_worker(bench: Bench) -> None:
         bench.check(request)
 
 
+@pytest.mark.parametrize(("role", "most"), [("decode", 64), ("colocated", 255)])
+def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench, role: str, most: int) -> None:
+    """A colocated one computes as much as fits into a step: that is what it is for."""
+    worker = bench.add(role, OracleEngine(64), max_num_batched_tokens=256)
+    assert isinstance(worker, DecodeWorker)
+    stream, prompt = make_request(1, 60), make_request(600, 5)
+    bench.tell(f"{role}-0", Generate(stream, 1))
+    bench.until(lambda: worker.planner.running)
+    step, chunks = worker.engine.step, list[int]()
+
+    def seen(batch: Any) -> Any:
+        if 1 < (tokens := batch.length - (len(batch.segments) - 1)) and len(batch.segments) > 1:
+            chunks.append(tokens)
+        return step(batch)
+
+    worker.engine.step = seen  # type: ignore[method-assign]
+    bench.tell(f"{role}-0", Generate(prompt, 1))
+    bench.until(lambda: bench.done(stream, prompt))
+    assert chunks[0] == most
+    bench.check(stream)
+    bench.check(prompt)
+
+
 def test_choices_that_move_go_on_where_each_was(bench: Bench) -> None:
     bench.add("colocated", OracleEngine(64))
     request = make_request(40, 10, n=3)

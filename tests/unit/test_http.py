@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,6 +343,18 @@ async def test_what_does_not_fit_now_waits_in_order_of_priority(model: Path) -> 
         await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
         await asyncio.gather(running, *tasks)
         assert done == ["early", "late"]
+
+
+async def test_of_many_prompts_decode_takes_some_and_the_rest_goes_where_one_is_done_first(model: Path) -> None:
+    async with open_house(model) as house:
+        await house.add("prefill", delay_s=0.05, changes={"max_num_batched_tokens": 2})
+        await house.add("decode", delay_s=0.05)
+        asked = {"prompt": [50] * 16, "max_tokens": 4, "return_metrics": True}
+        tasks = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(12)]
+        await until(lambda: house.dispatcher.admission.requests, "some wait with the coordinator")
+        assert len(house.workers[0].got(Prefill)) <= 4, "of 24 steps"
+        paths = Counter([body["tandem"]["path"] for _, body in await asyncio.gather(*tasks)])
+        assert paths["local"] >= 2 and paths["disagg"] >= 4 and paths.total() == 12, paths
 
 
 async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:

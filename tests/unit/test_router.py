@@ -17,7 +17,18 @@ from common.messages import Cached
 from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
 from coordinator.limits import MAX_RETRY_S, Admission
 from coordinator.registry import Registry, Worker
-from coordinator.router import HORIZON_TOKENS, LOCAL_QUEUE_TOKENS, Need, NoWorkers, Placement, Promise, Router, Wait
+from coordinator.router import (
+    HELD_STEPS,
+    HORIZON_TOKENS,
+    LOCAL_QUEUE_TOKENS,
+    OVERFLOW_STEPS,
+    Need,
+    NoWorkers,
+    Placement,
+    Promise,
+    Router,
+    Wait,
+)
 from tests.unit.test_registry import join
 
 
@@ -291,6 +302,77 @@ def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() ->
     assert placement.decode is busy
     assert place(router, Need(8, 10, 1))[0].path == "local"
     assert place(router, Need(8, 10, 1))[0].path == "disagg", "now it is not idle any more"
+
+
+LONG = Need(OVERFLOW_STEPS * 512, 10, 1)
+"""As many tokens as have to stand before a prompt for a decode worker to compute it."""
+
+
+def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[Worker]]:
+    registry, room = Registry("f"), {"kv_blocks": 4000, "max_model_len": 64_000}
+    workers = [join(registry, "p", "p", "prefill", **room)]
+    workers += [join(registry, f"d{n}", f"d{n}", "decode", **room) for n in range(decodes)]
+    return Router(registry, **options), workers
+
+
+def test_a_prompt_does_not_stand_behind_many_where_a_decode_worker_has_none() -> None:
+    router, (prefill, first, second) = roomy(decodes=2)
+    place(router, LONG)
+    placement, promise = place(router, Need(600, 10, 1))
+    assert placement.path == "local" and "4096 tokens are queued for prefill" in placement.why
+    other = second if placement.decode is first else first
+    assert place(router, Need(600, 10, 1))[0].decode is other, "that has none"
+    assert place(router, Need(600, 10, 1))[0].prefill is prefill, "each has one"
+    router.prefilled(promise)
+    again = place(router, Need(600, 10, 1))[0]
+    assert (again.path, again.decode) == ("local", placement.decode)
+
+
+def test_few_tokens_before_a_prompt_do_not_send_it_to_streams() -> None:
+    router, (prefill, _) = roomy()
+    place(router, Need(OVERFLOW_STEPS * 512 - 1, 10, 1))
+    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+
+
+def test_a_long_prompt_waits_for_prefill_which_is_sooner_through_with_it() -> None:
+    router, (prefill, decode) = roomy()
+    place(router, LONG)
+    assert place(router, Need(LONG.tokens // 2 + 1, 10, 1))[0].prefill is prefill
+    router, (prefill, decode) = roomy()
+    keys = chains(320)
+    announce(router, decode, keys)
+    place(router, LONG)
+    assert place(router, Need(LONG.tokens // 2 + 320, 10, 1, keys))[0].path == "local", "what is cached counts as done"
+
+
+def test_streams_in_all_slots_leave_no_room_for_a_prompt() -> None:
+    router, (prefill, decode) = roomy()
+    for _ in range(decode.hello.max_num_seqs):
+        _, promise = place(router, Need(1, 1, 1))
+        router.prefilled(promise)
+        router.prefilled(promise)
+    assert router.account(decode).streams == decode.hello.max_num_seqs
+    place(router, LONG)
+    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+    router.release(promise)
+    router.release(promise)
+    assert router.account(decode).streams == decode.hello.max_num_seqs - 1
+    assert place(router, Need(600, 10, 1))[0].path == "local"
+
+
+def test_what_prefill_does_not_get_to_for_long_waits_for_whoever_is_free_first() -> None:
+    router, (prefill, _) = roomy()
+    _, promise = place(router, Need(HELD_STEPS * 512, 10, 1))
+    assert place(router, Need(600, 10, 1))[0].path == "local"
+    assert isinstance(router.place(Need(600, 10, 1)), Wait)
+    router.prefilled(promise)
+    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+
+
+def test_local_prefill_never_means_that_prompts_pile_up() -> None:
+    router, (prefill, _) = roomy(local_prefill="never")
+    for _ in range(6):
+        assert place(router, LONG)[0].prefill is prefill
 
 
 def test_the_ledger_of_a_lost_worker_goes_with_it() -> None:

@@ -1,0 +1,91 @@
+"""How much of a prompt a decode worker computes beside its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.ids import new_request_id, pack_tokens
+from common.request import Request, SamplingParams
+from common.sequence import Batch, Segment, Sequence
+from decode.chunks import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, Chunks
+
+Seconds = Callable[[int, int], float]
+"""Of a step with so many streams and tokens of prompts."""
+
+
+def step(streams: int, tokens: int) -> Batch:
+    length = max(2, tokens)
+    sequence = Sequence(Request(new_request_id(), pack_tokens([1] * length), SamplingParams(1, 0)), 0)
+    chunk = [Segment(sequence, 0, tokens)] if tokens else []
+    return Batch((*[Segment(sequence, 0, 1)] * streams, *chunk), ([],) * (streams + len(chunk)))
+
+
+def taught(seconds: Seconds, *steps: tuple[int, int]) -> Chunks:
+    chunks = Chunks()
+    for streams, tokens in steps:
+        chunks.took(step(streams, tokens), seconds(streams, tokens))
+    return chunks
+
+
+def linear(streams: int, tokens: int) -> float:
+    return 0.01 + 0.001 * streams + 0.0001 * tokens
+
+
+def test_a_step_with_a_chunk_takes_twice_as_long_as_without() -> None:
+    chunks = taught(linear, (10, 0), (30, 0), (10, 64))
+    for streams, alone in ((10, 0.02), (20, 0.03), (30, 0.04)):
+        assert chunks.alone_s(streams) == pytest.approx(alone), "on a straight line between what was seen"
+        most = chunks.most(streams, more_come=True)
+        assert most is not None and most % MULTIPLE == 0
+        assert alone / 0.0001 - MULTIPLE <= most <= alone / 0.0001
+
+
+def test_more_streams_than_were_seen_are_no_reason_for_a_larger_chunk() -> None:
+    chunks = taught(linear, (4, 0), (8, 0), (8, 64))
+    assert chunks.alone_s(64) == chunks.alone_s(8) and chunks.alone_s(1) == chunks.alone_s(4)
+    assert chunks.most(64, more_come=True) == chunks.most(8, more_come=True)
+
+
+def test_as_long_as_nothing_is_known_chunks_are_small() -> None:
+    assert Chunks().most(3, more_come=True) == FIRST_TOKENS
+    assert taught(linear, (3, 0)).most(3, more_come=True) == FIRST_TOKENS
+    assert taught(linear, (3, FIRST_TOKENS)).most(3, more_come=True) == FIRST_TOKENS
+
+
+def test_small_chunks_tell_nothing_about_what_a_token_adds() -> None:
+    """The end of a prompt, beside streams whose steps vary by as much as it takes."""
+    chunks = taught(linear, (10, 0), (10, 64))
+    before = chunks.most(10, more_come=True)
+    for _ in range(50):
+        chunks.took(step(10, 2), linear(10, 2) + 0.005)
+    assert chunks.most(10, more_come=True) == before
+
+
+def test_what_steps_take_now_counts() -> None:
+    chunks = taught(linear, (10, 0), (10, 64))
+    for _ in range(60):
+        chunks.took(step(10, 0), 0.1)
+        chunks.took(step(10, 96), 0.1 + 96 * 0.0005)
+    assert chunks.most(10, more_come=True) == 192
+
+
+def test_without_streams_a_prompt_gets_the_worker_unless_some_may_come() -> None:
+    assert Chunks().most(0, more_come=False) is None
+    assert Chunks().most(0, more_come=True) == BETWEEN_STREAMS
+
+
+steps = st.lists(st.tuples(st.integers(0, 64), st.integers(0, 512), st.floats(0.0, 5.0)), max_size=40)
+
+
+@given(steps, st.integers(1, 64))
+def test_whatever_steps_take_a_prompt_gets_on(seen: list[tuple[int, int, float]], streams: int) -> None:
+    chunks = Chunks()
+    for count, tokens, seconds in seen:
+        if count or tokens > 1:
+            chunks.took(step(count, 0 if tokens == 1 else tokens), seconds)
+    most = chunks.most(streams, more_come=True)
+    assert most is not None and most >= MULTIPLE
