@@ -519,7 +519,7 @@ def test_a_decode_worker_computes_of_a_prompt_what_its_streams_bear(bench: Bench
     step, chunks = worker.engine.step, list[int]()
 
     def seen(batch: Any) -> Any:
-        if 1 < (tokens := batch.length - (len(batch.segments) - 1)) and len(batch.segments) > 1:
+        if (tokens := batch.length - (len(batch.segments) - 1)) > 1 and len(batch.segments) > 1:
             chunks.append(tokens)
         return step(batch)
 
