@@ -106,5 +106,7 @@ def last_words(said: str) -> str:
 
 
 def die_with_parent() -> None:
-    """The calling process is asked to leave as soon as the one that started it has ended, however that came about."""
+    """The calling process is asked to leave as soon as the one that started it has ended, however that came about; what
+    is told to hang up does, also where that one had nohup before it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

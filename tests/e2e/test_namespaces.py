@@ -210,6 +210,7 @@ class Cluster:
             "deploy.cli", "coordinator", str(self.model), "--served-model-name", "oracle", "--port", "0",
             "--control-host", HERE, "--control-port", "0", "--cluster-key-file", str(self.keys),
             "--expect-prefill", "1", "--expect-decode", "1",
+            "--local-prefill", "never",  # all KV is to come over the wire
         )  # fmt: skip
         until(lambda: _SERVING.search(self.coordinator.said) or self.coordinator.process.poll(), "it serves")
         found = _SERVING.search(self.coordinator.said)

@@ -193,11 +193,12 @@ def test_a_peer_is_halted_with_its_children_and_answers_when_it_goes_on(monkeypa
 
 
 def test_a_peer_that_is_halted_ends_with_whoever_measures_it(tmp_path: Path) -> None:
-    """However that ends: a group without a parent in its session is told to hang up."""
+    """However that ends: a group without a parent in its session is told to hang up. Also under nohup."""
     told = tmp_path / "pids"
     measuring = f"""
 import os, pathlib, signal, sys
 from bench.processes import started
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
     child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, 30, "")
     process.pause()
