@@ -171,7 +171,6 @@ class World:
         assert job.promise is not None
         self._router.release(job.promise)
         job.record.output_tokens = len(job.record.moments)
-        self._place()
 
     # -- the workers' part --------------------------------------------------------------------------------------------
 
@@ -215,6 +214,7 @@ class World:
             self._sampled(worker, sample)
         while worker.landing and self._land(worker, *worker.landing[0]):
             worker.landing.popleft()
+        self._place()  # there may be room now
         self._kick(worker)
         if not worker.busy:
             self._share()
@@ -237,7 +237,6 @@ class World:
         assert job.promise is not None and job.record.stages is not None and job.prefill_began is not None
         self._router.prefilled(job.promise)
         job.record.stages["prefill_ms"] = (self.now - job.prefill_began) * 1000
-        self._place()
 
     def _hand_off(self, worker: _Worker, job: _Job, sequence: Tokens) -> None:
         """The blocks stay with prefill until decode has them."""

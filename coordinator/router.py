@@ -58,7 +58,8 @@ class Need:
     ``diverged``: its choices go on from different tokens, so one worker must compute each of them; a hand-off carries
     one prompt (what they have emitted counts as shared nevertheless: they fit one by one, and take turns).
     ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
-    both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all."""
+    both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all.
+    ``urgent``: goes before what waits at a worker, so that it need not wait here until that is less."""
 
     tokens: int
     output: int
@@ -69,6 +70,7 @@ class Need:
     shun: frozenset[Incarnation] = frozenset()
     apart_from: frozenset[Incarnation] = frozenset()
     enough: int | None = None
+    urgent: bool = False
 
     @property
     def least(self) -> int:
@@ -261,7 +263,7 @@ class Router:
             queued, steps = f"{before} tokens are queued for prefill", before / prefill.hello.max_num_batched_tokens
             if steps >= OVERFLOW_STEPS and (spare := self._spare(need, fitting, before)):
                 return Placement("local", None, spare, f"{queued}, {spare.hello.name} has none")
-            if steps >= HELD_STEPS:
+            if steps >= HELD_STEPS and not need.urgent:
                 return Wait(queued)
         queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
         return Placement("disagg", prefill, decode, queued)
@@ -338,7 +340,7 @@ class Router:
         and whose slots are not all taken by streams, which have to share its steps."""
         for worker in decodes:
             account = self.account(worker)
-            if account.prefill_tokens or account.streams >= worker.hello.max_num_seqs:
+            if worker.id in need.shun or account.prefill_tokens or account.streams >= worker.hello.max_num_seqs:
                 continue
             if need.tokens - need.cached_on(worker) <= OVERFLOW_SHARE * queued_tokens:
                 return worker

@@ -125,4 +125,7 @@ class Ticket:
         enough = None
         if self.open_ended:
             enough = 1 if self.settles else max(sampling.min_tokens - emitted, min(HORIZON_TOKENS, -(-output // 2)))
-        return Need(tokens, output, len(lengths), self.chains, diverged, self.avoid, self.shun, enough=enough)
+        return Need(
+            tokens, output, len(lengths), self.chains, diverged, self.avoid, self.shun, enough=enough,
+            urgent=self.life.started or self.priority < 0,
+        )  # fmt: skip

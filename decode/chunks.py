@@ -12,7 +12,7 @@ from common.sequence import Batch
 MULTIPLE = 16
 """Chunks are of so many tokens, or of a multiple: kernels compute rows by the tile."""
 FIRST_TOKENS = 64
-"""Of a chunk as long as nothing is known; smaller ones tell little about what a token adds."""
+"""Of a chunk as long as nothing is known; smaller ones tell less about what a token adds."""
 BETWEEN_STREAMS = 128
 """Of a chunk in a step without streams, of a worker to which some may come during it."""
 _NEWEST = 0.1
@@ -35,9 +35,11 @@ class Chunks:
             size = streams.bit_length()
             count, usual = self._alone.get(size, (streams, seconds))
             self._alone[size] = count + _NEWEST * (streams - count), usual + _NEWEST * (seconds - usual)
-        elif tokens >= FIRST_TOKENS and (not streams or self._alone):
+        elif tokens >= MULTIPLE and (not streams or self._alone):
             each = max(0.0, seconds - (self.alone_s(streams) if streams else 0.0)) / tokens
-            self._each = each if self._each is None else self._each + _NEWEST * (each - self._each)
+            if self._each is None:
+                self._each = each
+            self._each += _NEWEST * min(1.0, tokens / FIRST_TOKENS) * (each - self._each)
 
     def most(self, streams: int, *, more_come: bool) -> int | None:
         """Tokens of prompts in a step with so many streams, None for any number; ``more_come``: whether hand-offs are

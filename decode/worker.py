@@ -258,9 +258,13 @@ class DecodeWorker(Worker):
 
     def plan(self) -> Batch | None:
         """Of prompts that are computed here only what streams can bear, unless this is what the worker is for."""
-        if self.role == "colocated":
+        if self.role == "colocated" or self._somebody_has_begun():
             return self.planner.plan()
         return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
+
+    def _somebody_has_begun(self) -> bool:
+        """Whether a stream that has begun is computed again: it stands still until then."""
+        return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
         self._batch = batch

@@ -65,6 +65,16 @@ def test_small_chunks_tell_nothing_about_what_a_token_adds() -> None:
     assert chunks.most(10, more_come=True) == before
 
 
+def test_a_first_chunk_that_took_too_long_is_forgotten() -> None:
+    chunks = taught(linear, (10, 0))
+    chunks.took(step(10, 64), linear(10, 64) + 0.5)
+    for _ in range(1000):
+        most = chunks.most(10, more_come=True)
+        assert most is not None
+        chunks.took(step(10, most), linear(10, most))
+    assert chunks.most(10, more_come=True) in (192, 200 - 200 % MULTIPLE)
+
+
 def test_what_steps_take_now_counts() -> None:
     chunks = taught(linear, (10, 0), (10, 64))
     for _ in range(60):

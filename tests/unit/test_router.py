@@ -369,6 +369,22 @@ def test_what_prefill_does_not_get_to_for_long_waits_for_whoever_is_free_first()
     assert place(router, Need(600, 10, 1))[0].prefill is prefill
 
 
+def test_who_goes_before_what_waits_there_is_not_held() -> None:
+    router, (prefill, _) = roomy()
+    place(router, Need(HELD_STEPS * 512, 10, 1))
+    place(router, Need(600, 10, 1))
+    assert isinstance(router.place(Need(600, 10, 1)), Wait)
+    assert place(router, Need(600, 10, 1, urgent=True))[0].prefill is prefill
+
+
+def test_a_decode_worker_that_has_failed_a_request_does_not_get_its_prompt() -> None:
+    router, (prefill, first, second) = roomy(decodes=2)
+    place(router, LONG)
+    router.account(second).prefill_tokens = 100
+    placement = place(router, Need(600, 10, 1, shun=frozenset({first.id})))[0]
+    assert (placement.prefill, placement.decode) == (prefill, second)
+
+
 def test_local_prefill_never_means_that_prompts_pile_up() -> None:
     router, (prefill, _) = roomy(local_prefill="never")
     for _ in range(6):
