@@ -19,14 +19,16 @@ from bench.client import Record, Target
 from bench.load import Run, run_now
 from bench.peers import vllm
 from bench.serve import show_remarks
-from bench.systems import running
+from bench.systems import counts, running
 from bench.tokens import FileTokenizer, ordinary_ids
 from bench.workloads import Ask, random_asks
 from common.client import Server
 from common.errors import StartError
 
-MAX_MODEL_LEN, MAX_NUM_SEQS, KV_GIB = 8192, 64, 1
-"""Equal for all; the KV of 64 sequences of more than 1,300 tokens of an 82 M-parameter model."""
+MAX_MODEL_LEN = 8192
+PLACES, KV_GIB = 128, 2
+"""Sequences at a time and KV of a system: each of two colocated workers has half. It is the KV of so many sequences of
+more than 1,300 tokens of an 82 M-parameter model."""
 _IDS_SEED = 1 << 16
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ class Effort:
     hand_offs: int = 90
     singles: int = 10
     requests: int = 96
-    balanced: int = 320
+    balanced: int = 384
     paced: int = 40
     seconds: float = 8.0
     streamed_tokens: int = 128
@@ -146,13 +148,15 @@ class Field:
         """The URL of a ready server of this kind, or the peer, for a block."""
         cores = self.cores[: system.cores] if system.cores else self.cores
         budget = ["--max-num-batched-tokens", str(system.budget)] if system.budget else []
-        common = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), *budget, *system.flags]
+        sharing = 1 if system.is_peer else max(counts(system.kind)[1:])  # workers, decode or colocated
+        places, kv_gib = PLACES // sharing, KV_GIB // sharing
+        common = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(places), *budget, *system.flags]
         common.append("--no-enable-prefix-caching")
         if system.is_peer:
             assert self.peers is not None
             mode: vllm.Mode = "1p1d" if system.kind == "vllm-1p1d" else "colocated"
-            return vllm.running(self.peers, str(self.model), mode, cores, kv_gib=KV_GIB, flags=common)
-        bound = ["--cpus", ",".join(map(str, cores)), "--kv-cache-memory", f"{KV_GIB}GiB"]
+            return vllm.running(self.peers, str(self.model), mode, cores, kv_gib=kv_gib, flags=common)
+        bound = ["--cpus", ",".join(map(str, cores)), "--kv-cache-memory", f"{kv_gib}GiB"]
         return running(str(self.model), system.kind, [*common, *bound])
 
     def close(self) -> None:

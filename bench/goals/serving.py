@@ -24,7 +24,7 @@ from bench.client import Record
 from bench.compare import busy_shares
 from bench.cost import CostModel, measure
 from bench.goals.engine import CHUNK, in_child
-from bench.goals.field import COLOCATED, MAX_NUM_SEQS, OURS, VLLM, VLLM_1P1D, Field, System, good, whole
+from bench.goals.field import COLOCATED, OURS, PLACES, VLLM, VLLM_1P1D, Field, System, good, whole
 from bench.goals.figures import Row, Target, against, by_round
 from bench.goodput import FIRST_SHARE, NEAR, Point, highest, next_rate
 from bench.load import Run
@@ -327,8 +327,12 @@ def saturation(
 ) -> tuple[Rates, dict[str, Any]]:
     """What each does when ``count`` are sent at once, from then to the last token of all; and what the first row has
     besides. Its limit is what the cores would do if they were always busy with steps that cost what they cost one core
-    alone, those of decode full."""
+    alone, those of decode full. Before, each has as many of them as it has places: memory is found when it is first
+    used, and a server that lives has used it."""
     busy: dict[str, list[float]] = defaultdict(list)
+
+    def fill(system: System) -> list[Record]:
+        return good(field.run(system, field.asks(min(count, PLACES), input_tokens, output_tokens), what="warming up"))
 
     def once(system: System) -> tuple[float, float]:
         run = field.run(system, field.asks(count, input_tokens, output_tokens), what="all at once")
@@ -339,10 +343,10 @@ def saturation(
                 busy[pool].append(share)
         return len(records) / seconds, statistics.median(record.tpot for record in records)
 
-    found = field.alternate(systems, once)
+    found = field.alternate([*field.alternate(systems, fill, rounds=1)], once)
     each = (f"{1000 * statistics.median(tpot for _, tpot in rounds):.0f} ms ({it})" for it, rounds in found.items())
     rates = {system: [rate for rate, _ in rounds] for system, rounds in found.items()}
-    streams = min(count, MAX_NUM_SEQS)
+    streams = min(count, PLACES)
     work_s = cost.prompt_s(input_tokens, CHUNK) + answer_s(cost, input_tokens, output_tokens, streams)
     limit = len(field.cores) / work_s
     return rates, {
@@ -360,7 +364,7 @@ def c10(field: Field) -> list[Row]:
     vLLM 1P1D, which is slow and has no goal here, is measured in C11."""
 
     cost = _cost(field)
-    output = balanced_output(cost, BALANCED_INPUT, MAX_NUM_SEQS // 2)
+    output = balanced_output(cost, BALANCED_INPUT, PLACES // 4)
     systems = field.open(OURS, *COLOCATED, VLLM)
     found, first = saturation(field, cost, systems, field.effort.balanced, BALANCED_INPUT, output)
     what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
