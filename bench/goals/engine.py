@@ -62,6 +62,8 @@ class Calibration:
     layer_weights: int
     """Elements of all linear layers without the last."""
     head_weights: int
+    last_weights: int
+    """Of the last layer, behind its attention: there nobody needs more of a prompt than its last row."""
     attention_width: int
     """Layers times heads times head size."""
     decode: list[Decoded]
@@ -86,9 +88,11 @@ class Calibration:
         return 2 * batch * (self.layer_weights + self.head_weights) / limits.flops_per_s
 
     def prefill_flops(self, tokens: int) -> float:
-        """Operations of a prompt: its rows through all layers, causal attention, one row through the last layer."""
+        """Operations that a prompt cannot do without: its rows through all layers, causal attention, and only its last
+        row through what stands behind the last attention."""
         attention = 2 * self.attention_width * tokens**2
-        return 2 * self.layer_weights * tokens + attention + 2 * self.head_weights
+        every_row, last_row = self.layer_weights - self.last_weights, self.last_weights + self.head_weights
+        return 2 * every_row * tokens + attention + 2 * last_row
 
 
 def in_child(work: Callable[..., T], *given: Any) -> T:
@@ -125,6 +129,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
         kv_bytes=engine.layout.token_bytes,
         layer_weights=sum(weights.values()),
         head_weights=head,
+        last_weights=sum(layer.outputs * layer.inputs for layer in layers if layer.name in ("out", "gate_up", "down")),
         attention_width=config["num_hidden_layers"] * heads * dim,
         decode=[],
         prefill={tokens: [] for tokens in prompts},

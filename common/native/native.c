@@ -163,7 +163,7 @@ struct decoder {
 
 struct pass { /* the rows of one step on their way through the decoder */
     const int64_t *ids, *positions, *block, *offset; /* [rows] each; the last two: the place of a row in the pool */
-    const int64_t *keep;                             /* [kept] rows that become logits */
+    const int64_t *keep;                             /* [kept] rows that become logits, ascending */
     const struct spans *spans;
     void *logits;                                   /* [kept, vocabulary] */
     int64_t *peaks;                                 /* [kept], as of tandem_peaks */
@@ -670,6 +670,13 @@ static void gather_rows(void *to, const void *from, const int64_t *index, int64_
         memcpy((char *)to + i * bytes, (const char *)from + index[i] * bytes, bytes);
 }
 
+/* Of ``rows`` of ``bytes`` each those of ``index``, which ascends, in front. */
+static void keep_rows(void *rows, const int64_t *index, int64_t count, size_t bytes)
+{
+    for (long i = 0; i < count; i++)
+        memmove((char *)rows + i * bytes, (const char *)rows + index[i] * bytes, bytes);
+}
+
 /* What stands before the layers: the rows of their tokens, and the angles of their positions; -1 if a token is none. */
 static int look_up(const struct decoder *decoder, const struct pass *pass)
 {
@@ -705,18 +712,25 @@ static int64_t gated_row(const struct linear *down)
     return down->in * size % PAGE ? down->in : down->in + 64 / size;
 }
 
-/* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. */
-static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass)
+/* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. Nobody
+ * needs more of the ``last`` layer's than the rows to keep, which come to stand in front. */
+static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass, int last)
 {
     const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
     const struct rotary *rotary = layer->rotary;
     if (tandem_attend(layer->attention, pass->spans, pass->qkv, pass->attended, rotary->row, rotary->dim,
                       pass->threads))
         return -1;
-    tandem_linear(out, pass->attended, pass->hidden, pass->hidden, pass->rows, out->in, out->out, pass->threads);
-    tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, pass->rows, gate_up->type);
-    tandem_linear(gate_up, pass->normed, pass->gated, NULL, pass->rows, gate_up->in, gated_row(down), pass->threads);
-    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, pass->rows, gated_row(down), down->out, pass->threads);
+    long rows = pass->rows;
+    if (last && pass->kept < rows) {
+        rows = pass->kept;
+        keep_rows(pass->attended, pass->keep, rows, out->in * layer->attention->element_bytes);
+        keep_rows(pass->hidden, pass->keep, rows, out->out * layer->attention->element_bytes);
+    }
+    tandem_linear(out, pass->attended, pass->hidden, pass->hidden, rows, out->in, out->out, pass->threads);
+    tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, rows, gate_up->type);
+    tandem_linear(gate_up, pass->normed, pass->gated, NULL, rows, gate_up->in, gated_row(down), pass->threads);
+    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, rows, gated_row(down), down->out, pass->threads);
     return 0;
 }
 
@@ -724,9 +738,7 @@ static int attend_and_gate(const struct decoder_layer *layer, const struct pass 
 static void make_logits(const struct decoder *decoder, const struct pass *pass)
 {
     const struct linear *head = decoder->head;
-    size_t bytes = decoder->norm->dim * decoder->layers->attention->element_bytes;
-    gather_rows(pass->normed, pass->hidden, pass->keep, pass->kept, bytes);
-    tandem_norm(decoder->norm, pass->normed, pass->normed, pass->kept, head->type);
+    tandem_norm(decoder->norm, pass->hidden, pass->normed, pass->kept, head->type);
     tandem_linear(head, pass->normed, pass->logits, NULL, pass->kept, head->in, head->out, pass->threads);
     tandem_peaks(pass->logits, pass->kept, head->out, head->type, pass->peaks);
 }
@@ -742,7 +754,7 @@ EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass,
     for (long half = first; half < last; half++)
         if (half % 2 == 0)
             store_keys(decoder->layers + half / 2, pass);
-        else if (attend_and_gate(decoder->layers + half / 2, pass))
+        else if (attend_and_gate(decoder->layers + half / 2, pass, half + 1 == 2 * decoder->count))
             return -1;
     if (last == 2 * decoder->count)
         make_logits(decoder, pass);

@@ -141,7 +141,7 @@ def core() -> Calibration:
     """Weights of 100 MB, KV of 10 kB a token, 10 GB/s, 1 TFLOP/s."""
     return Calibration(
         weight_bytes=100_000_000, kv_bytes=10_000, layer_weights=40_000_000, head_weights=10_000_000,
-        attention_width=10_000,
+        last_weights=5_000_000, attention_width=10_000,
         decode=[Decoded({1: 0.0125, 16: 0.0227}, 10e9, 1e12)],
         prefill={1024: [Prefilled(0.125, 1e12)], 4096: [Prefilled(1.0, 1e12)]},
         turns=[[Turn(0.02, 0.0194), Turn(0.1, 0.0194), Turn(0.02, 0.0194)]], kernels=0.018,
@@ -151,7 +151,7 @@ def core() -> Calibration:
 def test_limits_are_those_of_the_formulas() -> None:
     found = core()
     assert found.step_bytes(1) == 105_120_000 and found.step_bytes(16) == 181_920_000
-    assert found.prefill_flops(1000) == 2 * 40e6 * 1000 + 2 * 10_000 * 1000**2 + 2 * 10e6
+    assert found.prefill_flops(1000) == 2 * 35e6 * 1000 + 2 * 10_000 * 1000**2 + 2 * (5e6 + 10e6)
 
 
 def test_decode_is_compared_with_what_is_read_and_with_the_peer() -> None:
