@@ -322,13 +322,18 @@ def balanced_output(cost: CostModel, prompt: int, streams: int) -> int:
     return next((tokens for tokens in range(1, 4096) if answer_s(cost, prompt, tokens, streams) >= wanted), 4096)
 
 
+def most_per_s(cost: CostModel, cores: int, prompt: int, tokens: int, streams: int) -> float:
+    """Requests that so many cores would serve if they were always busy with steps that cost what they cost one core
+    alone, those of decode with ``streams``."""
+    return cores / (cost.prompt_s(prompt, CHUNK) + answer_s(cost, prompt, tokens, streams))
+
+
 def saturation(
     field: Field, cost: CostModel, systems: Sequence[System], count: int, input_tokens: int, output_tokens: int
 ) -> tuple[Rates, dict[str, Any]]:
     """What each does when ``count`` are sent at once, from then to the last token of all; and what the first row has
-    besides. Its limit is what the cores would do if they were always busy with steps that cost what they cost one core
-    alone, those of decode full. Before, each has as many of them as it has places: memory is found when it is first
-    used, and a server that lives has used it."""
+    besides. Its limit is :func:`most_per_s` with all places taken. Before, each has as many of them as it has places:
+    memory is found when it is first used, and a server that lives has used it."""
     busy: dict[str, list[float]] = defaultdict(list)
 
     def fill(system: System) -> list[Record]:
@@ -346,9 +351,7 @@ def saturation(
     found = field.alternate([*field.alternate(systems, fill, rounds=1)], once)
     each = (f"{1000 * statistics.median(tpot for _, tpot in rounds):.0f} ms ({it})" for it, rounds in found.items())
     rates = {system: [rate for rate, _ in rounds] for system, rounds in found.items()}
-    streams = min(count, PLACES)
-    work_s = cost.prompt_s(input_tokens, CHUNK) + answer_s(cost, input_tokens, output_tokens, streams)
-    limit = len(field.cores) / work_s
+    limit = most_per_s(cost, len(field.cores), input_tokens, output_tokens, min(count, PLACES))
     return rates, {
         "limit": limit,
         "share": statistics.median(rates[OURS]) / limit,
@@ -366,7 +369,9 @@ def c10(field: Field) -> list[Row]:
     cost = _cost(field)
     output = balanced_output(cost, BALANCED_INPUT, PLACES // 4)
     systems = field.open(OURS, *COLOCATED, VLLM)
-    found, first = saturation(field, cost, systems, field.effort.balanced, BALANCED_INPUT, output)
+    in_time = field.effort.balanced_s * most_per_s(cost, len(field.cores), BALANCED_INPUT, output, PLACES)
+    count = max(field.effort.balanced, round(in_time))
+    found, first = saturation(field, cost, systems, count, BALANCED_INPUT, output)
     what = f"saturation, {BALANCED_INPUT}/{output} (balanced)"
     return [
         _saturated("C10", what, found, best(found, COLOCATED), Target("ratio", 1.0, 0.95), **first),
