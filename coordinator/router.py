@@ -40,7 +40,7 @@ OVERFLOW_STEPS = 8
 """``auto``: behind so many full steps of prefill a prompt may be computed sooner by a decode worker that has no other,
 ..."""
 OVERFLOW_SHARE = 0.5
-"""... if it is at most this share of the tokens that stand before it: streams leave it half of that worker."""
+"""... if it is at most this share of the tokens that stand before it: streams have their part of that worker."""
 HELD_STEPS = 24
 """``auto``: behind so many steps no prompt is sent to prefill any more; it goes to whoever has room for it first."""
 FAILED_PAIRS = 2
