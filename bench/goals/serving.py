@@ -120,7 +120,7 @@ def c8(field: Field) -> list[Row]:
     """Decode does not notice that others' prompts are computed. The note has the longest pauses (of one who makes all
     streams wait for a whole prompt P99 knows nothing, once there are more than a hundred tokens to a prompt) and when
     the prompts had their first token: who lets them wait disturbs nobody. Each system is measured in turn with ours,
-    which so has the most rounds: a neighbour's busy seconds double the P99 of one."""
+    which so has the most rounds: its P99 differs by half between rounds where machines are shared."""
     others = field.open(OURS, COLOCATED[0], VLLM, VLLM_1P1D)[1:]
     pairs = {each: field.alternate([OURS, each], partial(interference, field)) for each in others}
     found: dict[System, list[Disturbed]] = {OURS: [one for pair in pairs.values() for one in pair[OURS]]}
