@@ -201,14 +201,23 @@ static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *li
 /* What of a tile's sums is kept when more steps are added to them. */
 static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
 
-/* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
-static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
-                             long panel)
+/* ``count`` float32, a multiple of LANES, from bfloat16. */
+static void NAME(words_of_halves)(const char *from, long count, uint32_t *to)
 {
-    int pairs = linear->type == BFLOAT16;
+    for (long i = 0; i < count; i += LANES)
+        *(words *)(to + i) = NAME(load_words)(from, i, HALVES);
+}
+
+/* A panel of bytes or halves for rows [start, end), at most BYTE_TILES tiles of them: each part of it becomes words
+ * once for all rows. */
+static void NAME(panel_in_parts)(const struct linear *linear, const struct product *product, long start, long end,
+                                 long panel)
+{
+    int pairs = linear->type == BFLOAT16, bytes = linear->scale != NULL;
     long each = pairs ? 2 : 1, steps = linear->in / each, stride = product->in_row / each, column = panel * PANEL;
     long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
-    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in;
+    long step = words_wide * (bytes ? each : 2);
+    const char *weight = (const char *)linear->packed + column * steps * (bytes ? each : 2);
     const uint32_t *from = product->from;
     floats sums[BYTE_TILES * TILE_ROWS][TILE_VECTORS];
 #if HAS_AMX
@@ -218,8 +227,11 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
     long part = end - start > 3 * TILE_ROWS ? BYTE_STEPS : SOME_STEPS; /* many rows have many sums to come back to */
     for (long done = 0; done < steps; done += part) {
         long now = steps - done < part ? steps - done : part;
-        const int8_t *here = weight + words_wide * done * each;
-        NAME(words_of_bytes)(here, words_wide * now, pairs, some);
+        const char *here = weight + step * done, *next = here + step * now;
+        if (bytes)
+            NAME(words_of_bytes)((const int8_t *)here, words_wide * now, pairs, some);
+        else
+            NAME(words_of_halves)(here, words_wide * now, some);
 #if HAS_AMX
         if (pairs) {
             struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
@@ -230,10 +242,11 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
             continue;
         }
 #endif
-        for (long row = start; row < end; row += TILE_ROWS)
+        for (long row = start; row < end; row += TILE_ROWS, next += 64 * now)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
                                 from + row * stride + done, stride, some, now, (float *)sums[row - start],
-                                PANEL, done ? NAME(all) : NULL, NULL, 0);
+                                PANEL, done ? NAME(all) : NULL, next,
+                                !bytes && next < here + 2 * step * now ? ONE_LINE : 0);
     }
 #if HAS_AMX
     NAME(tear_down)();
@@ -241,12 +254,13 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
     NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums);
 }
 
-static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
+static void NAME(panels_in_parts)(const struct linear *linear, const struct product *product, long first, long last)
 {
     const long run = BYTE_TILES * TILE_ROWS;
     for (long start = 0; start < product->rows; start += run)
         for (long panel = first; panel < last; panel++)
-            NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
+            NAME(panel_in_parts)(linear, product, start, start + run < product->rows ? start + run : product->rows,
+                                 panel);
 }
 
 #if HAS_AMX
@@ -361,11 +375,12 @@ static void NAME(amx_panels)(const struct linear *linear, const struct product *
  * run's first tiles bring what comes next nearer. */
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    if (linear->scale) {
-        NAME(byte_panels)(linear, product, first, last);
+    enum words_as as = words_of(linear->type, linear->halves);
+    /* Elsewhere halves become words beside the products, by units that these leave idle. */
+    if (linear->scale || (HAS_AMX && as == HALVES && product->rows > FEW_TILES * TILE_ROWS)) {
+        NAME(panels_in_parts)(linear, product, first, last);
         return;
     }
-    enum words_as as = words_of(linear->type, linear->halves);
 #if HAS_AMX
     if (as == PAIRS) {
         NAME(amx_panels)(linear, product, first, last);
@@ -381,7 +396,8 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         long end = start + run < product->rows ? start + run : product->rows;
         long tiles = (end - start + TILE_ROWS - 1) / TILE_ROWS;
         long ahead = tiles <= FEW_TILES ? SOME_STEPS : steps, some = tiles > 1 ? ahead : steps;
-        int lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == PAIRS ? TILE_VECTORS : 1;
+        int ahead_lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
+        int lines = as != FLOATS ? ahead_lines : HAS_AMX && tiles > FEW_TILES ? ONE_LINE : 0;
         for (long panel = first; panel < last; panel++) {
             long column = panel * PANEL;
             int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
@@ -398,13 +414,13 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
                     int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
                     float *own = (float *)sums[tile % FEW_TILES];
                     const char *here = weight + done * width * LANES * word;
-                    const char *next = here + ahead * width * LANES * word + tile * now * lines * 64;
+                    const char *next = here + ahead * width * LANES * word + tile * now * ahead_lines * 64;
                     int last_steps = done + now == steps;
                     if (last_steps)
                         NAME(fetch_tile)(linear, product, row, rows, out, columns);
                     NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done,
                                         stride, here, now, own, PANEL, done ? NAME(all) : NULL, next,
-                                        tile * lines < most ? lines : 0);
+                                        tile * ahead_lines < most ? lines : 0);
                     if (!last_steps)
                         continue;
 #if HAS_DOT

@@ -96,9 +96,10 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
 #define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
-#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
+#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes or halves, for many rows */
+#define ONE_LINE -1           /* is fetched per step of float32, while many rows are multiplied */
 #define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
-#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
+#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes or halves */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 

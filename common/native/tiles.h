@@ -35,8 +35,8 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
  * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
- * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of
- * the process works on stays in the others. Not so where AHEAD_IN_L2. */
+ * step has, if any; ONE_LINE into second-level cache); more than one are not kept beyond first-level cache, since few
+ * rows want them: what the rest of the process works on stays in the others. Not so where AHEAD_IN_L2. */
 INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
@@ -58,6 +58,8 @@ INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *ro
         if (as == PAIRS)
             UNROLL for (int line = 0; line < lines; line++)
                 __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 2 ? ONE_TILE_TO : lines > 1 ? SOME_TILES_TO : 3);
+        else if (lines == ONE_LINE)
+            __builtin_prefetch(next + s * 64, 0, 2);
         else if (lines)
             UNROLL for (int byte = 0; byte < step; byte += 64)
                 __builtin_prefetch(next + s * step + byte, 0, 3);
@@ -101,7 +103,9 @@ static void NAME(tile_of_words)(int rows, int width, enum words_as as, const uin
                                 const void *panel, long steps, float *sums, long sums_row, const float *keep,
                                 const char *next, int lines)
 {
-    if (as == FLOATS) /* fetching ahead gains nothing where so many bytes are read for each product */
+    if (as == FLOATS && lines == ONE_LINE)
+        NAME(any_tile)(rows, width, FLOATS, row, row_stride, panel, steps, sums, sums_row, keep, next, ONE_LINE);
+    else if (as == FLOATS) /* few rows: fetching ahead gains nothing where so many bytes are read for each product */
         NAME(any_tile)(rows, width, FLOATS, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
     else if (as == HALVES && lines)
         NAME(any_tile)(rows, width, HALVES, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
