@@ -27,8 +27,9 @@ from common.errors import StartError
 
 MAX_MODEL_LEN = 8192
 PLACES, KV_GIB = 128, 2
-"""Sequences at a time and KV of a system: each of two colocated workers has half. It is the KV of so many sequences of
-more than 1,300 tokens of an 82 M-parameter model."""
+"""Streams at a time and KV of a system: each of two colocated workers has half (a pair's prefill worker has as much for
+prompts that are not handed off yet). It is the KV of so many sequences of more than 1,300 tokens of an 82 M-parameter
+model."""
 _IDS_SEED = 1 << 16
 T = TypeVar("T")
 
