@@ -776,7 +776,7 @@ def test_the_prefix_cache_is_asked_once_per_request_where_it_is_computed(bench: 
 def test_decode_tells_what_prefill_had_cached(pair: Bench) -> None:
     """Its whole answer may overtake what prefill says, and usage names these tokens."""
     first = make_request(100, 4)
-    again = msgspec.structs.replace(first, id=RequestId(bytes(15) + b"a"))
+    again = msgspec.structs.replace(first, id=make_request(100, 4).id)
     for request, cached in ((first, 0), (again, 96)):
         pair.place(request, "prefill-0", "decode-1")
         pair.until(lambda request=request: pair.done(request))
