@@ -16,7 +16,7 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
-INTERFACE = 9
+INTERFACE = 10
 """``tandem_interface`` of native.c: raised on both sides when a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -101,7 +101,7 @@ _SIGNATURES = {
     "tandem_give_back": (None, []),
     "tandem_decode": (ctypes.c_int, [_P, _P, _I64, _I64]),
     "tandem_lanes": (ctypes.c_int, []),
-    "tandem_linear": (None, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
+    "tandem_linear": (ctypes.c_int, [_P, _P, _P, _P, _I64, _I64, _I64, ctypes.c_int]),
     "tandem_norm": (None, [_P, _P, _P, _I64, ctypes.c_int]),
     "tandem_pack": (None, [_P, _I64, _I64, ctypes.c_int, ctypes.c_int, _P]),
     "tandem_pack_bytes": (None, [_P, _I64, _I64, ctypes.c_int, _P]),

@@ -15,6 +15,15 @@ struct NAME(tiles) {
     int rows, steps;
 };
 
+/* What meets a panel: rows of words, ``row`` apart. A float32 is the sum of ``parts`` bfloat16 (see split_rows): all of a
+ * row's first, then all its second ones, ``part`` words behind these, and so on. */
+struct NAME(rows) {
+    const uint32_t *words;
+    long row;
+    int parts; /* 1 of bfloat16; a constant wherever it matters how fast it is */
+    long part;
+};
+
 struct NAME(panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
@@ -60,8 +69,8 @@ INLINE void NAME(nothing)(void *, long) {}
 /* Up to 16 rows, or up to 32 if ``high``, and one vector or two. ``count`` parts of something else stand
  * between the products of one tile of steps and the next: neither waits for the other, and the processor does both at
  * once. */
-INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
-                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
+INLINE void NAME(amx_square)(int high, int width, struct NAME(rows) rows, struct NAME(panel) panel, long tiles,
+                             float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
 {
     float *below = sums + AMX_ROWS * sums_row;
     if (add) {
@@ -78,29 +87,33 @@ INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_
         _tile_zero(2);
         _tile_zero(3);
     }
-    const uint32_t *words = panel.words;
+    const uint32_t *row = rows.words, *words = panel.words;
     const char *next = panel.next;
     long parts = count < 2 * tiles ? count : 2 * tiles;
     for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
         for (long line = 0; line < panel.lines; line++, next += 64)
             __builtin_prefetch(next, 0, high ? 2 : 3);
-        _tile_loadd(4, row, row_stride * 4); /* all loads, then all products: a tenth faster than in turn */
-        if (high)
-            _tile_loadd(5, row + AMX_ROWS * row_stride, row_stride * 4);
-        _tile_loadd(6, words, panel.row * 4);
-        if (width > 1)
-            _tile_loadd(7, words + LANES, panel.row * 4);
-        if (2 * t < parts)
-            do_part(of, 2 * t);
-        _tile_dpbf16ps(0, 4, 6);
-        if (width > 1)
-            _tile_dpbf16ps(1, 4, 7);
-        if (2 * t + 1 < parts)
-            do_part(of, 2 * t + 1);
-        if (high)
-            _tile_dpbf16ps(2, 5, 6);
-        if (high && width > 1)
-            _tile_dpbf16ps(3, 5, 7);
+        UNROLL for (int p = 0; p < rows.parts; p++) {
+            const uint32_t *here = row + p * rows.part;
+            _tile_loadd(4, here, rows.row * 4); /* all loads, then all products: a tenth faster than in turn */
+            if (high)
+                _tile_loadd(5, here + AMX_ROWS * rows.row, rows.row * 4);
+            if (p == 0)
+                _tile_loadd(6, words, panel.row * 4);
+            if (p == 0 && width > 1)
+                _tile_loadd(7, words + LANES, panel.row * 4);
+            if (p == 0 && 2 * t < parts)
+                do_part(of, 2 * t);
+            _tile_dpbf16ps(0, 4, 6);
+            if (width > 1)
+                _tile_dpbf16ps(1, 4, 7);
+            if (p == 0 && 2 * t + 1 < parts)
+                do_part(of, 2 * t + 1);
+            if (high)
+                _tile_dpbf16ps(2, 5, 6);
+            if (high && width > 1)
+                _tile_dpbf16ps(3, 5, 7);
+        }
     }
     _tile_stored(0, sums, sums_row * 4);
     if (width > 1)
@@ -113,54 +126,73 @@ INLINE void NAME(amx_square)(int high, int width, const uint32_t *row, long row_
         do_part(of, i);
 }
 
-INLINE void NAME(amx_some)(int rows, int width, const uint32_t *row, long row_stride, struct NAME(panel) panel,
-                           long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
+INLINE void NAME(amx_some)(int count, int width, struct NAME(rows) rows, struct NAME(panel) panel, long tiles,
+                           float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long parts)
 {
-    if (rows > AMX_ROWS && width > 1)
-        NAME(amx_square)(1, 2, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
-    else if (rows > AMX_ROWS)
-        NAME(amx_square)(1, 1, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+    if (count > AMX_ROWS && width > 1)
+        NAME(amx_square)(1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+    else if (count > AMX_ROWS)
+        NAME(amx_square)(1, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     else if (width > 1)
-        NAME(amx_square)(0, 2, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+        NAME(amx_square)(0, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     else
-        NAME(amx_square)(0, 1, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+        NAME(amx_square)(0, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
 }
 
 /* The steps behind the last whole tile: fewer than AMX_STEPS. */
-static void NAME(amx_rest)(struct NAME(tiles) *now, int rows, int width, const uint32_t *row, long row_stride,
+static void NAME(amx_rest)(struct NAME(tiles) *now, int count, int width, struct NAME(rows) rows,
                            struct NAME(panel) panel, int steps, float *sums, long sums_row, int add)
 {
-    NAME(set_up)(now, rows, steps);
+    NAME(set_up)(now, count, steps);
     panel.lines = 0;
-    NAME(amx_some)(rows, width, row, row_stride, panel, 1, sums, sums_row, add, NAME(nothing), NULL, 0);
+    NAME(amx_some)(count, width, rows, panel, 1, sums, sums_row, add, NAME(nothing), NULL, 0);
 }
 
-/* sums[r][v] = rows[r] . panel[.][v] for up to BLOCK_ROWS rows and two vectors, or with ``add`` that more; rows of
- * sums are ``sums_row`` apart. */
-INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int rows, int width, const uint32_t *row, long row_stride,
+/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most BLOCK_ROWS, and two vectors, or with ``add`` that more;
+ * rows of sums are ``sums_row`` apart. */
+INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int count, int width, struct NAME(rows) rows,
                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add,
-                           NAME(part) *do_part, void *of, long count)
+                           NAME(part) *do_part, void *of, long parts)
 {
     long tiles = steps / AMX_STEPS, whole = tiles * AMX_STEPS;
     AMX_FENCE();
     if (tiles) {
-        NAME(set_up)(now, rows, AMX_STEPS);
-        NAME(amx_some)(rows, width, row, row_stride, panel, tiles, sums, sums_row, add, do_part, of, count);
+        NAME(set_up)(now, count, AMX_STEPS);
+        NAME(amx_some)(count, width, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     } else
-        for (long i = 0; i < count; i++)
+        for (long i = 0; i < parts; i++)
             do_part(of, i);
+    rows.words += whole;
     panel.words += whole * panel.row;
     if (whole < steps)
-        NAME(amx_rest)(now, rows, width, row + whole, row_stride, panel, (int)(steps - whole), sums, sums_row,
-                       add || tiles);
+        NAME(amx_rest)(now, count, width, rows, panel, (int)(steps - whole), sums, sums_row, add || tiles);
     AMX_FENCE();
 }
 
 /* The same for all vectors of the panel, with nothing meanwhile. */
-static void NAME(amx_block)(struct NAME(tiles) *now, int rows, const uint32_t *row, long row_stride,
-                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add)
+static void NAME(amx_block)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel,
+                            long steps, float *sums, long sums_row, int add)
 {
     for (int v = 0; v < panel.width; v += 2, panel.words += 2 * LANES, sums += 2 * LANES)
-        NAME(amx_pair)(now, rows, panel.width - v, row, row_stride, panel, steps, sums, sums_row, add,
-                       NAME(nothing), NULL, 0);
+        NAME(amx_pair)(now, count, panel.width - v, rows, panel, steps, sums, sums_row, add, NAME(nothing), NULL, 0);
+}
+
+/* Rows of float32, ``from_row`` apart, as sums of bfloat16: 24 bits are three times 8, so nothing is lost but what is
+ * below 1e-38, and the product with another bfloat16 is exact as well. What is infinite or not a number stays so, in the
+ * first part. */
+static void NAME(split_rows)(const float *from, long rows, long in, long from_row, uint32_t *to)
+{
+    for (long r = 0; r < rows; r++, from += from_row, to += split_row(in))
+        for (long i = 0; i < in; i += LANES) {
+            __mmask16 some = in - i < LANES ? (__mmask16)((1u << (in - i)) - 1) : 0xFFFF;
+            __m512i x = _mm512_maskz_loadu_epi32(some, from + i);
+            __m512 whole = (__m512)x;
+            __mmask16 strange = _mm512_fpclass_ps_mask(whole, 0x99), none = _mm512_fpclass_ps_mask(whole, 0x81);
+            x = _mm512_mask_or_epi32(x, none, x, _mm512_set1_epi32(0x00400000));
+            for (int p = 0; p < FLOAT_PARTS; p++) {
+                __m512i high = _mm512_and_epi32(x, _mm512_set1_epi32((int)0xFFFF0000));
+                _mm256_mask_storeu_epi16((uint16_t *)to + p * in + i, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+                x = _mm512_maskz_mov_epi32((__mmask16)~strange, (__m512i)_mm512_sub_ps((__m512)x, (__m512)high));
+            }
+        }
 }

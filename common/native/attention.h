@@ -372,12 +372,13 @@ static void NAME(weigh_some)(void *of, long)
 static void NAME(score_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
 {
     long steps = KEY_STEPS(block->layer, 1), count = block->task->rows * block->layer->group;
-    const uint32_t *query = block->s->query + (block->head * count + block->row) * steps;
+    struct NAME(rows) query = {.words = block->s->query + (block->head * count + block->row) * steps, .row = steps,
+                               .parts = 1};
     for (long column = 0; column < block->here; column += 2 * LANES) {
         struct NAME(panel) keys = {.words = block->s->keys + column / PANEL * PANEL * steps + column % PANEL,
                                    .row = PANEL};
-        NAME(amx_pair)(now, block->rows, 2, query, steps, keys, steps, block->scores + column, SPAN, 0,
-                       NAME(weigh_some), other, other ? steps / AMX_STEPS * 2 : 0);
+        NAME(amx_pair)(now, block->rows, 2, query, keys, steps, block->scores + column, SPAN, 0, NAME(weigh_some),
+                       other, other ? steps / AMX_STEPS * 2 : 0);
     }
 }
 
@@ -385,13 +386,13 @@ static void NAME(score_block)(struct NAME(tiles) *now, const struct NAME(block) 
 static void NAME(add_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
 {
     long padded = ROUND_UP(block->layer->v_dim, LANES), steps = block->here / 2;
+    struct NAME(rows) weights = {.words = (const uint32_t *)block->weights, .row = SPAN / 2, .parts = 1};
     for (long column = 0; column < padded; column += 2 * LANES) {
         long start = column / PANEL * PANEL;
         struct NAME(panel) values = {.words = block->s->values + start * (SPAN / 2) + column - start,
                                      .row = padded - start < PANEL ? padded - start : PANEL};
-        NAME(amx_pair)(now, block->rows, (int)((padded - column) / LANES), (const uint32_t *)block->weights, SPAN / 2,
-                       values, steps, block->out + column, padded, 1, NAME(weigh_some), other,
-                       other ? steps / AMX_STEPS * 2 : 0);
+        NAME(amx_pair)(now, block->rows, (int)((padded - column) / LANES), weights, values, steps, block->out + column,
+                       padded, 1, NAME(weigh_some), other, other ? steps / AMX_STEPS * 2 : 0);
     }
 }
 

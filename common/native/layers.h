@@ -15,6 +15,8 @@ INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 /* The weight [columns, in] as panels of words or halves, [in words][width] each; columns behind the last are zero. */
 static void NAME(pack_weight)(const void *weight, long columns, long in, enum words_as as, void *to)
 {
+    if (HAS_AMX && as == HALVES)
+        as = PAIRS;
     long steps = as == PAIRS ? in / 2 : in, padded = ROUND_UP(columns, LANES);
     long most = HAS_AMX && as == PAIRS ? AMX_PANEL : PANEL;
     for (long first = 0; first < padded; first += most) {
@@ -201,23 +203,14 @@ static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *li
 /* What of a tile's sums is kept when more steps are added to them. */
 static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
 
-/* ``count`` float32, a multiple of LANES, from bfloat16. */
-static void NAME(words_of_halves)(const char *from, long count, uint32_t *to)
+/* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
+static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
+                             long panel)
 {
-    for (long i = 0; i < count; i += LANES)
-        *(words *)(to + i) = NAME(load_words)(from, i, HALVES);
-}
-
-/* A panel of bytes or halves for rows [start, end), at most BYTE_TILES tiles of them: each part of it becomes words
- * once for all rows. */
-static void NAME(panel_in_parts)(const struct linear *linear, const struct product *product, long start, long end,
-                                 long panel)
-{
-    int pairs = linear->type == BFLOAT16, bytes = linear->scale != NULL;
+    int pairs = HAS_AMX || linear->type == BFLOAT16;
     long each = pairs ? 2 : 1, steps = linear->in / each, stride = product->in_row / each, column = panel * PANEL;
     long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
-    long step = words_wide * (bytes ? each : 2);
-    const char *weight = (const char *)linear->packed + column * steps * (bytes ? each : 2);
+    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in;
     const uint32_t *from = product->from;
     floats sums[BYTE_TILES * TILE_ROWS][TILE_VECTORS];
 #if HAS_AMX
@@ -227,26 +220,22 @@ static void NAME(panel_in_parts)(const struct linear *linear, const struct produ
     long part = end - start > 3 * TILE_ROWS ? BYTE_STEPS : SOME_STEPS; /* many rows have many sums to come back to */
     for (long done = 0; done < steps; done += part) {
         long now = steps - done < part ? steps - done : part;
-        const char *here = weight + step * done, *next = here + step * now;
-        if (bytes)
-            NAME(words_of_bytes)((const int8_t *)here, words_wide * now, pairs, some);
-        else
-            NAME(words_of_halves)(here, words_wide * now, some);
+        const int8_t *here = weight + words_wide * done * each;
+        NAME(words_of_bytes)(here, words_wide * now, pairs, some);
 #if HAS_AMX
-        if (pairs) {
-            struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
-            for (long row = start; row < end; row += BLOCK_ROWS)
-                NAME(amx_block)(&tiles, end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS,
-                                from + row * stride + done, stride, words, now, (float *)sums[row - start], PANEL,
-                                done > 0);
-            continue;
+        struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
+        struct NAME(rows) rows = {.row = stride, .parts = linear->type == FLOAT32 ? FLOAT_PARTS : 1, .part = steps};
+        for (long row = start; row < end; row += BLOCK_ROWS) {
+            rows.words = from + row * stride + done;
+            NAME(amx_block)(&tiles, end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS, rows, words, now,
+                            (float *)sums[row - start], PANEL, done > 0);
         }
-#endif
-        for (long row = start; row < end; row += TILE_ROWS, next += 64 * now)
+#else
+        for (long row = start; row < end; row += TILE_ROWS)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
                                 from + row * stride + done, stride, some, now, (float *)sums[row - start],
-                                PANEL, done ? NAME(all) : NULL, next,
-                                !bytes && next < here + 2 * step * now ? ONE_LINE : 0);
+                                PANEL, done ? NAME(all) : NULL, NULL, 0);
+#endif
     }
 #if HAS_AMX
     NAME(tear_down)();
@@ -254,13 +243,12 @@ static void NAME(panel_in_parts)(const struct linear *linear, const struct produ
     NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums);
 }
 
-static void NAME(panels_in_parts)(const struct linear *linear, const struct product *product, long first, long last)
+static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     const long run = BYTE_TILES * TILE_ROWS;
     for (long start = 0; start < product->rows; start += run)
         for (long panel = first; panel < last; panel++)
-            NAME(panel_in_parts)(linear, product, start, start + run < product->rows ? start + run : product->rows,
-                                 panel);
+            NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
 
 #if HAS_AMX
@@ -298,11 +286,11 @@ static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
 /* Columns [first, last) for all rows. A panel meets all rows of a run, which stay in second-level cache beside it;
  * meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
-                              NAME(part) *do_part)
+                              int each, NAME(part) *do_part)
 {
     struct NAME(tiles) now = {};
     long steps = linear->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
-    long runs = product->rows * steps * 4 / AMX_RUN_BYTES + 1;
+    long runs = product->rows * steps * each * 4 / AMX_RUN_BYTES + 1;
     long run = ROUND_UP((product->rows + runs - 1) / runs, BLOCK_ROWS);
     floats sums[2][BLOCK_ROWS][AMX_PANEL / LANES] __attribute__((aligned(64)));
     struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
@@ -319,8 +307,10 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
                 int rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
                 long at = row * product->out_row + (linear->activation ? column / 2 : column);
                 finish.next = (const uint16_t *)product->to + at;
-                NAME(amx_pair)(&now, rows, panel.width, (const uint32_t *)product->from + row * stride, stride, panel,
-                               steps, (float *)sums[which], AMX_PANEL, 0, do_part, &finish, parts);
+                struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
+                                          .parts = each, .part = steps};
+                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, (float *)sums[which], AMX_PANEL, 0, do_part,
+                               &finish, parts);
                 finish.sums = sums[which];
                 finish.row = row;
                 finish.column = column;
@@ -339,25 +329,28 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
         do_part(&finish, i);
 }
 
-#define AMX_COLUMNS(way)                                                                                              \
-    static __attribute__((noinline)) void NAME(columns_##way)(const struct linear *linear,                             \
-                                                              const struct product *product, long first, long last)    \
+#define AMX_COLUMNS(name, each, way)                                                                                  \
+    static __attribute__((noinline)) void NAME(columns_##name)(const struct linear *linear,                            \
+                                                               const struct product *product, long first, long last)   \
     {                                                                                                                  \
-        NAME(amx_columns)(linear, product, first, last, NAME(finish_##way));                                           \
+        NAME(amx_columns)(linear, product, first, last, each, NAME(finish_##way));                                     \
     }
-AMX_COLUMNS(sums)
-AMX_COLUMNS(added)
-AMX_COLUMNS(silu)
-AMX_COLUMNS(gelu)
-AMX_COLUMNS(any)
+AMX_COLUMNS(sums, 1, sums)
+AMX_COLUMNS(added, 1, added)
+AMX_COLUMNS(silu, 1, silu)
+AMX_COLUMNS(gelu, 1, gelu)
+AMX_COLUMNS(any, 1, any)
+AMX_COLUMNS(split, FLOAT_PARTS, any)
 
-/* linear_panels for bfloat16 in tile registers. */
+/* linear_panels in tile registers: for weights of bfloat16, and rows of it or split. */
 static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
     int plain = !linear->bias && end / (linear->activation ? 2 : 1) <= linear->out && end % AMX_PANEL == 0;
     first *= PANEL;
-    if (plain && linear->activation == NONE && product->add)
+    if (linear->type == FLOAT32)
+        NAME(columns_split)(linear, product, first, end);
+    else if (plain && linear->activation == NONE && product->add)
         NAME(columns_added)(linear, product, first, end);
     else if (plain && linear->activation == NONE)
         NAME(columns_sums)(linear, product, first, end);
@@ -375,14 +368,13 @@ static void NAME(amx_panels)(const struct linear *linear, const struct product *
  * run's first tiles bring what comes next nearer. */
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    enum words_as as = words_of(linear->type, linear->halves);
-    /* Elsewhere halves become words beside the products, by units that these leave idle. */
-    if (linear->scale || (HAS_AMX && as == HALVES && product->rows > FEW_TILES * TILE_ROWS)) {
-        NAME(panels_in_parts)(linear, product, first, last);
+    if (linear->scale) {
+        NAME(byte_panels)(linear, product, first, last);
         return;
     }
+    enum words_as as = words_of(linear->type, linear->halves);
 #if HAS_AMX
-    if (as == PAIRS) {
+    if (as != FLOATS) {
         NAME(amx_panels)(linear, product, first, last);
         return;
     }

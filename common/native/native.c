@@ -96,14 +96,24 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
 #define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
-#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes or halves, for many rows */
+#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
 #define ONE_LINE -1           /* is fetched per step of float32, while many rows are multiplied */
 #define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
-#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes or halves */
+#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
+#define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
+#define SPLIT_ROWS 32         /* of float32 that are split at a time, at least */
+
 enum activation { NONE, SILU, GELU_TANH };
+
+/* Words from row to row of split rows: not whole pages, of which a cache keeps few. */
+INLINE long split_row(long in)
+{
+    long words = FLOAT_PARTS * in / 2;
+    return words * 4 % PAGE ? words : words + 16;
+}
 
 /* The bfloat16 that equals each number from 0 to 127: the lower bytes of all, then the upper ones. */
 static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
@@ -189,11 +199,12 @@ struct variant {
     uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
     void (*peak_rows)(const void *, long, long, int, int64_t *);
+    void (*split_rows)(const float *, long, long, long, uint32_t *); /* NULL where rows of float32 are not split */
 };
 
-#define VARIANT(text)                                                                                                  \
+#define VARIANT(text, split)                                                                                           \
     {text, LANES, PANEL, ROWS_AT_ONCE, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),       \
-     NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows)}
+     NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows), split}
 
 #define FEW_TILES 3   /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
@@ -323,7 +334,7 @@ static int runs_here(const struct variant *variant)
 }
 
 /* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
-EXPORT int tandem_interface(void) { return 9; }
+EXPORT int tandem_interface(void) { return 10; }
 
 /* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
 EXPORT const char *tandem_variant(int index)
@@ -581,7 +592,7 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
 EXPORT int tandem_lanes(void) { return active->lanes; }
 
 /* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too, or
- * as ``halves`` bfloat16 for rows of float32. ``in`` is even for rows of bfloat16. */
+ * as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
     active->pack_weight(weight, columns, in, words_of(type, halves), to);
@@ -590,7 +601,7 @@ EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int typ
 /* The same of int8 [columns, in], for rows of ``type``. */
 EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
 {
-    active->pack_bytes(weight, columns, in, type == BFLOAT16, to);
+    active->pack_bytes(weight, columns, in, type == BFLOAT16 || active->split_rows, to);
 }
 
 /* A product whose columns are worked on some panels at a time. */
@@ -607,28 +618,63 @@ static void multiply_part(void *of, long i)
     active->linear_panels(work->linear, work->product, first, last < work->panels ? last : work->panels);
 }
 
-EXPORT void tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
-                          int64_t in_row, int64_t out_row, int threads)
+static void multiply(const struct linear *linear, const struct product *product, int threads)
 {
-    struct product product = {from, add, to, rows, in_row, out_row};
-    long panels = (linear->columns + active->panel - 1) / active->panel;
+    long rows = product->rows, panels = (linear->columns + active->panel - 1) / active->panel;
     if (may_borrow(rows)) {
         long by_size = rows * linear->in * linear->columns / PART_PRODUCTS, by_hands = PARTS_OF_EACH * hands(threads);
         long most = by_size > by_hands ? by_size : by_hands, parts = most > LEAST_PARTS ? most : LEAST_PARTS;
         long each = (panels + parts - 1) / parts;
-        struct multiplying work = {linear, &product, panels, each};
+        struct multiplying work = {linear, product, panels, each};
         share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
         return;
     }
     if (threads > panels)
         threads = (int)panels;
     if (threads <= 1) {
-        active->linear_panels(linear, &product, 0, panels);
+        active->linear_panels(linear, product, 0, panels);
         return;
     }
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int i = 0; i < threads; i++)
-        active->linear_panels(linear, &product, panels * i / threads, panels * (i + 1) / threads);
+        active->linear_panels(linear, product, panels * i / threads, panels * (i + 1) / threads);
+}
+
+/* The same for rows of float32 and weights that are bfloat16, of which tiles want both: rows are split, some at a time
+ * that stay in second-level cache. */
+static int multiply_split(const struct linear *linear, const struct product *product, int threads)
+{
+    long words = split_row(linear->in), most = AMX_RUN_BYTES / (words * 4) / SPLIT_ROWS * SPLIT_ROWS;
+    long runs = most ? (product->rows + most - 1) / most : (product->rows + SPLIT_ROWS - 1) / SPLIT_ROWS;
+    long run = ROUND_UP((product->rows + runs - 1) / runs, SPLIT_ROWS);
+    uint32_t *split = (uint32_t *)own_memory(run * words * 4);
+    if (!split)
+        return -1;
+    for (long start = 0; start < product->rows; start += run) {
+        long rows = product->rows - start < run ? product->rows - start : run, at = start * product->out_row;
+        const float *from = (const float *)product->from + start * product->in_row;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1 && rows > 1)
+        for (int i = 0; i < threads; i++) {
+            long first = rows * i / threads, last = rows * (i + 1) / threads;
+            active->split_rows(from + first * product->in_row, last - first, linear->in, product->in_row,
+                               split + first * words);
+        }
+        const float *add = product->add ? (const float *)product->add + at : NULL;
+        struct product some = {split, add, (float *)product->to + at, rows, 2 * words, product->out_row};
+        multiply(linear, &some, threads);
+    }
+    return 0;
+}
+
+/* 0, or -1 when there is no memory for it. */
+EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
+                         int64_t in_row, int64_t out_row, int threads)
+{
+    struct product product = {from, add, to, rows, in_row, out_row};
+    if (active->split_rows && linear->type == FLOAT32 && (linear->halves || linear->scale))
+        return rows ? multiply_split(linear, &product, threads) : 0;
+    multiply(linear, &product, threads);
+    return 0;
 }
 
 EXPORT void tandem_norm(const struct norm *norm, const void *from, void *to, int64_t rows, int type)
@@ -692,17 +738,20 @@ static int look_up(const struct decoder *decoder, const struct pass *pass)
     return 0;
 }
 
-/* The first half of a layer: this step's keys and values into the pool. */
-static void store_keys(const struct decoder_layer *layer, const struct pass *pass)
+/* The first half of a layer: this step's keys and values into the pool; -1 when there is no memory for it. */
+static int store_keys(const struct decoder_layer *layer, const struct pass *pass)
 {
     const struct rotary *rotary = layer->rotary;
     int type = layer->qkv->type;
     tandem_norm(layer->input_norm, pass->hidden, pass->normed, pass->rows, type);
-    tandem_linear(layer->qkv, pass->normed, pass->qkv, NULL, pass->rows, layer->qkv->in, rotary->row, pass->threads);
+    if (tandem_linear(layer->qkv, pass->normed, pass->qkv, NULL, pass->rows, layer->qkv->in, rotary->row,
+                      pass->threads))
+        return -1;
     tandem_rotate(rotary, pass->qkv, pass->rows, pass->cos, pass->sin, type);
     const char *key = (char *)pass->qkv + rotary->query_heads * rotary->dim * layer->attention->element_bytes;
     const char *value = key + rotary->key_heads * rotary->dim * layer->attention->element_bytes;
     tandem_store(layer->attention, key, value, pass->rows, rotary->row, rotary->row, pass->block, pass->offset);
+    return 0;
 }
 
 /* Elements from row to row of what the last layer of a half reads: a cache line more where rows would be whole pages
@@ -728,20 +777,24 @@ static int attend_and_gate(const struct decoder_layer *layer, const struct pass 
         keep_rows(pass->attended, pass->keep, rows, out->in * layer->attention->element_bytes);
         keep_rows(pass->hidden, pass->keep, rows, out->out * layer->attention->element_bytes);
     }
-    tandem_linear(out, pass->attended, pass->hidden, pass->hidden, rows, out->in, out->out, pass->threads);
+    if (tandem_linear(out, pass->attended, pass->hidden, pass->hidden, rows, out->in, out->out, pass->threads))
+        return -1;
     tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, rows, gate_up->type);
-    tandem_linear(gate_up, pass->normed, pass->gated, NULL, rows, gate_up->in, gated_row(down), pass->threads);
-    tandem_linear(down, pass->gated, pass->hidden, pass->hidden, rows, gated_row(down), down->out, pass->threads);
-    return 0;
+    if (tandem_linear(gate_up, pass->normed, pass->gated, NULL, rows, gate_up->in, gated_row(down), pass->threads))
+        return -1;
+    return tandem_linear(down, pass->gated, pass->hidden, pass->hidden, rows, gated_row(down), down->out,
+                         pass->threads);
 }
 
-/* What stands behind the layers: logits of the rows to keep, and their peaks. */
-static void make_logits(const struct decoder *decoder, const struct pass *pass)
+/* What stands behind the layers: logits of the rows to keep, and their peaks; -1 when there is no memory for it. */
+static int make_logits(const struct decoder *decoder, const struct pass *pass)
 {
     const struct linear *head = decoder->head;
     tandem_norm(decoder->norm, pass->hidden, pass->normed, pass->kept, head->type);
-    tandem_linear(head, pass->normed, pass->logits, NULL, pass->kept, head->in, head->out, pass->threads);
+    if (tandem_linear(head, pass->normed, pass->logits, NULL, pass->kept, head->in, head->out, pass->threads))
+        return -1;
     tandem_peaks(pass->logits, pass->kept, head->out, head->type, pass->peaks);
+    return 0;
 }
 
 /* Halves [first, last) of the layers, two each, with what stands before the first and behind the last of all. Whoever
@@ -752,14 +805,12 @@ EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass,
 {
     if (first == 0 && look_up(decoder, pass))
         return -2;
-    for (long half = first; half < last; half++)
-        if (half % 2 == 0)
-            store_keys(decoder->layers + half / 2, pass);
-        else if (attend_and_gate(decoder->layers + half / 2, pass, half + 1 == 2 * decoder->count))
+    for (long half = first; half < last; half++) {
+        const struct decoder_layer *layer = decoder->layers + half / 2;
+        if (half % 2 ? attend_and_gate(layer, pass, half + 1 == 2 * decoder->count) : store_keys(layer, pass))
             return -1;
-    if (last == 2 * decoder->count)
-        make_logits(decoder, pass);
-    return 0;
+    }
+    return last == 2 * decoder->count ? make_logits(decoder, pass) : 0;
 }
 
 /* -- measuring ----------------------------------------------------------------------------------------------------- */

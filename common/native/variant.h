@@ -13,15 +13,18 @@
 /* Tiles multiply so fast that packing keys and values has to be shared by more rows. */
 #if HAS_AMX
 #define ROWS_AT_ONCE (4 * MAX_ROWS)
+#define SPLIT NAME(split_rows)
 #else
 #define ROWS_AT_ONCE MAX_ROWS
+#define SPLIT NULL
 #endif
 
-static const struct variant NAME(variant) = VARIANT(VARIANT_NAME);
+static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, SPLIT);
 #undef floats
 #undef words
 #undef ints
 #undef PANEL
 #undef ROWS_AT_ONCE
+#undef SPLIT
 #undef TILE_CASE
 #undef TILE_WIDTHS

@@ -22,6 +22,7 @@ from common.sequence import Batch, Segment
 
 library = native.library()
 VARIANTS = library.variants if library else ()
+TILES = "amx_bf16"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -71,18 +72,42 @@ def test_a_linear_layer(
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 16, 77, 400])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_float32_weights_that_are_bfloat16_take_half_of_the_room_and_give_the_same_bits(
+def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
     variant: str, threads: int, rows: int, activation: str | None
 ) -> None:
+    """And give the same bits as whole ones; in tiles, which add up otherwise, they are nearer to the exact results."""
     torch.manual_seed(7)
     weight, x = torch.randn(2 * 112, 514).bfloat16().float(), torch.randn(rows, 514)
     more = torch.cat([weight[:112], torch.randn(16, 514), weight[112:], torch.randn(16, 514)])  # of many bits
     half, whole = NativeLinear(weight, None, activation), NativeLinear(more, None, activation)
     assert (half.packed.dtype, whole.packed.dtype) == (torch.bfloat16, torch.float32)
-    expected = whole.rows(x)
+    got, expected = half.rows(x), whole.rows(x)
     if activation is None:
         expected = torch.cat([expected[:, :112], expected[:, 128:240]], dim=1)
-    assert torch.equal(half.rows(x), expected[:, : half.out_features])
+    expected = expected[:, : half.out_features]
+    if variant != TILES:
+        assert torch.equal(got, expected)
+        return
+    exact = x.double() @ weight.double().t()
+    if activation:
+        exact = nn.functional.silu(exact[:, :112]) * exact[:, 112:]
+    assert (got - exact).pow(2).mean() < (expected - exact).pow(2).mean()
+
+
+def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
+    """Where each row is one number and the weight 1 or -1: any number, also the largest, infinite ones and none."""
+    torch.manual_seed(8)
+    numbers = torch.randint(-(2**31), 2**31 - 1, (514,), dtype=torch.int32).view(torch.float32)
+    numbers = torch.where(numbers.isfinite() & (numbers.abs() > 1e-30), numbers, torch.tensor(torch.pi))
+    odd = [torch.inf, -torch.inf, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, 0.0, -1e-30, 1 / 3]
+    numbers[: len(odd)] = torch.tensor(odd)
+    signs = torch.tensor([1.0, -1.0]).repeat(257)
+    got = NativeLinear(torch.diag(signs), None).rows(torch.diag(numbers))
+    finite = numbers.isfinite()
+    assert torch.equal(got.diagonal()[finite], (numbers * signs)[finite])
+    assert not got[~finite].isfinite().any(), "infinity times zero is no number"
+    none = torch.tensor([0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)[:, None].repeat(1, 64)
+    assert NativeLinear(torch.ones(32, 64), None).rows(none).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
