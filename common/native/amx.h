@@ -15,8 +15,8 @@ struct NAME(tiles) {
     int rows, steps;
 };
 
-/* What meets a panel: rows of words, ``row`` apart. A float32 is the sum of ``parts`` bfloat16 (see split_rows): all of a
- * row's first, then all its second ones, ``part`` words behind these, and so on. */
+/* What meets a panel: rows of words, ``row`` apart. A float32 is the sum of ``parts`` bfloat16 (see split_row): all
+ * first ones of a row, then all second ones, ``part`` words behind these, and so on. */
 struct NAME(rows) {
     const uint32_t *words;
     long row;
@@ -148,8 +148,8 @@ static void NAME(amx_rest)(struct NAME(tiles) *now, int count, int width, struct
     NAME(amx_some)(count, width, rows, panel, 1, sums, sums_row, add, NAME(nothing), NULL, 0);
 }
 
-/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most BLOCK_ROWS, and two vectors, or with ``add`` that more;
- * rows of sums are ``sums_row`` apart. */
+/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most BLOCK_ROWS, and two vectors, or with ``add`` that
+ * more; rows of sums are ``sums_row`` apart. */
 INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int count, int width, struct NAME(rows) rows,
                            struct NAME(panel) panel, long steps, float *sums, long sums_row, int add,
                            NAME(part) *do_part, void *of, long parts)
@@ -177,22 +177,21 @@ static void NAME(amx_block)(struct NAME(tiles) *now, int count, struct NAME(rows
         NAME(amx_pair)(now, count, panel.width - v, rows, panel, steps, sums, sums_row, add, NAME(nothing), NULL, 0);
 }
 
-/* Rows of float32, ``from_row`` apart, as sums of bfloat16: 24 bits are three times 8, so nothing is lost but what is
- * below 1e-38, and the product with another bfloat16 is exact as well. What is infinite or not a number stays so, in the
- * first part. */
-static void NAME(split_rows)(const float *from, long rows, long in, long from_row, uint32_t *to)
+/* A row of float32 as sums of bfloat16: all first parts, then all second ones, then all third ones. 24 bits are three
+ * times 8, so nothing is lost but what is below 1e-38, and products with other bfloat16 are exact as well. What is
+ * infinite or not a number stays so, in the first part. */
+static void NAME(split_row)(const float *from, long in, uint16_t *to)
 {
-    for (long r = 0; r < rows; r++, from += from_row, to += split_row(in))
-        for (long i = 0; i < in; i += LANES) {
-            __mmask16 some = in - i < LANES ? (__mmask16)((1u << (in - i)) - 1) : 0xFFFF;
-            __m512i x = _mm512_maskz_loadu_epi32(some, from + i);
-            __m512 whole = (__m512)x;
-            __mmask16 strange = _mm512_fpclass_ps_mask(whole, 0x99), none = _mm512_fpclass_ps_mask(whole, 0x81);
-            x = _mm512_mask_or_epi32(x, none, x, _mm512_set1_epi32(0x00400000));
-            for (int p = 0; p < FLOAT_PARTS; p++) {
-                __m512i high = _mm512_and_epi32(x, _mm512_set1_epi32((int)0xFFFF0000));
-                _mm256_mask_storeu_epi16((uint16_t *)to + p * in + i, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
-                x = _mm512_maskz_mov_epi32((__mmask16)~strange, (__m512i)_mm512_sub_ps((__m512)x, (__m512)high));
-            }
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
+    for (long i = 0; i < in; i += LANES) {
+        __mmask16 some = in - i < LANES ? (__mmask16)((1u << (in - i)) - 1) : 0xFFFF;
+        __m512i x = _mm512_maskz_loadu_epi32(some, from + i);
+        __mmask16 odd = _mm512_fpclass_ps_mask((__m512)x, 0x99), none = _mm512_fpclass_ps_mask((__m512)x, 0x81);
+        x = _mm512_mask_or_epi32(x, none, x, _mm512_set1_epi32(0x00400000)); /* so that it is none without low bits */
+        for (int p = 0; p < FLOAT_PARTS; p++) {
+            _mm256_mask_storeu_epi16(to + p * in + i, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+            __m512 rest = _mm512_sub_ps((__m512)x, (__m512)_mm512_and_epi32(x, upper));
+            x = _mm512_maskz_mov_epi32((__mmask16)~odd, (__m512i)rest);
         }
+    }
 }

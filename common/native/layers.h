@@ -109,21 +109,22 @@ INLINE floats NAME(activate)(floats x, enum activation activation)
     return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
 }
 
-/* A tile's sums, finished and written: bias, then either the gate of neighbouring vectors or what was there before. */
+/* A tile's sums, rows of them ``sums_row`` apart, finished and written: bias, then either the gate of neighbouring
+ * vectors or what was there before. */
 INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows,
-                              long column, int width, floats sums[][TILE_VECTORS])
+                              long column, int width, const float *sums, long sums_row)
 {
     int step = linear->activation ? 2 : 1;
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++, sums += sums_row)
         for (int v = 0; v < width; v += step) {
             long at = column + v * LANES;
-            floats x = sums[r][v];
+            floats x = *(const floats *)(sums + v * LANES);
             if (linear->scale)
                 x *= *(const floats *)(linear->scale + at);
             if (linear->bias)
                 x += *(const floats *)(linear->bias + at);
             if (linear->activation) {
-                floats up = sums[r][v + 1];
+                floats up = *(const floats *)(sums + (v + 1) * LANES);
                 if (linear->scale)
                     up *= *(const floats *)(linear->scale + at + LANES);
                 if (linear->bias)
@@ -174,45 +175,56 @@ INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *
 }
 
 INLINE void NAME(finish_pairs)(const struct product *product, long row, int rows, long column, int width,
-                               floats sums[][TILE_VECTORS], const uint16_t *add, enum activation activation)
+                               const float *sums, long sums_row, const uint16_t *add, enum activation activation)
 {
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++, sums += sums_row)
         for (int v = 0; v < width; v += 2) {
             long at = (row + r) * product->out_row + column + v * LANES / (activation ? 2 : 1);
-            NAME(finish_two)(sums[r][v], sums[r][v + 1], add ? add + at : NULL, (uint16_t *)product->to + at,
-                             activation);
+            const floats *two = (const floats *)(sums + v * LANES);
+            NAME(finish_two)(two[0], two[1], add ? add + at : NULL, (uint16_t *)product->to + at, activation);
         }
 }
 
 /* finish_tile for pairs of vectors of bfloat16 that are all within the results, which begin at ``column``. */
 static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *linear, const struct product *product,
                                                          long row, int rows, long column, int width,
-                                                         floats sums[][TILE_VECTORS])
+                                                         const float *sums, long sums_row)
 {
     if (linear->activation == SILU)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, SILU);
+        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, SILU);
     else if (linear->activation == GELU_TANH)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, GELU_TANH);
+        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, GELU_TANH);
     else if (product->add)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, product->add, NONE);
+        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, product->add, NONE);
     else
-        NAME(finish_pairs)(product, row, rows, column, width, sums, NULL, NONE);
+        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, NONE);
 }
 #endif
 
 /* What of a tile's sums is kept when more steps are added to them. */
 static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
 
+/* Whether these are the last of the elements that are summed: then the sums are finished. */
+INLINE int NAME(is_last)(const struct linear *linear, const struct product *product)
+{
+    return product->first + product->in == linear->in;
+}
+
 /* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
 static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
                              long panel)
 {
     int pairs = HAS_AMX || linear->type == BFLOAT16;
-    long each = pairs ? 2 : 1, steps = linear->in / each, stride = product->in_row / each, column = panel * PANEL;
+    long each = pairs ? 2 : 1, steps = product->in / each, stride = product->in_row / each, column = panel * PANEL;
     long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
-    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in;
+    const int8_t *weight = (const int8_t *)linear->packed + column * linear->in + words_wide * product->first;
     const uint32_t *from = product->from;
-    floats sums[BYTE_TILES * TILE_ROWS][TILE_VECTORS];
+    float local[BYTE_TILES * TILE_ROWS * PANEL], *sums = local;
+    long sums_row = PANEL;
+    if (product->sums) {
+        sums_row = product->sums_row;
+        sums = product->sums + start * sums_row + column - product->sums_first;
+    }
 #if HAS_AMX
     struct NAME(tiles) tiles = {};
 #endif
@@ -221,6 +233,7 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
     for (long done = 0; done < steps; done += part) {
         long now = steps - done < part ? steps - done : part;
         const int8_t *here = weight + words_wide * done * each;
+        int add = done || product->first;
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
 #if HAS_AMX
         struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
@@ -228,19 +241,21 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         for (long row = start; row < end; row += BLOCK_ROWS) {
             rows.words = from + row * stride + done;
             NAME(amx_block)(&tiles, end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS, rows, words, now,
-                            (float *)sums[row - start], PANEL, done > 0);
+                            sums + (row - start) * sums_row, sums_row, add);
         }
 #else
         for (long row = start; row < end; row += TILE_ROWS)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
-                                from + row * stride + done, stride, some, now, (float *)sums[row - start],
-                                PANEL, done ? NAME(all) : NULL, NULL, 0);
+                                from + row * stride + done, stride, some, now, sums + (row - start) * sums_row,
+                                sums_row, add ? NAME(all) : NULL, NULL, 0);
 #endif
     }
 #if HAS_AMX
     NAME(tear_down)();
 #endif
-    NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums);
+    if (NAME(is_last)(linear, product))
+        NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums,
+                          sums_row);
 }
 
 static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
@@ -256,8 +271,8 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
 struct NAME(finish) {
     const struct linear *linear;
     const struct product *product;
-    floats (*sums)[AMX_PANEL / LANES];
-    long row, column, out_row;
+    const float *sums;
+    long sums_row, row, column, out_row;
     int width;
     const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
     uint16_t *to;
@@ -267,8 +282,9 @@ struct NAME(finish) {
 INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum activation activation, int add)
 {
     long at = r * block->out_row;
+    const floats *two = (const floats *)(block->sums + r * block->sums_row);
     __builtin_prefetch(block->next + at, 1, 3);
-    NAME(finish_two)(block->sums[r][0], block->sums[r][1], add ? block->add + at : NULL, block->to + at, activation);
+    NAME(finish_two)(two[0], two[1], add ? block->add + at : NULL, block->to + at, activation);
 }
 
 INLINE void NAME(finish_sums)(void *block, long r) { NAME(finish_row)(block, r, NONE, 0); }
@@ -280,48 +296,48 @@ static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
 {
     const struct NAME(finish) *block = of;
     NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
-                      (floats (*)[TILE_VECTORS])block->sums[r]);
+                      block->sums + r * block->sums_row, 0);
 }
 
-/* Columns [first, last) for all rows. A panel meets all rows of a run, which stay in second-level cache beside it;
- * meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. */
+/* Columns [first, last) for all rows. A panel meets all rows, which stay in second-level cache beside it; meanwhile the
+ * next panel is fetched into it, and the block before is finished by ``do_part``. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
                               int each, NAME(part) *do_part)
 {
     struct NAME(tiles) now = {};
-    long steps = linear->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
-    long runs = product->rows * steps * each * 4 / AMX_RUN_BYTES + 1;
-    long run = ROUND_UP((product->rows + runs - 1) / runs, BLOCK_ROWS);
-    floats sums[2][BLOCK_ROWS][AMX_PANEL / LANES] __attribute__((aligned(64)));
+    long steps = product->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
+    long blocks = (product->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    float sums[2][BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
     struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
-    for (long start = 0; start < product->rows; start += run) {
-        long end = start + run < product->rows ? start + run : product->rows;
-        long blocks = (end - start + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        for (long column = first; column < last; column += AMX_PANEL) {
-            long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
-            const uint32_t *weight = (const uint32_t *)linear->packed + column * steps;
-            const char *next = (const char *)weight + (blocks == 1 ? AHEAD : steps * width * 4);
-            struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next};
-            panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
-            for (long row = start; row < end; row += BLOCK_ROWS, which ^= 1) {
-                int rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
-                long at = row * product->out_row + (linear->activation ? column / 2 : column);
-                finish.next = (const uint16_t *)product->to + at;
-                struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
-                                          .parts = each, .part = steps};
-                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, (float *)sums[which], AMX_PANEL, 0, do_part,
-                               &finish, parts);
-                finish.sums = sums[which];
-                finish.row = row;
-                finish.column = column;
-                finish.width = panel.width;
-                finish.to = (uint16_t *)product->to + at;
-                finish.add = (const uint16_t *)product->add + at;
-                parts = rows;
-                panel.next += steps / AMX_STEPS * panel.lines * 64;
-                if (panel.next >= next + steps * width * 4)
-                    panel.lines = 0;
-            }
+    finish.sums_row = product->sums ? product->sums_row : AMX_PANEL;
+    for (long column = first; column < last; column += AMX_PANEL) {
+        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
+        const uint32_t *weight = (const uint32_t *)linear->packed + column * (linear->in / 2);
+        weight += width * (product->first / 2);
+        const char *next = (const char *)weight + (blocks == 1 ? AHEAD : linear->in / 2 * width * 4);
+        struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next};
+        panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
+        for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
+            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
+            long at = row * product->out_row + (linear->activation ? column / 2 : column);
+            float *own = sums[which];
+            if (product->sums)
+                own = product->sums + row * product->sums_row + column - product->sums_first;
+            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
+                                      .parts = each, .part = steps};
+            finish.next = (const uint16_t *)product->to + at;
+            NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, finish.sums_row, product->first > 0,
+                           do_part, &finish, parts);
+            finish.sums = own;
+            finish.row = row;
+            finish.column = column;
+            finish.width = panel.width;
+            finish.to = (uint16_t *)product->to + at;
+            finish.add = (const uint16_t *)product->add + at;
+            parts = NAME(is_last)(linear, product) ? rows : 0;
+            panel.next += steps / AMX_STEPS * panel.lines * 64;
+            if (panel.next >= next + steps * width * 4)
+                panel.lines = 0;
         }
     }
     NAME(tear_down)();
@@ -363,9 +379,9 @@ static void NAME(amx_panels)(const struct linear *linear, const struct product *
 }
 #endif
 
-/* Columns of panels [first, last) for all rows. Rows go in runs that stay in the second-level cache beside a panel;
- * those of a run with few tiles meet some steps of the panel after the other, which stay in first-level cache. A
- * run's first tiles bring what comes next nearer. */
+/* Columns of panels [first, last) for all rows, which stay in second-level cache beside a panel; those with few tiles
+ * meet some steps of the panel after the other, which stay in first-level cache. The first tiles bring what comes next
+ * nearer. */
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     if (linear->scale) {
@@ -379,50 +395,49 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         return;
     }
 #endif
-    long each = as == PAIRS ? 2 : 1, steps = linear->in / each, stride = product->in_row / each;
+    long each = as == PAIRS ? 2 : 1, steps = product->in / each, stride = product->in_row / each;
     long word = as == HALVES ? 2 : 4; /* bytes that become one */
-    long padded = linear->columns, runs = product->rows * steps * 4 / RUN_BYTES + 1;
-    long run = ROUND_UP((product->rows + runs - 1) / runs, TILE_ROWS);
-    floats sums[FEW_TILES][TILE_ROWS][TILE_VECTORS];
-    for (long start = 0; start < product->rows; start += run) {
-        long end = start + run < product->rows ? start + run : product->rows;
-        long tiles = (end - start + TILE_ROWS - 1) / TILE_ROWS;
-        long ahead = tiles <= FEW_TILES ? SOME_STEPS : steps, some = tiles > 1 ? ahead : steps;
-        int ahead_lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
-        int lines = as != FLOATS ? ahead_lines : HAS_AMX && tiles > FEW_TILES ? ONE_LINE : 0;
-        for (long panel = first; panel < last; panel++) {
-            long column = panel * PANEL;
-            int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
-            const char *weight = (const char *)linear->packed + column * steps * word;
-            int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
-            long out = column / halved;
+    long padded = linear->columns, tiles = (product->rows + TILE_ROWS - 1) / TILE_ROWS;
+    long ahead = tiles <= FEW_TILES ? SOME_STEPS : linear->in / each, some = tiles > 1 && ahead < steps ? ahead : steps;
+    int ahead_lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
+    int lines = as != FLOATS ? ahead_lines : HAS_AMX && tiles > FEW_TILES ? ONE_LINE : 0;
+    float sums[FEW_TILES][TILE_ROWS * PANEL];
+    long sums_row = product->sums ? product->sums_row : PANEL;
+    for (long panel = first; panel < last; panel++) {
+        long column = panel * PANEL;
+        int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
+        const char *weight = (const char *)linear->packed;
+        weight += (column * (linear->in / each) + width * LANES * (product->first / each)) * word;
+        int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
+        long out = column / halved;
 #if HAS_DOT
-            int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
-                        !(product->add && linear->activation);
+        int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
+                    !(product->add && linear->activation);
 #endif
-            for (long done = 0; done < steps; done += some) {
-                long now = steps - done < some ? steps - done : some, tile = 0;
-                for (long row = start; row < end; row += TILE_ROWS, tile++) {
-                    int rows = end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS;
-                    float *own = (float *)sums[tile % FEW_TILES];
-                    const char *here = weight + done * width * LANES * word;
-                    const char *next = here + ahead * width * LANES * word + tile * now * ahead_lines * 64;
-                    int last_steps = done + now == steps;
-                    if (last_steps)
-                        NAME(fetch_tile)(linear, product, row, rows, out, columns);
-                    NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done,
-                                        stride, here, now, own, PANEL, done ? NAME(all) : NULL, next,
-                                        tile * ahead_lines < most ? lines : 0);
-                    if (!last_steps)
-                        continue;
+        for (long done = 0; done < steps; done += some) {
+            long now = steps - done < some ? steps - done : some, tile = 0;
+            int finished = done + now == steps && NAME(is_last)(linear, product);
+            for (long row = 0; row < product->rows; row += TILE_ROWS, tile++) {
+                int rows = product->rows - row < TILE_ROWS ? (int)(product->rows - row) : TILE_ROWS;
+                float *own = sums[tile % FEW_TILES];
+                if (product->sums)
+                    own = product->sums + row * sums_row + column - product->sums_first;
+                const char *here = weight + done * width * LANES * word;
+                const char *next = here + ahead * width * LANES * word + tile * now * ahead_lines * 64;
+                if (finished)
+                    NAME(fetch_tile)(linear, product, row, rows, out, columns);
+                NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done, stride,
+                                    here, now, own, sums_row, done || product->first ? NAME(all) : NULL, next,
+                                    tile * ahead_lines < most ? lines : 0);
+                if (!finished)
+                    continue;
 #if HAS_DOT
-                    if (plain) {
-                        NAME(finish_plain)(linear, product, row, rows, out, width, (floats (*)[TILE_VECTORS])own);
-                        continue;
-                    }
-#endif
-                    NAME(finish_tile)(linear, product, row, rows, column, width, (floats (*)[TILE_VECTORS])own);
+                if (plain) {
+                    NAME(finish_plain)(linear, product, row, rows, out, width, own, sums_row);
+                    continue;
                 }
+#endif
+                NAME(finish_tile)(linear, product, row, rows, column, width, own, sums_row);
             }
         }
     }

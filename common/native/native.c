@@ -103,17 +103,15 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
+#define LEAST_RUN 192         /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
+#define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
+#define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
+#define CHUNK_ROWS 32         /* up to so many meet a panel once, or with a part of it lie in first-level cache */
+#define CHUNK 32              /* elements of which a chunk is a multiple */
+#define SUMS_BYTES (2 << 20)  /* of what chunks come to */
 #define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
-#define SPLIT_ROWS 32         /* of float32 that are split at a time, at least */
 
 enum activation { NONE, SILU, GELU_TANH };
-
-/* Words from row to row of split rows: not whole pages, of which a cache keeps few. */
-INLINE long split_row(long in)
-{
-    long words = FLOAT_PARTS * in / 2;
-    return words * 4 % PAGE ? words : words + 16;
-}
 
 /* The bfloat16 that equals each number from 0 to 127: the lower bytes of all, then the upper ones. */
 static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
@@ -142,6 +140,9 @@ struct product {
     const void *from, *add; /* add: [rows, out_row], is added to the result; may be the same as ``to``, or NULL */
     void *to;
     int64_t rows, in_row, out_row; /* elements from row to row */
+    int64_t first, in; /* of the elements that are summed those that are there: ``from`` begins with the first */
+    float *sums;       /* [rows, sums_row], of columns from sums_first on: what those before came to; NULL if all are */
+    int64_t sums_row, sums_first;
 };
 
 struct norm {
@@ -189,7 +190,7 @@ struct pass { /* the rows of one step on their way through the decoder */
 
 struct variant {
     const char *name;
-    int lanes, panel, rows;
+    int lanes, panel, rows, block; /* block: rows that meet a panel at a time */
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_weight)(const void *, long, long, enum words_as, void *);
@@ -199,12 +200,13 @@ struct variant {
     uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
     void (*peak_rows)(const void *, long, long, int, int64_t *);
-    void (*split_rows)(const float *, long, long, long, uint32_t *); /* NULL where rows of float32 are not split */
+    void (*split_row)(const float *, long, uint16_t *); /* NULL where there are no tiles to multiply float32 */
 };
 
-#define VARIANT(text, split)                                                                                           \
-    {text, LANES, PANEL, ROWS_AT_ONCE, NAME(attend_rows), NAME(write_rows), NAME(pack_weight), NAME(pack_bytes),       \
-     NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows), split}
+#define VARIANT(text, block, split)                                                                                    \
+    {text, LANES, PANEL, ROWS_AT_ONCE, block, NAME(attend_rows), NAME(write_rows), NAME(pack_weight),                  \
+     NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows),     \
+     split}
 
 #define FEW_TILES 3   /* tiles of a run that meet some steps of a panel before they meet the next ones */
 #define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
@@ -591,8 +593,8 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
 /* Floats per vector of the variant that runs: weights are packed for it. */
 EXPORT int tandem_lanes(void) { return active->lanes; }
 
-/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too, or
- * as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
+/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too,
+ * or as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
     active->pack_weight(weight, columns, in, words_of(type, halves), to);
@@ -601,79 +603,132 @@ EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int typ
 /* The same of int8 [columns, in], for rows of ``type``. */
 EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
 {
-    active->pack_bytes(weight, columns, in, type == BFLOAT16 || active->split_rows, to);
+    active->pack_bytes(weight, columns, in, type == BFLOAT16 || active->split_row, to);
 }
 
 /* A product whose columns are worked on some panels at a time. */
 struct multiplying {
     const struct linear *linear;
     const struct product *product;
-    long panels, each;
+    long first, last, each; /* panels */
 };
 
 static void multiply_part(void *of, long i)
 {
     const struct multiplying *work = of;
-    long first = i * work->each, last = first + work->each;
-    active->linear_panels(work->linear, work->product, first, last < work->panels ? last : work->panels);
+    long first = work->first + i * work->each, last = first + work->each;
+    active->linear_panels(work->linear, work->product, first, last < work->last ? last : work->last);
 }
 
-static void multiply(const struct linear *linear, const struct product *product, int threads)
+/* Columns of panels [first, last). */
+static void multiply(const struct linear *linear, const struct product *product, long first, long last, int threads)
 {
-    long rows = product->rows, panels = (linear->columns + active->panel - 1) / active->panel;
-    if (may_borrow(rows)) {
-        long by_size = rows * linear->in * linear->columns / PART_PRODUCTS, by_hands = PARTS_OF_EACH * hands(threads);
-        long most = by_size > by_hands ? by_size : by_hands, parts = most > LEAST_PARTS ? most : LEAST_PARTS;
-        long each = (panels + parts - 1) / parts;
-        struct multiplying work = {linear, product, panels, each};
+    long panels = last - first;
+    if (may_borrow(product->rows)) {
+        long by_size = product->rows * product->in * panels * active->panel / PART_PRODUCTS;
+        long by_hands = PARTS_OF_EACH * hands(threads), most = by_size > by_hands ? by_size : by_hands;
+        long parts = most > LEAST_PARTS ? most : LEAST_PARTS, each = (panels + parts - 1) / parts;
+        struct multiplying work = {linear, product, first, last, each};
         share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
         return;
     }
     if (threads > panels)
         threads = (int)panels;
     if (threads <= 1) {
-        active->linear_panels(linear, product, 0, panels);
+        active->linear_panels(linear, product, first, last);
         return;
     }
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int i = 0; i < threads; i++)
-        active->linear_panels(linear, product, panels * i / threads, panels * (i + 1) / threads);
+        active->linear_panels(linear, product, first + panels * i / threads, first + panels * (i + 1) / threads);
 }
 
-/* The same for rows of float32 and weights that are bfloat16, of which tiles want both: rows are split, some at a time
- * that stay in second-level cache. */
-static int multiply_split(const struct linear *linear, const struct product *product, int threads)
+/* How the rows of a product are taken: ``run`` at a time, and ``chunk`` elements of each, so that they stay in
+ * second-level cache while all columns of ``panels`` meet them. */
+struct taking {
+    long run, chunk, panels, packed_row, sums_row; /* the last two: bytes, and floats */
+    int split, packed;
+};
+
+static struct taking take_rows(const struct linear *linear, long rows, long in_row)
 {
-    long words = split_row(linear->in), most = AMX_RUN_BYTES / (words * 4) / SPLIT_ROWS * SPLIT_ROWS;
-    long runs = most ? (product->rows + most - 1) / most : (product->rows + SPLIT_ROWS - 1) / SPLIT_ROWS;
-    long run = ROUND_UP((product->rows + runs - 1) / runs, SPLIT_ROWS);
-    uint32_t *split = (uint32_t *)own_memory(run * words * 4);
-    if (!split)
-        return -1;
-    for (long start = 0; start < product->rows; start += run) {
-        long rows = product->rows - start < run ? product->rows - start : run, at = start * product->out_row;
-        const float *from = (const float *)product->from + start * product->in_row;
-#pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1 && rows > 1)
-        for (int i = 0; i < threads; i++) {
-            long first = rows * i / threads, last = rows * (i + 1) / threads;
-            active->split_rows(from + first * product->in_row, last - first, linear->in, product->in_row,
-                               split + first * words);
-        }
-        const float *add = product->add ? (const float *)product->add + at : NULL;
-        struct product some = {split, add, (float *)product->to + at, rows, 2 * words, product->out_row};
-        multiply(linear, &some, threads);
+    struct taking taking = {.chunk = linear->in, .panels = (linear->columns + active->panel - 1) / active->panel};
+    long size = linear->type == BFLOAT16 ? 2 : 4, fits = RUN_BYTES;
+    taking.split = active->split_row && linear->type == FLOAT32 && (linear->halves || linear->scale);
+    if (active->split_row && (linear->type == BFLOAT16 || taking.split))
+        fits = AMX_RUN_BYTES;
+    long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes);
+    long chunks = 1;
+    if (most < rows && most < LEAST_RUN) { /* weights would be read from memory for a few rows at a time */
+        most = rows < MOST_RUN ? rows : MOST_RUN;
+        chunks = (most * linear->in * bytes + fits - 1) / fits;
     }
-    return 0;
+    if (rows > CHUNK_ROWS && linear->in > MOST_CHUNK * chunks)
+        chunks = (linear->in + MOST_CHUNK - 1) / MOST_CHUNK;
+    taking.chunk = ROUND_UP((linear->in + chunks - 1) / chunks, CHUNK);
+    long runs = (rows + most - 1) / most;
+    taking.run = ROUND_UP((rows + runs - 1) / runs, active->block);
+    if (taking.chunk < linear->in) {
+        long panels = SUMS_BYTES / (taking.run * active->panel * (long)sizeof(float));
+        taking.panels = panels < 1 ? 1 : panels < taking.panels ? panels : taking.panels;
+        taking.sums_row = taking.panels * active->panel;
+    }
+    /* Of rows that are whole pages apart a cache keeps few. */
+    taking.packed = taking.split || taking.sums_row || (rows >= active->block && in_row * size % PAGE == 0);
+    taking.packed_row = taking.chunk * bytes;
+    taking.packed_row += taking.packed_row % PAGE ? 0 : 64;
+    return taking;
+}
+
+/* The product's rows, as many elements of each as it has, behind one another to ``packed``. */
+static void pack_rows(const struct taking *taking, const struct product *product, long size, char *packed, int threads)
+{
+    const char *from = product->from;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && product->rows >= threads)
+    for (long r = 0; r < product->rows; r++) {
+        const char *row = from + r * product->in_row * size;
+        if (taking->split)
+            active->split_row((const float *)row, product->in, (uint16_t *)(packed + r * taking->packed_row));
+        else
+            memcpy(packed + r * taking->packed_row, row, product->in * size);
+    }
 }
 
 /* 0, or -1 when there is no memory for it. */
 EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
                          int64_t in_row, int64_t out_row, int threads)
 {
-    struct product product = {from, add, to, rows, in_row, out_row};
-    if (active->split_rows && linear->type == FLOAT32 && (linear->halves || linear->scale))
-        return rows ? multiply_split(linear, &product, threads) : 0;
-    multiply(linear, &product, threads);
+    if (!rows)
+        return 0;
+    struct taking taking = take_rows(linear, rows, in_row);
+    long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->panel - 1) / active->panel;
+    size_t packed_bytes = taking.packed ? ROUND_UP(taking.run * taking.packed_row, 64) : 0;
+    size_t bytes = packed_bytes + taking.run * taking.sums_row * sizeof(float);
+    char *memory = bytes ? own_memory(bytes) : NULL;
+    if (bytes && !memory)
+        return -1;
+    for (long start = 0; start < rows; start += taking.run) {
+        long count = rows - start < taking.run ? rows - start : taking.run;
+        struct product some = {.to = (char *)to + start * out_row * size, .rows = count, .out_row = out_row};
+        some.add = add ? (const char *)add + start * out_row * size : NULL;
+        some.sums = taking.sums_row ? (float *)(memory + packed_bytes) : NULL;
+        some.sums_row = taking.sums_row;
+        for (long panel = 0; panel < panels; panel += taking.panels)
+            for (long first = 0; first < linear->in; first += taking.chunk) {
+                some.first = first;
+                some.in = linear->in - first < taking.chunk ? linear->in - first : taking.chunk;
+                some.sums_first = panel * active->panel;
+                some.from = (const char *)from + (start * in_row + first) * size;
+                some.in_row = in_row;
+                if (taking.packed) {
+                    pack_rows(&taking, &some, size, memory, threads);
+                    some.from = memory;
+                    some.in_row = taking.packed_row / (taking.split ? 2 : size);
+                }
+                long last = panel + taking.panels < panels ? panel + taking.panels : panels;
+                multiply(linear, &some, panel, last, threads);
+            }
+    }
     return 0;
 }
 

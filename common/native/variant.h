@@ -13,18 +13,21 @@
 /* Tiles multiply so fast that packing keys and values has to be shared by more rows. */
 #if HAS_AMX
 #define ROWS_AT_ONCE (4 * MAX_ROWS)
-#define SPLIT NAME(split_rows)
+#define BLOCK BLOCK_ROWS
+#define SPLIT NAME(split_row)
 #else
 #define ROWS_AT_ONCE MAX_ROWS
+#define BLOCK TILE_ROWS
 #define SPLIT NULL
 #endif
 
-static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, SPLIT);
+static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, BLOCK, SPLIT);
 #undef floats
 #undef words
 #undef ints
 #undef PANEL
 #undef ROWS_AT_ONCE
+#undef BLOCK
 #undef SPLIT
 #undef TILE_CASE
 #undef TILE_WIDTHS

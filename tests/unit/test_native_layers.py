@@ -149,9 +149,11 @@ def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, int8: bool) -> None:
+@pytest.mark.parametrize("inputs", [322, 4514])
+def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dtype, int8: bool, inputs: int) -> None:
+    """Long rows are summed in chunks where there are many, and short ones at once, in the same order."""
     torch.manual_seed(6)
-    weight, x = torch.randn(2 * 48, 322).bfloat16().to(dtype), torch.randn(80, 322).to(dtype)
+    weight, x = torch.randn(2 * 48, inputs).bfloat16().to(dtype), torch.randn(80, inputs).to(dtype)
     for activation in (None, "silu"):
         linear = NativeLinear(weight, None, activation, int8=int8)
         together = linear.rows(x)
@@ -168,10 +170,24 @@ def test_a_gate_of_int8(variant: str) -> None:
     assert_near(NativeLinear(weight, offset, "silu", int8=True).rows(x), nn.SiLU()(gate) * up)
 
 
-def test_many_rows_go_in_runs(variant: str) -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(400, 70, 2048), (33, 90, 4160), (390, 2600, 2112), (70, 48, 20002)], ids=str)
+def test_many_and_long_rows_go_in_runs_and_chunks(
+    variant: str, threads: int, dtype: torch.dtype, kept: str, shape: tuple[int, int, int]
+) -> None:
+    """Also of so many columns that their sums are not kept all at once; rows are 4096 bytes apart, or not at all."""
+    rows, out, inputs = shape
     torch.manual_seed(1)
-    weight, x = torch.randn(70, 2048), torch.randn(400, 2048)
-    assert_near(NativeLinear(weight, None).rows(x), x.double() @ weight.double().t())
+    weight, x, offset = torch.randn(out, inputs), torch.randn(rows, inputs).to(dtype), torch.randn(out).to(dtype)
+    weight = weight.bfloat16().float().to(dtype) if kept == "bfloat16" else weight.to(dtype)
+    linear = NativeLinear(weight, offset, int8=kept == "int8")
+    if kept == "int8":
+        rounded, scale = quantize(weight)
+        weight = rounded * scale[:, None]
+    total = torch.ones(rows, out).to(dtype)
+    linear.add_to(total, x)
+    assert_near(total, x.double() @ weight.double().t() + offset.double() + 1)
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
@@ -192,9 +208,11 @@ def test_gathered_weights_lie_behind_one_another_in_large_pages(int8: bool) -> N
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", linears.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_linear_layer(variant: str, dtype: torch.dtype, name: str, bias: bool) -> None:
+@pytest.mark.parametrize("shape", [(9, 64), (45, 2560)], ids=str)
+def test_a_gated_linear_layer(variant: str, dtype: torch.dtype, name: str, bias: bool, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
-    weight, x = torch.randn(2 * 112, 64).to(dtype), (torch.randn(9, 64) * 3).to(dtype)
+    rows, inputs = shape
+    weight, x = torch.randn(2 * 112, inputs).to(dtype), (torch.randn(rows, inputs) * 3).to(dtype)
     x[0] = 0
     x[1] *= 30  # where an exponential would overflow
     offset = torch.randn(2 * 112).to(dtype) if bias else None
