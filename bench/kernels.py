@@ -21,9 +21,9 @@ import torch
 
 from bench import results
 from bench.roofline import (
-    LLAMA_82M,
     MIB,
     Product,
+    Shape,
     best_s,
     on_threads,
     product,
@@ -141,7 +141,9 @@ def _kind(layers: Product) -> str:
     return "int8" if layers.int8 else "linear"
 
 
-def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    heads: Heads, layers: list[Shape], dtype: KvDtype, threads: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """All kernels on ``threads`` threads; ``say`` takes each line of the table as it comes."""
     with on_threads(threads):
         rates = read_rates()
@@ -160,7 +162,6 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
                     + "".join(f"  {name} {seconds * 1e6:7.0f} us" for name, seconds in found.seconds.items())
                 )
         torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        layers = shapes(LLAMA_82M)
         linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
         top = max(square_rate(torch_dtype), *(each.flops_per_s for each in linear))
         whole_s = {each.rows: each.seconds[served(each)] for each in linear if not each.int8}
@@ -192,6 +193,7 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
         "threads": threads,
         "dtype": dtype,
         "heads": asdict(heads),
+        "layers": [asdict(each) for each in layers],
         "read_bytes_per_s": rates,
         "attention": [
             asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
@@ -206,22 +208,38 @@ def measure(heads: Heads, dtype: KvDtype, threads: int, say: Callable[[str], Non
     }
 
 
-def run(config: BenchKernelsConfig) -> int:
-    """Prints each line of the tables as it comes; exit code 1 if anything is slower than torch's. StartError for heads
-    that are none."""
+def _sizes(option: str, given: str, count: int, what: str, example: str) -> list[int]:
+    """The ``count`` positive numbers of ``given``, between slashes."""
     try:
-        heads = Heads(*(int(part) for part in config.heads.split("/")))
-    except (TypeError, ValueError) as error:
-        why = "they are query heads, key-value heads and head size"
-        raise StartError(f"--heads {config.heads} cannot be read", why, "give them as in 12/4/64") from error
-    if min(heads.query, heads.kv, heads.dim) < 1 or heads.query % heads.kv:
-        why = "query heads are a multiple of key-value heads, and all are at least 1"
-        raise StartError(f"--heads {config.heads} cannot be", why, "give them as in 12/4/64")
+        sizes = [int(part) for part in given.split("/")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != count or min(sizes) < 1:
+        why = f"they are {what}, each at least 1"
+        raise StartError(f"--{option} {given} cannot be", why, f"give them as in {example}")
+    return sizes
+
+
+def run(config: BenchKernelsConfig) -> int:
+    """Prints each line of the tables as it comes; exit code 1 if anything is slower than torch's. StartError for shapes
+    that are none."""
+    defaults = BenchKernelsConfig()
+    what = "query heads, key-value heads and head size"
+    heads = Heads(*_sizes("heads", config.heads, 3, what, defaults.heads))
+    if heads.query % heads.kv:
+        why = "query heads are a multiple of key-value heads"
+        raise StartError(f"--heads {config.heads} cannot be", why, f"give them as in {defaults.heads}")
+    what = "hidden and intermediate size, layers and words of the vocabulary"
+    hidden, inner, layers, words = _sizes("layers", config.layers, 4, what, defaults.layers)
+    model = {
+        "hidden_size": hidden, "num_attention_heads": heads.query, "num_key_value_heads": heads.kv,
+        "head_dim": heads.dim, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words,
+    }  # fmt: skip
     if config.dtype == "float16":
         why = "on CPUs linear layers of float16 are torch's own: there is nothing to compare"
         raise StartError("--dtype cannot be float16 here", why, "give bfloat16 or float32")
     dtype, _ = device.choose_dtype(config.dtype, "bfloat16", device.probe_cpu())
-    figures = measure(heads, dtype, config.threads, lambda line: print(line, flush=True))
+    figures = measure(heads, shapes(model), dtype, config.threads, lambda line: print(line, flush=True))
     if config.save:
         results.save(Path(config.save), figures)
     return 1 if figures["slower_than_torch"] else 0

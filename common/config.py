@@ -714,6 +714,12 @@ class BenchKernelsConfig(LimitOptions):
         "model",
     )
     heads: str = option("12/4/64", "query heads, key-value heads and head size", TEXT, "model")
+    layers: str = option(
+        "768/2048/12/8192",
+        "hidden and intermediate size, number of layers and of words in the vocabulary",
+        TEXT,
+        "model",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

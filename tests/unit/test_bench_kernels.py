@@ -27,6 +27,13 @@ def timed(work: Callable[[], object], rounds: int = 5) -> float:
     return 0.5
 
 
+def test_unless_told_otherwise_kernels_have_the_shape_of_the_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(kernels, "measure", lambda *given: seen.extend(given) or {"slower_than_torch": []})
+    assert kernels.run(BenchKernelsConfig(dtype="float32")) == 0
+    assert seen[:3] == [Heads(12, 4, 64), shapes(LLAMA_82M), "float32"]
+
+
 def test_the_shapes_are_all_weights_of_a_step() -> None:
     """W of a decode step: 2 * (L * (2*h*H*d + 2*h*KVH*d + 3*h*ff) + h*V) bytes, of which an element is two."""
     h, ff, layers, vocabulary = 768, 2048, 12, 8192
@@ -140,7 +147,6 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(roofline, "ROWS", (2,))
     monkeypatch.setattr(kernels, "BATCHES", (1, 2))
     monkeypatch.setattr(kernels, "CONTEXTS", (40,))
-    monkeypatch.setattr(kernels, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
     monkeypatch.setattr(roofline, "LLAMA_82M", {**LLAMA_82M, "num_hidden_layers": 1, "vocab_size": 64})
     saved = tmp_path / "limits.json"
     assert roofline.run(BenchRooflineConfig(model="", save=str(saved))) == 0
@@ -149,14 +155,20 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
     assert limits["links"]["ZeroMQ over TCP"]["share"] == 2e6 / (16 * roofline.MIB)
     assert all(each["share"] > 0 for each in limits["linear"])
-    assert kernels.run(BenchKernelsConfig(heads="4/2/16", save=str(saved))) == 0
+    assert kernels.run(BenchKernelsConfig(heads="4/2/16", layers="48/96/1/64", save=str(saved))) == 0
     figures = json.loads(saved.read_text())
+    assert [(each["outputs"], each["inputs"]) for each in figures["layers"]] == [
+        (128, 48), (48, 64), (192, 48), (48, 96), (64, 48)
+    ]  # fmt: skip
     assert [each["batch"] for each in figures["attention"]] == [1, 2]
     with pytest.raises(StartError, match="many") as refused:
         kernels.run(BenchKernelsConfig(heads="many"))
     for heads in ("4/3/64", "4/0/64", "0/1/64"):
         with pytest.raises(StartError, match="cannot be"):
             kernels.run(BenchKernelsConfig(heads=heads))
+    for layers in ("48/96/1", "48/96/0/64", "48/96/a/64", "48/96/1/64/2"):
+        with pytest.raises(StartError, match="--layers"):
+            kernels.run(BenchKernelsConfig(layers=layers))
     with pytest.raises(StartError, match="--threads"):
         kernels.run(BenchKernelsConfig(threads=1000))
     with pytest.raises(StartError, match="float16"):
