@@ -150,7 +150,9 @@ def measure(
 
         read = partial(rate_of, rates)
 
-        say(f"{device.cpu_name()}, {threads} threads, {dtype}, {heads.query} heads over {heads.kv} of {heads.dim}")
+        shown = ", ".join(f"{each.count} of {each.inputs} to {each.outputs}" for each in layers)
+        words = f"{dtype}, {heads.query} heads over {heads.kv} of {heads.dim}, linear layers {shown}"
+        say(f"{device.cpu_name()}, {threads} threads, {words}")
         attention = []
         for batch in BATCHES:
             for context in CONTEXTS:
@@ -231,6 +233,9 @@ def run(config: BenchKernelsConfig) -> int:
         raise StartError(f"--heads {config.heads} cannot be", why, f"give them as in {defaults.heads}")
     what = "hidden and intermediate size, layers and words of the vocabulary"
     hidden, inner, layers, words = _sizes("layers", config.layers, 4, what, defaults.layers)
+    if hidden % 2 or inner % 2 or heads.query * heads.dim % 2:
+        why = "the kernels take rows of an even number of elements"
+        raise StartError(f"layers of {config.heads} and {config.layers} cannot be", why, "give even sizes")
     model = {
         "hidden_size": hidden, "num_attention_heads": heads.query, "num_key_value_heads": heads.kv,
         "head_dim": heads.dim, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words,

@@ -713,7 +713,9 @@ class BenchKernelsConfig(LimitOptions):
         one_of("auto", "float32", "bfloat16", "float16"),
         "model",
     )
-    heads: str = option("12/4/64", "query heads, key-value heads and head size", TEXT, "model")
+    heads: str = option(
+        "12/4/64", "query heads, key-value heads and head size, of attention and its linear layers", TEXT, "model"
+    )
     layers: str = option(
         "768/2048/12/8192",
         "hidden and intermediate size, number of layers and of words in the vocabulary",

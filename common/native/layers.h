@@ -174,6 +174,7 @@ INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
 }
 
+#if !HAS_AMX
 INLINE void NAME(finish_pairs)(const struct product *product, long row, int rows, long column, int width,
                                const float *sums, long sums_row, const uint16_t *add, enum activation activation)
 {
@@ -200,6 +201,7 @@ static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *li
         NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, NONE);
 }
 #endif
+#endif
 
 /* What of a tile's sums is kept when more steps are added to them. */
 static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
@@ -210,7 +212,7 @@ INLINE int NAME(is_last)(const struct linear *linear, const struct product *prod
     return product->first + product->in == linear->in;
 }
 
-/* A panel of bytes for rows [start, end), at most BYTE_TILES tiles of them. */
+/* A panel of bytes for rows [start, end), of which the product has sums, or at most BYTE_TILES tiles. */
 static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
                              long panel)
 {
@@ -260,7 +262,7 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
 
 static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    const long run = BYTE_TILES * TILE_ROWS;
+    const long run = product->sums ? product->rows : BYTE_TILES * TILE_ROWS;
     for (long start = 0; start < product->rows; start += run)
         for (long panel = first; panel < last; panel++)
             NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
@@ -410,7 +412,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         weight += (column * (linear->in / each) + width * LANES * (product->first / each)) * word;
         int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
         long out = column / halved;
-#if HAS_DOT
+#if HAS_DOT && !HAS_AMX
         int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
                     !(product->add && linear->activation);
 #endif
@@ -431,7 +433,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
                                     tile * ahead_lines < most ? lines : 0);
                 if (!finished)
                     continue;
-#if HAS_DOT
+#if HAS_DOT && !HAS_AMX
                 if (plain) {
                     NAME(finish_plain)(linear, product, row, rows, out, width, own, sums_row);
                     continue;

@@ -106,9 +106,8 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define LEAST_RUN 192         /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
 #define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
 #define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
-#define CHUNK_ROWS 32         /* up to so many meet a panel once, or with a part of it lie in first-level cache */
-#define CHUNK 32              /* elements of which a chunk is a multiple */
-#define SUMS_BYTES (2 << 20)  /* of what chunks come to */
+#define CHUNK 32              /* elements of which a chunk is a multiple: whole tiles, so that sums come in one order */
+#define SUMS_BYTES (2 << 20)  /* of what chunks come to, for a thread */
 #define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
 
 enum activation { NONE, SILU, GELU_TANH };
@@ -190,7 +189,8 @@ struct pass { /* the rows of one step on their way through the decoder */
 
 struct variant {
     const char *name;
-    int lanes, panel, rows, block; /* block: rows that meet a panel at a time */
+    int lanes, panel, rows;
+    int block, few; /* rows that meet a panel at a time, and up to which they meet it once, or in first-level cache */
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_weight)(const void *, long, long, enum words_as, void *);
@@ -203,8 +203,8 @@ struct variant {
     void (*split_row)(const float *, long, uint16_t *); /* NULL where there are no tiles to multiply float32 */
 };
 
-#define VARIANT(text, block, split)                                                                                    \
-    {text, LANES, PANEL, ROWS_AT_ONCE, block, NAME(attend_rows), NAME(write_rows), NAME(pack_weight),                  \
+#define VARIANT(text, block, few, split)                                                                               \
+    {text, LANES, PANEL, ROWS_AT_ONCE, block, few, NAME(attend_rows), NAME(write_rows), NAME(pack_weight),             \
      NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows),     \
      split}
 
@@ -650,28 +650,29 @@ struct taking {
     int split, packed;
 };
 
-static struct taking take_rows(const struct linear *linear, long rows, long in_row)
+static struct taking take_rows(const struct linear *linear, long rows, long in_row, int threads)
 {
-    struct taking taking = {.chunk = linear->in, .panels = (linear->columns + active->panel - 1) / active->panel};
+    struct taking taking = {.panels = (linear->columns + active->panel - 1) / active->panel};
     long size = linear->type == BFLOAT16 ? 2 : 4, fits = RUN_BYTES;
     taking.split = active->split_row && linear->type == FLOAT32 && (linear->halves || linear->scale);
     if (active->split_row && (linear->type == BFLOAT16 || taking.split))
         fits = AMX_RUN_BYTES;
-    long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes);
-    long chunks = 1;
-    if (most < rows && most < LEAST_RUN) { /* weights would be read from memory for a few rows at a time */
-        most = rows < MOST_RUN ? rows : MOST_RUN;
-        chunks = (most * linear->in * bytes + fits - 1) / fits;
-    }
-    if (rows > CHUNK_ROWS && linear->in > MOST_CHUNK * chunks)
-        chunks = (linear->in + MOST_CHUNK - 1) / MOST_CHUNK;
-    taking.chunk = ROUND_UP((linear->in + chunks - 1) / chunks, CHUNK);
+    long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
+    int few = most < rows && most < LEAST_RUN; /* weights would be read from memory for a few rows at a time */
+    most = few ? MOST_RUN : most ? most : 1;
     long runs = (rows + most - 1) / most;
     taking.run = ROUND_UP((rows + runs - 1) / runs, active->block);
+    if (few)
+        chunks = (taking.run * linear->in * bytes + fits - 1) / fits;
+    if (rows > active->few && linear->in > MOST_CHUNK * chunks)
+        chunks = (linear->in + MOST_CHUNK - 1) / MOST_CHUNK;
+    taking.chunk = ROUND_UP((linear->in + chunks - 1) / chunks, CHUNK);
     if (taking.chunk < linear->in) {
-        long panels = SUMS_BYTES / (taking.run * active->panel * (long)sizeof(float));
-        taking.panels = panels < 1 ? 1 : panels < taking.panels ? panels : taking.panels;
+        long fit = SUMS_BYTES * threads / (taking.run * active->panel * (long)sizeof(float));
+        long groups = fit ? (taking.panels + fit - 1) / fit : taking.panels;
+        taking.panels = (taking.panels + groups - 1) / groups;
         taking.sums_row = taking.panels * active->panel;
+        taking.sums_row += taking.sums_row * (long)sizeof(float) % PAGE ? 0 : 16;
     }
     /* Of rows that are whole pages apart a cache keeps few. */
     taking.packed = taking.split || taking.sums_row || (rows >= active->block && in_row * size % PAGE == 0);
@@ -700,10 +701,11 @@ EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to
 {
     if (!rows)
         return 0;
-    struct taking taking = take_rows(linear, rows, in_row);
+    struct taking taking = take_rows(linear, rows, in_row, threads);
     long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->panel - 1) / active->panel;
-    size_t packed_bytes = taking.packed ? ROUND_UP(taking.run * taking.packed_row, 64) : 0;
-    size_t bytes = packed_bytes + taking.run * taking.sums_row * sizeof(float);
+    long most = rows < taking.run ? rows : taking.run;
+    size_t packed_bytes = taking.packed ? ROUND_UP(most * taking.packed_row, 64) : 0;
+    size_t bytes = packed_bytes + most * taking.sums_row * sizeof(float);
     char *memory = bytes ? own_memory(bytes) : NULL;
     if (bytes && !memory)
         return -1;

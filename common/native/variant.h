@@ -14,20 +14,23 @@
 #if HAS_AMX
 #define ROWS_AT_ONCE (4 * MAX_ROWS)
 #define BLOCK BLOCK_ROWS
+#define FEW BLOCK_ROWS
 #define SPLIT NAME(split_row)
 #else
 #define ROWS_AT_ONCE MAX_ROWS
 #define BLOCK TILE_ROWS
+#define FEW (FEW_TILES * TILE_ROWS)
 #define SPLIT NULL
 #endif
 
-static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, BLOCK, SPLIT);
+static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, BLOCK, FEW, SPLIT);
 #undef floats
 #undef words
 #undef ints
 #undef PANEL
 #undef ROWS_AT_ONCE
 #undef BLOCK
+#undef FEW
 #undef SPLIT
 #undef TILE_CASE
 #undef TILE_WIDTHS

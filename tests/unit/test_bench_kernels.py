@@ -166,6 +166,9 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for heads in ("4/3/64", "4/0/64", "0/1/64"):
         with pytest.raises(StartError, match="cannot be"):
             kernels.run(BenchKernelsConfig(heads=heads))
+    for layers in ("49/96/1/64", "48/97/1/64"):
+        with pytest.raises(StartError, match="even"):
+            kernels.run(BenchKernelsConfig(layers=layers))
     for layers in ("48/96/1", "48/96/0/64", "48/96/a/64", "48/96/1/64/2"):
         with pytest.raises(StartError, match="--layers"):
             kernels.run(BenchKernelsConfig(layers=layers))

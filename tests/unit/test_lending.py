@@ -166,18 +166,21 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
 @needs_kernels
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("rows", "threads"), [(300, 1), (300, 2), (17, 1)])
+@pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
+@pytest.mark.parametrize(("rows", "threads", "inputs"), [(300, 1, 96), (300, 2, 96), (17, 1, 96), (390, 1, 2112)])
 def test_a_linear_layer_is_the_same_with_help(
-    variant: str, dtype: torch.dtype, int8: bool, rows: int, threads: int, helped: LentCores
+    variant: str, dtype: torch.dtype, kept: str, rows: int, threads: int, inputs: int, helped: LentCores
 ) -> None:
+    """Also of long rows, which are taken in chunks."""
     assert library is not None
     library.use(variant)
     try:
         torch.manual_seed(1)
         torch.set_num_threads(threads)
-        linear = NativeLinear(torch.randn(1030, 96).to(dtype), torch.randn(1030).to(dtype), int8=int8)
-        x, residual = torch.randn(rows, 96).to(dtype), torch.randn(rows, 1030).to(dtype)
+        weight = torch.randn(1030, inputs)
+        weight = weight.bfloat16() if kept == "bfloat16" else weight
+        linear = NativeLinear(weight.to(dtype), torch.randn(1030).to(dtype), int8=kept == "int8")
+        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, 1030).to(dtype)
 
         def add() -> torch.Tensor:
             total = residual.clone()
