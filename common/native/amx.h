@@ -91,8 +91,6 @@ INLINE void NAME(amx_square)(int high, int width, struct NAME(rows) rows, struct
     const char *next = panel.next;
     long parts = count < 2 * tiles ? count : 2 * tiles;
     for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
-        for (long line = 0; line < panel.lines; line++, next += 64)
-            __builtin_prefetch(next, 0, high ? 2 : 3);
         UNROLL for (int p = 0; p < rows.parts; p++) {
             const uint32_t *here = row + p * rows.part;
             _tile_loadd(4, here, rows.row * 4); /* all loads, then all products: a tenth faster than in turn */
@@ -111,6 +109,9 @@ INLINE void NAME(amx_square)(int high, int width, struct NAME(rows) rows, struct
                 do_part(of, 2 * t + 1);
             if (high)
                 _tile_dpbf16ps(2, 5, 6);
+            if (p == 0) /* behind the loads, which wait for the same places in which lines are waited for */
+                for (long line = 0; line < panel.lines; line++, next += 64)
+                    __builtin_prefetch(next, 0, high ? 2 : 3);
             if (high && width > 1)
                 _tile_dpbf16ps(3, 5, 7);
         }
