@@ -28,8 +28,9 @@ struct NAME(panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
     int width;             /* vectors of LANES that are wanted */
-    const char *next;      /* is brought nearer: into first-level cache by up to 16 rows, else into the second */
-    long lines;            /* of it, per tile of steps */
+    const char *next;      /* is brought nearer: into first-level cache if it is ``soon`` and for up to 16 rows, else */
+    long lines;            /* into the second; lines of it per tile of steps */
+    int soon;
 };
 
 /* Loads and stores of tiles name no memory to the compiler. */
@@ -66,11 +67,12 @@ typedef void NAME(part)(void *of, long i);
 
 INLINE void NAME(nothing)(void *, long) {}
 
-/* Up to 16 rows, or up to 32 if ``high``, and one vector or two. ``count`` parts of something else stand
- * between the products of one tile of steps and the next: neither waits for the other, and the processor does both at
- * once. */
-INLINE void NAME(amx_square)(int high, int width, struct NAME(rows) rows, struct NAME(panel) panel, long tiles,
-                             float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long count)
+/* Up to 16 rows, or up to 32 if ``high``, and one vector or two; ``level`` of the cache to which ``next`` is brought.
+ * ``count`` parts of something else stand between the products of one tile of steps and the next: neither waits for the
+ * other, and the processor does both at once. */
+INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) rows, struct NAME(panel) panel,
+                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of,
+                             long count)
 {
     float *below = sums + AMX_ROWS * sums_row;
     if (add) {
@@ -111,7 +113,7 @@ INLINE void NAME(amx_square)(int high, int width, struct NAME(rows) rows, struct
                 _tile_dpbf16ps(2, 5, 6);
             if (p == 0) /* behind the loads, which wait for the same places in which lines are waited for */
                 for (long line = 0; line < panel.lines; line++, next += 64)
-                    __builtin_prefetch(next, 0, high ? 2 : 3);
+                    __builtin_prefetch(next, 0, level == 1 ? 3 : 2);
             if (high && width > 1)
                 _tile_dpbf16ps(3, 5, 7);
         }
@@ -131,13 +133,15 @@ INLINE void NAME(amx_some)(int count, int width, struct NAME(rows) rows, struct 
                            float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long parts)
 {
     if (count > AMX_ROWS && width > 1)
-        NAME(amx_square)(1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_square)(1, 2, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     else if (count > AMX_ROWS)
-        NAME(amx_square)(1, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_square)(1, 1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+    else if (width > 1 && panel.soon)
+        NAME(amx_square)(0, 2, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     else if (width > 1)
-        NAME(amx_square)(0, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_square)(0, 2, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
     else
-        NAME(amx_square)(0, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_square)(0, 1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
 }
 
 /* The steps behind the last whole tile: fewer than AMX_STEPS. */

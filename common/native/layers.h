@@ -319,6 +319,7 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
         const char *next = (const char *)weight + (blocks == 1 ? AHEAD : linear->in / 2 * width * 4);
         struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next};
         panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
+        panel.soon = blocks == 1;
         for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
             int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
             long at = row * product->out_row + (linear->activation ? column / 2 : column);
