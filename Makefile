@@ -50,7 +50,7 @@ bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do Gu
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/native/*.so
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/native/*.so common/kv/*.so
 
 # -- environment, made once and again when the pins change ------------------------------------------------------------
 
@@ -65,7 +65,7 @@ $(BIN)/python:
 	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
-$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/native/*.c common/native/*.h)
+$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/native/*.c common/native/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt

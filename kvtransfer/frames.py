@@ -8,7 +8,6 @@ matter how they travel. MessagePack never touches KV bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -85,14 +84,6 @@ class FrameHeader:
 def checksum_of(data: Bytes) -> int:
     """XXH3-64 of canonical bytes (https://xxhash.com); the hash releases the interpreter lock."""
     return xxhash.xxh3_64_intdigest(data.data)
-
-
-def checksum_of_pieces(pieces: Iterable[Bytes]) -> int:
-    """The same of bytes that lie in several places."""
-    checksum = xxhash.xxh3_64()
-    for piece in pieces:
-        checksum.update(piece.data)
-    return checksum.intdigest()
 
 
 def fold(total: int, checksum: int) -> int:

@@ -9,6 +9,7 @@ without torch can hold a pool; :mod:`common.kv.store` lays torch tensors over th
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from common.ids import BlockId
+from common.kv import pieces
 from common.kv.convert import Bytes, converted
 from common.kv.layout import KvDtype, KvLayout
+from common.kv.pieces import Numbers
 
 Table = Sequence[BlockId] | npt.NDArray[np.int64]
 """Block ids in the order of a sequence's tokens."""
@@ -42,6 +46,7 @@ class BlockArray:
     def __init__(self, layout: KvLayout, raw: Bytes) -> None:
         self.layout, self.raw = layout, raw
         self._parts: dict[int, tuple[_Part, _Part]] = {}
+        self._slab_at, self._slab_row = _slabs(layout)
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
@@ -76,6 +81,51 @@ class BlockArray:
                     begins = at
                 yield blocks[-1][begins : at + tail * row_bytes]
                 at = end
+
+    def checksum(self, table: Table, tokens: range, layers: range) -> int:
+        """XXH3-64 of the bytes of :meth:`read`, where they lie."""
+        if pieces.are_compiled() and self.layout.head_shards == 1 and tokens and layers:
+            starts, counts = _runs(tokens, self.layout.block_size)
+            return pieces.digest(self._addresses(table, starts, layers), self._sizes(counts, layers))
+        hashed = xxhash.xxh3_64()
+        for piece in self.pieces(table, tokens, layers):
+            hashed.update(piece.data)
+        return hashed.intdigest()
+
+    def takes(self, source: BlockArray) -> bool:
+        """Whether :meth:`take` can copy from ``source``: rows are the same bytes there, and in one place on both
+        sides."""
+        own, other = self.layout, source.layout
+        alike = own.layers == other.layers and own.dtype == other.dtype and own.head_shards == other.head_shards == 1
+        return alike and pieces.are_compiled()
+
+    def take(self, table: Table, tokens: range, layers: range, source: BlockArray, blocks: Table) -> int:
+        """Copies these cells from where they lie in ``source`` to where they belong in ``table``, and returns the
+        XXH3-64 of what has been written, as of :meth:`read`; in one pass. ``blocks`` of ``source`` are those that hold
+        ``tokens``, from the one on in which these begin. IndexError, and nothing is written, where there is no such
+        block or layer."""
+        if not self.raw.flags.writeable:
+            raise ValueError("this pool is somebody else's")
+        starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
+        before = tokens.start - tokens.start % source.layout.block_size
+        sources = source._addresses(blocks, starts - before, layers)
+        return pieces.digest(sources, self._sizes(counts, layers), self._addresses(table, starts, layers))
+
+    def _addresses(self, table: Table, starts: Numbers, layers: range) -> Numbers:
+        """Where token positions ``starts`` lie, in keys, then values, of each layer: [2 * layers * starts]."""
+        size, slabs = self.layout.block_size, slice(2 * layers.start, 2 * layers.stop)
+        if not 0 <= layers.start < layers.stop <= len(self.layout.layers):
+            raise IndexError(f"layers {layers.start} to {layers.stop} of {len(self.layout.layers)}")
+        first = int(starts[0]) // size
+        ids = np.asarray(table[first : int(starts[-1]) // size + 1], np.int64)[starts // size - first]
+        if ids.min() < 0 or ids.max() >= len(self.raw):
+            raise IndexError(f"blocks {ids.min()} to {ids.max()} of {len(self.raw)}")
+        inside = self._slab_at[slabs, None] + self._slab_row[slabs, None] * (starts % size)
+        return (self.raw.ctypes.data + ids * self.layout.block_bytes + inside).ravel()
+
+    def _sizes(self, counts: Numbers, layers: range) -> Numbers:
+        """Bytes of so many rows each, as :meth:`_addresses` has their places."""
+        return (self._slab_row[2 * layers.start : 2 * layers.stop, None] * counts).ravel()
 
     def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
         """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
@@ -114,6 +164,23 @@ class BlockArray:
             parts.append(_Part(row_bytes, tuple(shards)))
             inside += own * layout.block_size
         return parts[0], parts[1]
+
+
+def _slabs(layout: KvLayout) -> tuple[Numbers, Numbers]:
+    """Of keys, then values, of each layer, in a block without shards: where they begin, and bytes of a row."""
+    at, row_bytes = [], []
+    for layer, inside in zip(layout.layers, layout.layer_offsets, strict=True):
+        keys, values = (layer.kv_heads * width * layout.element_bytes for width in (layer.k_dim, layer.v_dim))
+        at += [inside, inside + keys * layout.block_size]
+        row_bytes += [keys, values]
+    return np.array(at, np.int64), np.array(row_bytes, np.int64)
+
+
+def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:
+    """Where ``tokens`` begin in each ``size`` positions, and how many they are there."""
+    starts = np.arange(tokens.start - tokens.start % size, tokens.stop, size)
+    starts[0] = tokens.start
+    return starts, np.diff(starts, append=tokens.stop)
 
 
 class KvMemory(BlockArray):

@@ -44,8 +44,8 @@ class ReceiveLink(Protocol):
 
     def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
         """Puts the cells into the blocks of ``table``; False while they are on their way: call it again with the same,
-        and with nothing else before. If they are not what was said nothing is written: Damaged if they are not what
-        was sent either, WireError if that made no sense or cannot be had."""
+        and with nothing else before. If they are not what was said they do not count, and nothing but them has been
+        written: Damaged if they are not what was sent either, WireError if that made no sense or cannot be had."""
         ...
 
     def close(self) -> None:
@@ -55,8 +55,13 @@ class ReceiveLink(Protocol):
 
 def placed(header: FrameHeader, data: Bytes, dtype: KvDtype, memory: KvMemory, table: Sequence[BlockId]) -> None:
     """Checks the receiver's own copy of the cells, elements of ``dtype``, and writes it into its blocks."""
-    if checksum_of(data) != header.checksum:
-        raise Damaged(f"frame {header.number} of {header.transfer} fails its checksum")
-    if data.nbytes != header.size_bytes:
-        raise WireError(f"a frame of {data.nbytes} bytes, {header.size_bytes} announced")
+    compare(header, checksum_of(data), data.nbytes)
     memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)
+
+
+def compare(header: FrameHeader, checksum: int, size_bytes: int) -> None:
+    """What the receiver has of a frame with what was announced: Damaged or WireError where they differ."""
+    if checksum != header.checksum:
+        raise Damaged(f"frame {header.number} of {header.transfer} fails its checksum")
+    if size_bytes != header.size_bytes:
+        raise WireError(f"a frame of {size_bytes} bytes, {header.size_bytes} announced")

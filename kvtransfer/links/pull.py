@@ -19,9 +19,9 @@ from common.errors import Damaged, WireError
 from common.ids import BlockId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
-from common.kv.memory import KvMemory
-from kvtransfer.frames import FrameHeader, Rectangle, checksum_of_pieces
-from kvtransfer.links.base import Payload, placed
+from common.kv.memory import BlockArray, KvMemory
+from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.links.base import Payload, compare, placed
 
 T = TypeVar("T")
 _CHECKSUM_BYTES = 8
@@ -42,17 +42,15 @@ class Reading(ABC, Generic[T]):
 class PullSendLink:
     """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed."""
 
-    grain = 2
-
-    def __init__(self, name: str, memory: KvMemory) -> None:
-        self.name, self.memory = name, memory
+    def __init__(self, name: str, memory: KvMemory, grain: int = 2) -> None:
+        self.name, self.memory, self.grain = name, memory, grain
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         block_size = self.memory.layout.block_size
         blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
-        checksum = checksum_of_pieces(self.memory.pieces(table, cells.tokens, cells.layers))
+        checksum = self.memory.checksum(table, cells.tokens, cells.layers)
         size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
         return signed(generations.tobytes() + ids.tobytes(), checksum), size, checksum
 
@@ -90,7 +88,11 @@ class SourcePool(Protocol):
 
 
 class PullReceiveLink:
-    """Pulls from ``source``, the sender's pool (whose layout of blocks may differ), into ``memory``."""
+    """Pulls from ``source``, the sender's pool (whose layout of blocks may differ), into ``memory``.
+
+    Out of a mapped pool whose rows are the same bytes each is copied once, to its place; the checksum is that of what
+    was written there. Of any other pool a copy is checked and then laid out.
+    """
 
     def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
         self.name, self.memory, self.source = name, memory, source
@@ -135,6 +137,12 @@ class PullReceiveLink:
         shift = first * block_size
         tokens = range(cells.first_token - shift, cells.last_token - shift)
         yield from self._check(ids, generations)
+        if isinstance(self.source, BlockArray) and self.memory.takes(self.source):
+            checksum = self.memory.take(table, cells.tokens, cells.layers, self.source, ids)
+            yield from self._check(ids, generations)
+            size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+            compare(header, checksum, size)
+            return
         data = yield from _had(self.source.read(ids, tokens, cells.layers))
         yield from self._check(ids, generations)
         placed(header, data, self.source.layout.dtype, self.memory, table)

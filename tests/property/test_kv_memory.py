@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from math import lcm
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import BlockId
+from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
 from common.kv.memory import KvMemory
@@ -91,6 +94,7 @@ def test_read_and_write_agree_with_the_definition(data: st.DataObject) -> None:
         assert memory.read(table, tokens, chosen, out) is out
         assert np.array_equal(out, canonical)
         assert b"".join(piece.tobytes() for piece in memory.pieces(table, tokens, chosen)) == canonical.tobytes()
+        assert memory.checksum(table, tokens, chosen) == xxhash.xxh3_64_intdigest(canonical.data)
 
         fresh = np.random.default_rng(1).integers(0, 256, len(where), np.uint8)
         memory.write(table, tokens, chosen, fresh)
@@ -131,9 +135,75 @@ def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
         places = naive_offsets(receiver.layout, target, tokens, chosen)
         expected[places] = converted(right, sender.layout.dtype, receiver.layout.dtype)
         assert np.array_equal(receiver.raw.reshape(-1), expected), "wrote elsewhere, or not everywhere"
+        if receiver.takes(sender) and tokens and chosen:
+            receiver.raw.reshape(-1)[places] = 0x5A
+            begins = source[first // sender.layout.block_size :]
+            assert receiver.take(target, tokens, chosen, sender, begins) == xxhash.xxh3_64_intdigest(sent.data)
+            assert np.array_equal(receiver.raw.reshape(-1), expected), "took it elsewhere, or not everywhere"
     finally:
         sender.close()
         receiver.close()
+
+
+def test_the_copy_in_one_pass_was_compiled() -> None:
+    assert pieces.are_compiled(), "no compiled function: `make install` compiles it, with a C compiler"
+
+
+def test_what_is_not_there_is_not_taken() -> None:
+    layout = KvLayout((LayerLayout(2, 4, 4),) * 2, "float32", 16)
+    sender, receiver = KvMemory(layout, 3), KvMemory(layout, 3)
+    reader = KvMemory.attach(os.dup(receiver.fd), layout, 3)
+    table, tokens, both = [BlockId(2), BlockId(0)], range(3, 20), range(2)
+    try:
+        receiver.raw[:] = 0xEE
+        with pytest.raises(IndexError, match="of 3"):
+            receiver.take(table, tokens, both, sender, [BlockId(0), BlockId(3)])
+        with pytest.raises(IndexError, match="of 3"):
+            receiver.take([BlockId(2), BlockId(-1)], tokens, both, sender, table)
+        with pytest.raises(IndexError):
+            receiver.take(table[:1], tokens, both, sender, table)
+        with pytest.raises(IndexError):
+            receiver.take(table, tokens, both, sender, table[:1])
+        with pytest.raises(IndexError, match="layers 1 to 3 of 2"):
+            receiver.take(table, tokens, range(1, 3), sender, table)
+        with pytest.raises(ValueError, match="somebody else's"):
+            reader.take(table, tokens, both, sender, table)
+        assert (receiver.raw == 0xEE).all()
+    finally:
+        for memory in (reader, sender, receiver):
+            memory.close()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(0, 200), st.integers(0, 40).map(lambda stripes: 64 * stripes), st.integers(900, 3000)),
+        min_size=1,
+        max_size=30,
+    ),
+    wide=st.booleans(),
+    aligned=st.booleans(),
+    chance=st.randoms(use_true_random=False),
+)
+def test_pieces_are_hashed_and_copied_as_if_they_were_one(
+    sizes: list[int], wide: bool, aligned: bool, chance: Random
+) -> None:
+    gaps = [64 * chance.randrange(3) if aligned else chance.randrange(100) for _ in sizes]
+    ends = np.cumsum(np.array(sizes) + gaps)
+    source = np.frombuffer(chance.randbytes(int(ends[-1]) + 64), np.uint8)
+    begin = -source.ctypes.data % 64 if aligned else 0
+    places = begin + ends - sizes
+    target = np.zeros(len(source) + 128, np.uint8)
+    shift = (source.ctypes.data - target.ctypes.data) % 64  # the same alignment, though not always a whole stripe's
+    whole = b"".join(source[at : at + size].tobytes() for at, size in zip(places, sizes, strict=True))
+    sources, lengths = source.ctypes.data + places, np.array(sizes, np.int64)
+    digest = xxhash.xxh3_64_intdigest(whole)
+    assert pieces.digest(sources, lengths, wide=wide) == digest
+    assert pieces.digest(sources, lengths, target.ctypes.data + shift + places, wide=wide) == digest
+    expected = np.zeros_like(target)
+    for at, size in zip(places, sizes, strict=True):
+        expected[shift + at : shift + at + size] = source[at : at + size]
+    assert np.array_equal(target, expected), "copied elsewhere, or not everything"
 
 
 def test_heads_that_cannot_be_split_evenly_are_refused() -> None:

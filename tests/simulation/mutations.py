@@ -31,7 +31,7 @@ from coordinator.router import Need, Router
 from coordinator.ticket import Ticket
 from decode.reservations import Reservations
 from decode.worker import DecodeWorker
-from kvtransfer.links import pull, zeromq
+from kvtransfer.links import base, pull
 from kvtransfer.session import ReceiverSession, SenderSession, TransferState
 
 
@@ -55,11 +55,6 @@ def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None
     """Blocks are free while frames of their transfer still find them."""
     with mock.patch.object(self.receiver, "cancel"):
         _ABORT(self, transfer)
-
-
-def _places_unchecked(header: Any, data: Any, dtype: Any, memory: Any, table: Any) -> None:
-    if data.nbytes == header.size_bytes:
-        memory.write(table, header.cells.tokens, header.cells.layers, data, dtype)
 
 
 def _accepts_anything(self: ReceiverSession, now: float) -> None:
@@ -189,8 +184,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
     ),
     "fail open": (
-        Mutation("checksums are not looked at", zeromq, "placed", _places_unchecked, ()),
-        Mutation("nor those of what was pulled", pull, "placed", _places_unchecked, (WRONG_TOKENS,)),
+        Mutation("checksums are not looked at", base, "compare", _nothing, ()),
+        Mutation("nor those of what was pulled", pull, "compare", _nothing, (WRONG_TOKENS,)),
     ),
     "trust the commit": (
         Mutation("what landed is not compared with the commit", ReceiverSession, "objection", lambda *_: "", ()),

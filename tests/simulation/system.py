@@ -16,7 +16,7 @@ from common.errors import RequestError
 from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
-from common.kv.memory import Table
+from common.kv.memory import BlockArray, Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
 from common.membership import Snapshot
@@ -96,12 +96,17 @@ class SimulatedEngine(OracleEngine):
         self.begins: Callable[[float, Batch], None] = lambda seconds, batch: None
         self.pool: BlockPool | None = None
         self._write, self.memory.write = self.memory.write, self._checked_write  # type: ignore[method-assign]
+        self._take, self.memory.take = self.memory.take, self._checked_take  # type: ignore[method-assign]
 
     def _checked_write(
         self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None
     ) -> None:
         self._check(table, tokens)
         self._write(table, tokens, layers, data, dtype)
+
+    def _checked_take(self, table: Table, tokens: range, layers: range, source: BlockArray, blocks: Table) -> int:
+        self._check(table, tokens)
+        return self._take(table, tokens, layers, source, blocks)
 
     def place(self, table: Table, tokens: range, layers: range, rolled: list[int]) -> None:
         self._check(table, tokens)

@@ -26,6 +26,7 @@ from zmq.utils import garbage
 from common.channel import MAX_FRAME_BYTES, Channels
 from common.errors import Damaged, StartError, WireError
 from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
+from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
@@ -43,12 +44,13 @@ from kvtransfer.sources import PAUSE_S
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
 SOURCE_TABLE = [BlockId(b) for b in (5, 1, 6, 3, 7, 0)]
-TARGET_TABLE = [BlockId(b) for b in (2, 4, 0)]
+TARGET_TABLES = {32: [BlockId(b) for b in (2, 4, 0)], 16: [BlockId(b) for b in (2, 4, 0, 6, 1, 7)]}
+"""By block size: the receiver's blocks of the same tokens."""
 
 
 @dataclass
 class Pair:
-    """A sender's pool, a receiver's of another layout of blocks, and a link between them."""
+    """A sender's pool, a receiver's, mostly of another layout of blocks, and a link between them."""
 
     source: KvMemory
     target: KvMemory
@@ -62,14 +64,25 @@ class Pair:
         self.place(header, bytes(right) if payload is None else payload)
 
     def place(self, header: FrameHeader, payload: bytes) -> None:
-        while not self.receiving.place(header, memoryview(payload), TARGET_TABLE):
+        while not self.receiving.place(header, memoryview(payload), self.table):
             pass
+
+    @property
+    def table(self) -> list[BlockId]:
+        return TARGET_TABLES[self.target.layout.block_size]
 
     def written(self) -> bool:
         return bool((self.target.raw != 0xEE).any())
 
+    def wipe(self, cells: Rectangle) -> None:
+        """As if these cells had not been written."""
+        size = self.target.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+        self.target.write(self.table, cells.tokens, cells.layers, np.full(size, 0xEE, np.uint8))
+
 
 POOLS = {
+    "same": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 16)),
+    "uncompiled": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
     "alike": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
     "wider": (KvLayout(LAYERS, "bfloat16", 16, head_shards=2), KvLayout(LAYERS, "float32", 32)),
     "narrower": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float16", 32, head_shards=2)),
@@ -116,9 +129,11 @@ def had(reading: Reading[T]) -> T:
 
 
 @pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     link, pools = request.param
-    source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 5), strict=True))
+    if pools == "uncompiled":
+        monkeypatch.setattr(pieces, "_compiled", lambda: None)
+    source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 8), strict=True))
     source.raw[:] = np.random.default_rng(7).integers(0, 256, source.raw.shape, np.uint8)
     source.generations[:] = np.arange(8) + 100
     target.raw[:] = 0xEE
@@ -155,8 +170,8 @@ def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
     pair.carry(cells)
     sent = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
     wanted = converted(sent, pair.source.layout.dtype, pair.target.layout.dtype)
-    assert (pair.target.read(TARGET_TABLE, cells.tokens, cells.layers) == wanted).all()
-    pair.target.write(TARGET_TABLE, cells.tokens, cells.layers, np.full(wanted.nbytes, 0xEE, np.uint8))
+    assert (pair.target.read(pair.table, cells.tokens, cells.layers) == wanted).all()
+    pair.wipe(cells)
     assert not pair.written(), "something else was written, too"
 
 
@@ -209,17 +224,49 @@ def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pair.receiving, PullReceiveLink)
-    mapped, read = pair.receiving.source, pair.receiving.source.read
+    cells, copied = Rectangle(0, 3, 8, 40), pair.target.takes(pair.source) and pair.receiving.name != "nixl"
+    puller, name = (pair.target, "take") if copied else (pair.receiving.source, "read")
+    pull = getattr(puller, name)
 
-    def read_and_reuse(*arguments: object) -> object:
-        data = read(*arguments)  # type: ignore[arg-type]
+    def pull_and_reuse(*arguments: object) -> object:
+        data = pull(*arguments)
         pair.source.generations[SOURCE_TABLE[0]] += 1
         return data
 
-    monkeypatch.setattr(mapped, "read", read_and_reuse)
+    monkeypatch.setattr(puller, name, pull_and_reuse)
     with pytest.raises(Damaged, match="reused"):
-        pair.carry(Rectangle(0, 3, 0, 32))
-    assert not pair.written()
+        pair.carry(cells)
+    assert pair.written() is copied
+    pair.wipe(cells)
+    assert not pair.written(), "what does not count was written elsewhere"
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_bytes_that_changed_while_they_are_pulled_do_not_count(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 8, 40)
+    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
+    header = FrameHeader(TRANSFER, 0, cells, size, checksum)
+    with pytest.raises(Damaged, match="checksum"):
+        pair.place(header, bytes(payload))
+    pair.wipe(cells)
+    assert not pair.written(), "what does not count was written elsewhere"
+    pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
+    pair.place(header, bytes(payload))
+    wanted = converted(
+        pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers), pair.source.layout.dtype, pair.target.layout.dtype
+    )
+    assert (pair.target.read(pair.table, cells.tokens, cells.layers) == wanted).all()
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory"), indirect=True)
+def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 8, 40)
+    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    with pytest.raises(WireError, match="announced") as caught:
+        pair.place(FrameHeader(TRANSFER, 0, cells, size + 4, checksum), bytes(payload))
+    pair.wipe(cells)
+    assert not isinstance(caught.value, Damaged) and not pair.written()
 
 
 NOWHERE = {
@@ -339,7 +386,7 @@ def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
 @pytest.mark.parametrize("link", LINKS)
 def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
     """Not even the first frame, although grants and announcements go on."""
-    limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=4096)
+    limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
     try:
         failing = handoff.sender._links[handoff.link] = Failing(handoff.sender._links[handoff.link], right)
@@ -370,7 +417,7 @@ def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: st
 @pytest.mark.parametrize("link", LINKS)
 def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: str, fault: str) -> None:
     channels = FaultyChannels(FaultRates(**{fault: 0.3}), Random(5))
-    limits = Limits(resend_s=0.02, frame_bytes=1024)
+    limits = Limits(resend_s=0.02, frame_bytes=512)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits, channels)
     try:
         handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)

@@ -1,0 +1,197 @@
+/* XXH3-64 of bytes that lie in many places, and their copies to as many others, in one pass over them.
+ *
+ * The hash is that of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, for more than 240 bytes, with its
+ * own secret and no seed: what xxhash gives for the same bytes behind one another. What is hashed is what was loaded
+ * once, and this is what is stored, so whoever changes a source meanwhile changes both or neither.
+ */
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+#define STRIPE 64       /* bytes that are taken in at once, eight words */
+#define BLOCK_STRIPES 16 /* then the sums are stirred */
+#define AHEAD 1024      /* bytes from what is taken in to what is fetched */
+#define LAST_KEY 121    /* where in the secret the key of the last stripe is, those of a stir and of the end */
+#define STIR_KEY 128
+#define END_KEY 11
+
+#define PRIME32_1 0x9E3779B1u
+#define PRIME32_2 0x85EBCA77u
+#define PRIME32_3 0xC2B2AE3Du
+#define PRIME64_1 0x9E3779B185EBCA87u
+#define PRIME64_2 0xC2B2AE3D27D4EB4Fu
+#define PRIME64_3 0x165667B19E3779F9u
+#define PRIME64_4 0x85EBCA77C2B2AE63u
+#define PRIME64_5 0x27D4EB2F165667C5u
+#define PRIME_END 0x165667919E3779F9u
+
+typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
+
+static const uint8_t secret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+struct pieces {
+    const int64_t *from, *to, *bytes; /* [count] each: addresses, and lengths; ``to`` NULL: only hashed */
+    int64_t count, total;             /* total: of bytes, more than 240 */
+};
+
+/* Stores a stripe at a place of some alignment, past the caches where that can be said: it is not needed soon, and what
+ * was there before need not be read. */
+typedef void store(uint8_t *to, const stripe *data);
+
+INLINE void absorb(stripe *sums, const stripe *data, const uint8_t *key)
+{
+    const stripe neighbours = {1, 0, 3, 2, 5, 4, 7, 6};
+    stripe mixed = *data ^ *(const stripe *)key;
+    *sums += __builtin_shuffle(*data, neighbours) + (mixed & 0xFFFFFFFFu) * (mixed >> 32);
+}
+
+INLINE void stir(stripe *sums)
+{
+    *sums = (*sums ^ (*sums >> 47) ^ *(const stripe *)(secret + STIR_KEY)) * PRIME32_1;
+}
+
+/* Takes the ``number``-th stripe in. */
+INLINE void take_in(stripe *sums, const stripe *data, int64_t number)
+{
+    int64_t of_block = number % BLOCK_STRIPES;
+    absorb(sums, data, secret + 8 * of_block);
+    if (of_block == BLOCK_STRIPES - 1)
+        stir(sums);
+}
+
+/* The last bytes of all, a stripe of them, from where they have been copied to. */
+INLINE stripe last_stripe(const struct pieces *pieces)
+{
+    stripe last;
+    const int64_t *place = pieces->to ? pieces->to : pieces->from;
+    int64_t missing = STRIPE;
+    for (int64_t i = pieces->count - 1; missing; i--) {
+        int64_t some = pieces->bytes[i] < missing ? pieces->bytes[i] : missing;
+        missing -= some;
+        memcpy((uint8_t *)&last + missing, (const uint8_t *)place[i] + pieces->bytes[i] - some, some);
+    }
+    return last;
+}
+
+INLINE uint64_t finished(const stripe *sums, uint64_t total)
+{
+    uint64_t sum = total * PRIME64_1, key[2];
+    for (int i = 0; i < 4; i++) {
+        memcpy(key, secret + END_KEY + 16 * i, sizeof key);
+        unsigned __int128 both = (unsigned __int128)((*sums)[2 * i] ^ key[0]) * ((*sums)[2 * i + 1] ^ key[1]);
+        sum += (uint64_t)both ^ (uint64_t)(both >> 64);
+    }
+    sum = (sum ^ sum >> 37) * PRIME_END;
+    return sum ^ sum >> 32;
+}
+
+INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t alignment)
+{
+    stripe sums = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    int64_t taken = 0, stripes = (pieces->total - 1) / STRIPE, held = 0; /* but for the last one */
+    stripe part;                                                         /* of which ``held`` bytes are there */
+    for (int64_t i = 0; i < pieces->count; i++) {
+        const uint8_t *from = (const uint8_t *)pieces->from[i];
+        uint8_t *to = pieces->to ? (uint8_t *)pieces->to[i] : NULL;
+        int64_t left = pieces->bytes[i];
+        const uint8_t *next = i + 1 < pieces->count ? (const uint8_t *)pieces->from[i + 1] : from;
+        while (left && (held || left < STRIPE || taken == stripes)) {
+            int64_t some = left < STRIPE - held ? left : STRIPE - held;
+            memcpy((uint8_t *)&part + held, from, some);
+            if (to) {
+                memcpy(to, (uint8_t *)&part + held, some);
+                to += some;
+            }
+            from += some;
+            left -= some;
+            held += some;
+            if (held == STRIPE) {
+                held = 0;
+                if (taken < stripes)
+                    take_in(&sums, &part, taken++);
+            }
+        }
+        int64_t whole = left / STRIPE < stripes - taken ? left / STRIPE : stripes - taken;
+        int streams = to && (uintptr_t)to % alignment == 0;
+        for (int64_t s = 0; s < whole; s++, from += STRIPE) {
+            int64_t beyond = (s + 1) * STRIPE + AHEAD - left;
+            __builtin_prefetch(beyond > 0 ? next + beyond - STRIPE : from + AHEAD, 0, 3);
+            stripe data = *(const stripe *)from;
+            take_in(&sums, &data, taken++);
+            if (streams)
+                stream(to + s * STRIPE, &data);
+            else if (to)
+                *(stripe *)(to + s * STRIPE) = data;
+        }
+        left -= whole * STRIPE;
+        if (left) { /* less than a stripe, or the last one */
+            if (to)
+                to += whole * STRIPE;
+            memcpy(&part, from, left);
+            if (to)
+                memcpy(to, &part, left);
+            held = left < STRIPE ? left : 0;
+        }
+    }
+    stripe last = last_stripe(pieces);
+    absorb(&sums, &last, secret + LAST_KEY);
+    return finished(&sums, pieces->total);
+}
+
+#ifdef X86
+INLINE void store_128(uint8_t *to, const stripe *data)
+{
+    for (int i = 0; i < STRIPE / 16; i++)
+        _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)data + i));
+}
+
+static uint64_t digest_any(const struct pieces *pieces) { return digest(pieces, store_128, 16); }
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,prefer-vector-width=512")
+INLINE void store_512(uint8_t *to, const stripe *data) { _mm512_stream_si512((void *)to, *(const __m512i_u *)data); }
+
+static uint64_t digest_512(const struct pieces *pieces) { return digest(pieces, store_512, 64); }
+#pragma GCC pop_options
+#else
+INLINE void store_plain(uint8_t *to, const stripe *data) { *(stripe *)to = *data; }
+
+static uint64_t digest_any(const struct pieces *pieces) { return digest(pieces, store_plain, 1); }
+#endif
+
+/* XXH3-64 of all pieces behind one another; each is copied, too, if there is somewhere to. Vectors of 512 bits are used
+ * where there are any, and ``wide``. */
+EXPORT uint64_t tandem_digest(const int64_t *from, const int64_t *to, const int64_t *bytes, int64_t count,
+                              int64_t total, int wide)
+{
+    const struct pieces pieces = {from, to, bytes, count, total};
+#ifdef X86
+    if (!wide || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
+        wide = 0;
+    uint64_t hash = wide ? digest_512(&pieces) : digest_any(&pieces);
+    _mm_sfence(); /* what went past the caches is there before anybody is told */
+    return hash;
+#else
+    (void)wide;
+    return digest_any(&pieces);
+#endif
+}
