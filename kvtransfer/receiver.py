@@ -23,7 +23,7 @@ from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
 from common.strikes import Strikes
 from common.wire import MAX_HANDOFF_BYTES, decode
-from kvtransfer.credit import CreditBook
+from kvtransfer.credit import TRANSFER_BYTES, CreditBook
 from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
@@ -38,6 +38,9 @@ MAX_EARLY = 4096
 """Announcements that came before their reservation; the oldest are forgotten, their senders announce again. One takes
 some 5 KB at most, and 64 KiB more where it says how NIXL reads a pool and this side can."""
 
+
+ACKNOWLEDGED_BYTES = TRANSFER_BYTES // 2
+"""Frames that land in one turn are acknowledged together, but for so many bytes at once: their sender goes on."""
 
 MAX_PULLS = 64
 """Frames of one transfer that wait for an earlier one, which is being fetched; what comes then is repeated."""
@@ -85,6 +88,7 @@ class _Incoming:
     told_ms: int = 0
     pulls: deque[tuple[FrameHeader, memoryview]] = field(default_factory=deque)
     commit: Commit | None = None
+    acknowledged_bytes: int = 0
 
 
 class Receiver:
@@ -113,6 +117,8 @@ class Receiver:
         self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
         self._sources = Sources(channels, self._limits.lease_s, self._nixl)
         self._ended: list[Landed | Failed] = []
+        self._to_acknowledge: dict[TransferId, _Incoming] = {}
+        """Of which frames have landed in this turn, or were repeated."""
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
         self.bad_messages = 0
@@ -183,6 +189,8 @@ class Receiver:
             except WireError as error:
                 self._bad(peer, str(error))
         self._tick(clock())
+        for transfer in [*self._to_acknowledge]:
+            self._acknowledge(transfer)
         ended, self._ended = self._ended, []
         return ended
 
@@ -324,8 +332,10 @@ class Receiver:
             self._pull(incoming, now)
         elif verdict is Verdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
+        elif session.state is TransferState.ACCEPTED:
+            self._accepted(incoming)
         else:
-            self._acknowledge(incoming)
+            self._to_acknowledge[header.transfer] = incoming
 
     def _pull(self, incoming: _Incoming, now: float) -> None:
         """Takes the frames that are there, in order, until one is still on its way. One that cannot be taken comes
@@ -346,16 +356,20 @@ class Receiver:
                 raise
             incoming.pulls.popleft()
             session.took(header, now)
-            self._acknowledge(incoming)
+            self._to_acknowledge[header.transfer] = incoming
+            if session.bytes - incoming.acknowledged_bytes >= ACKNOWLEDGED_BYTES:
+                self._acknowledge(header.transfer)
         if incoming.commit is not None:
             commit, incoming.commit = incoming.commit, None
             self._commit(incoming.peer, commit, incoming, now)
 
-    def _acknowledge(self, incoming: _Incoming) -> None:
+    def _acknowledge(self, transfer: TransferId) -> None:
+        """Says what has landed, unless the transfer was accepted meanwhile, which says it, or is over."""
+        incoming = self._to_acknowledge.pop(transfer)
         session = incoming.session
-        if session.frames:
-            transfer = session.transfer
-            credit = 0 if self._settled(incoming) else self.credit.landed(transfer, session.bytes)
+        if session.frames and self._incoming.get(transfer) is incoming and not self._settled(incoming):
+            incoming.acknowledged_bytes = session.bytes
+            credit = self.credit.landed(transfer, session.bytes)
             ack = Ack(transfer.request, transfer.attempt, session.frames - 1, session.bytes, credit)
             self._reply(incoming.peer, ack)
 
@@ -367,8 +381,8 @@ class Receiver:
         session = incoming.session
         if not is_proven(commit, incoming.token):
             raise WireError(f"the commit of {transfer} is not the one that its sender has sent")
-        if session.state is TransferState.ACCEPTED:  # our answer was lost
-            self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
+        if session.state is TransferState.ACCEPTED:
+            self._accepted(incoming)
             return
         if session.over or session.behind(commit):
             incoming.commit = commit if incoming.pulls else None
@@ -378,8 +392,13 @@ class Receiver:
             return
         session.accept(now)
         self.credit.close(transfer)
-        self._reply(peer, Accept(transfer.request, transfer.attempt, session.bytes))
+        self._accepted(incoming)
         self._ended.append(Landed(transfer, commit))
+
+    def _accepted(self, incoming: _Incoming) -> None:
+        """Answers a commit, and whoever still sends something because that answer was lost."""
+        transfer = incoming.session.transfer
+        self._reply(incoming.peer, Accept(transfer.request, transfer.attempt, incoming.session.bytes))
 
     def _reply(self, peer: bytes, message: Message) -> None:
         send(self._socket, message, peer)  # a peer that is gone needs no answer

@@ -21,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import zmq
 from zmq.utils import garbage
 
 from common.channel import MAX_FRAME_BYTES, Channels
@@ -30,7 +31,8 @@ from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
-from common.messages import Peer
+from common.messages import Accept, Ack, Peer
+from kvtransfer import receiver
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory, nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
@@ -380,6 +382,66 @@ class Handoff:
 
 def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
     return Peer(WorkerName("peer"), incarnation, address, "host", "float32", token)
+
+
+class Held:
+    """A receiver's socket that gives nothing away until ``count`` messages are there, and then all of them."""
+
+    def __init__(self, socket: zmq.Socket[bytes], count: int) -> None:
+        self.socket, self.count, self.there = socket, count, list[list[zmq.Frame]]()
+
+    def recv_multipart(self, *_: object, **__: object) -> list[zmq.Frame]:
+        while self.count:
+            assert self.socket.poll(5000), f"{self.count} more messages were to come"
+            self.there.append(self.socket.recv_multipart(copy=False))
+            self.count -= 1
+        if not self.there:
+            raise zmq.Again
+        return self.there.pop(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+
+FRAMES = 3
+
+
+@pytest.mark.parametrize(
+    ("committed", "at_once", "answers"),
+    [
+        (True, 1 << 30, [Accept]),
+        (False, 1 << 30, [Ack]),
+        (False, 1, [Ack] * FRAMES),
+        (True, 1, [*[Ack] * FRAMES, Accept]),
+    ],
+    ids=[
+        "committed in the same turn",
+        "to be committed",
+        "of so many bytes each",
+        "of so many bytes each, and committed",
+    ],
+)
+def test_what_lands_in_one_turn_is_acknowledged_together(
+    committed: bool, at_once: int, answers: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
+    try:
+        while not handoff.sender.granted(handoff.transfer):
+            handoff.receiver.pump(handoff.clock, 0.005)
+            handoff.sender.pump(handoff.clock())
+        handoff.sender.computed(handoff.transfer, handoff.table, 64, FRAMES, handoff.clock())
+        if committed:
+            handoff.sender.finish(handoff.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), handoff.clock())
+        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
+        with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
+            handoff.receiver.pump(handoff.clock, 10.0)
+        assert [type(each) for each in said] == answers
+        last = said[-1]
+        assert isinstance(last, Ack | Accept) and last.bytes == layout.range_bytes(0, FRAMES, 64)
+    finally:
+        handoff.close()
 
 
 @pytest.mark.parametrize("right", [0, 1])
