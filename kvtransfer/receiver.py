@@ -77,7 +77,7 @@ class _Early:
 class _Incoming:
     """One hand-off; ``announced`` by ``peer``, granted when there is a ``link``. ``told_ms``: how long the sender was
     told last that a step of ours may take. ``pulls``: frames in order, of which the first is being fetched, and
-    ``commit`` if that has come behind them."""
+    ``commit`` if that has come behind them. ``acknowledged_bytes``: of what has landed."""
 
     session: ReceiverSession
     table: Sequence[BlockId]
@@ -332,8 +332,6 @@ class Receiver:
             self._pull(incoming, now)
         elif verdict is Verdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
-        elif session.state is TransferState.ACCEPTED:
-            self._accepted(incoming)
         else:
             self._to_acknowledge[header.transfer] = incoming
 
@@ -364,10 +362,14 @@ class Receiver:
             self._commit(incoming.peer, commit, incoming, now)
 
     def _acknowledge(self, transfer: TransferId) -> None:
-        """Says what has landed, unless the transfer was accepted meanwhile, which says it, or is over."""
+        """Says what has landed, or again that all was accepted; nothing of a transfer that is over."""
         incoming = self._to_acknowledge.pop(transfer)
         session = incoming.session
-        if session.frames and self._incoming.get(transfer) is incoming and not self._settled(incoming):
+        if self._incoming.get(transfer) is not incoming or session.over:
+            return
+        if session.state is TransferState.ACCEPTED:
+            self._accepted(incoming)
+        elif session.frames:
             incoming.acknowledged_bytes = session.bytes
             credit = self.credit.landed(transfer, session.bytes)
             ack = Ack(transfer.request, transfer.attempt, session.frames - 1, session.bytes, credit)
@@ -381,8 +383,8 @@ class Receiver:
         session = incoming.session
         if not is_proven(commit, incoming.token):
             raise WireError(f"the commit of {transfer} is not the one that its sender has sent")
-        if session.state is TransferState.ACCEPTED:
-            self._accepted(incoming)
+        if session.state is TransferState.ACCEPTED:  # our answer was lost
+            self._to_acknowledge[transfer] = incoming
             return
         if session.over or session.behind(commit):
             incoming.commit = commit if incoming.pulls else None
@@ -392,11 +394,11 @@ class Receiver:
             return
         session.accept(now)
         self.credit.close(transfer)
+        self._to_acknowledge.pop(transfer, None)
         self._accepted(incoming)
         self._ended.append(Landed(transfer, commit))
 
     def _accepted(self, incoming: _Incoming) -> None:
-        """Answers a commit, and whoever still sends something because that answer was lost."""
         transfer = incoming.session.transfer
         self._reply(incoming.peer, Accept(transfer.request, transfer.attempt, incoming.session.bytes))
 

@@ -147,7 +147,7 @@ class Sender:
         self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
         self._links: dict[str, SendLink] = {
             zeromq.NAME: zeromq.ZmqSendLink(memory),
-            shm.NAME: PullSendLink(shm.NAME, memory, shm.GRAIN),
+            shm.NAME: PullSendLink(shm.NAME, memory, shm.GRAIN if memory.takes(memory) else 2),
         }
         if self._nixl is not None:
             self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)

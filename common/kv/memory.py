@@ -102,8 +102,8 @@ class BlockArray:
     def take(self, table: Table, tokens: range, layers: range, source: BlockArray, blocks: Table) -> int:
         """Copies these cells from where they lie in ``source`` to where they belong in ``table``, and returns the
         XXH3-64 of what has been written, as of :meth:`read`; in one pass. ``blocks`` of ``source`` are those that hold
-        ``tokens``, from the one on in which these begin. IndexError, and nothing is written, where there is no such
-        block or layer."""
+        ``tokens``, of which there are some, from the one on in which these begin. IndexError, and nothing is written,
+        where there is no such block or layer."""
         if not self.raw.flags.writeable:
             raise ValueError("this pool is somebody else's")
         starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))

@@ -6,7 +6,7 @@
  */
 #include <stdint.h>
 #include <string.h>
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define X86 1
 #include <immintrin.h>
 #endif
@@ -30,6 +30,9 @@
 #define PRIME64_4 0x85EBCA77C2B2AE63u
 #define PRIME64_5 0x27D4EB2F165667C5u
 #define PRIME_END 0x165667919E3779F9u
+
+/* What was loaded once is hashed and stored; a compiler might load it again, from where somebody may change it. */
+#define KEEP(data) __asm__("" : "+m"(data))
 
 typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
 
@@ -59,9 +62,13 @@ typedef void store(uint8_t *to, const stripe *data);
 
 INLINE void absorb(stripe *sums, const stripe *data, const uint8_t *key)
 {
-    const stripe neighbours = {1, 0, 3, 2, 5, 4, 7, 6};
+#if defined(__clang__) || __GNUC__ >= 12
+    stripe neighbours = __builtin_shufflevector(*data, *data, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    stripe neighbours = __builtin_shuffle(*data, (stripe){1, 0, 3, 2, 5, 4, 7, 6});
+#endif
     stripe mixed = *data ^ *(const stripe *)key;
-    *sums += __builtin_shuffle(*data, neighbours) + (mixed & 0xFFFFFFFFu) * (mixed >> 32);
+    *sums += neighbours + (mixed & 0xFFFFFFFFu) * (mixed >> 32);
 }
 
 INLINE void stir(stripe *sums)
@@ -117,6 +124,7 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
         while (left && (held || left < STRIPE || taken == stripes)) {
             int64_t some = left < STRIPE - held ? left : STRIPE - held;
             memcpy((uint8_t *)&part + held, from, some);
+            KEEP(part);
             if (to) {
                 memcpy(to, (uint8_t *)&part + held, some);
                 to += some;
@@ -135,7 +143,7 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
         for (int64_t s = 0; s < whole; s++, from += STRIPE) {
             int64_t beyond = (s + 1) * STRIPE + AHEAD - left;
             __builtin_prefetch(beyond > 0 ? next + beyond - STRIPE : from + AHEAD, 0, 3);
-            stripe data = *(const stripe *)from;
+            stripe data = *(const volatile stripe *)from; /* once, as above */
             take_in(&sums, &data, taken++);
             if (streams)
                 stream(to + s * STRIPE, &data);
@@ -147,6 +155,7 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
             if (to)
                 to += whole * STRIPE;
             memcpy(&part, from, left);
+            KEEP(part);
             if (to)
                 memcpy(to, &part, left);
             held = left < STRIPE ? left : 0;
@@ -177,6 +186,9 @@ INLINE void store_plain(uint8_t *to, const stripe *data) { *(stripe *)to = *data
 
 static uint64_t digest_any(const struct pieces *pieces) { return digest(pieces, store_plain, 1); }
 #endif
+
+/* Changes whenever what Python calls does: a library left over from older sources is then not used. */
+EXPORT int tandem_pieces_interface(void) { return 1; }
 
 /* XXH3-64 of all pieces behind one another; each is copied, too, if there is somewhere to. Vectors of 512 bits are used
  * where there are any, and ``wide``. */

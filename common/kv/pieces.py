@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 Numbers = npt.NDArray[np.int64]
+INTERFACE = 1
+"""``tandem_pieces_interface`` of ``pieces.c``: raised on both sides when the call changes."""
 _LEAST_BYTES = 241
 """Of which XXH3 takes all in the one way that ``pieces.c`` knows."""
 
@@ -25,10 +27,21 @@ _LEAST_BYTES = 241
 @cache
 def _compiled() -> Callable[..., int] | None:
     here = Path(__file__).parent
-    found = next((path for suffix in EXTENSION_SUFFIXES if (path := here / f"_pieces{suffix}").exists()), None)
+    return _loaded([here / f"_pieces{suffix}" for suffix in EXTENSION_SUFFIXES])
+
+
+def _loaded(paths: Iterable[Path]) -> Callable[..., int] | None:
+    """The function in the first of ``paths`` that is there; None if none is, or it is not what this module calls."""
+    found = next((path for path in paths if path.exists()), None)
     if found is None or sys.byteorder != "little":
         return None
-    function = ctypes.CDLL(str(found)).tandem_digest  # releases the interpreter lock
+    try:
+        library = ctypes.CDLL(str(found))  # whose calls release the interpreter lock
+        if library.tandem_pieces_interface() != INTERFACE:
+            return None
+        function = library.tandem_digest
+    except (OSError, AttributeError):
+        return None
     address, number = ctypes.c_void_p, ctypes.c_int64
     function.restype, function.argtypes = ctypes.c_uint64, [address, address, address, number, number, ctypes.c_int]
     return function

@@ -28,8 +28,8 @@ struct NAME(panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
     int width;             /* vectors of LANES that are wanted */
-    const char *next;      /* is brought nearer: into first-level cache if it is ``soon`` and for up to 16 rows, else */
-    long lines;            /* into the second; lines of it per tile of steps */
+    const char *next;      /* is brought nearer, ``lines`` cache lines per tile of steps: into second-level cache, or */
+    long lines;            /* into the first for up to 16 rows of two vectors, if it is met ``soon`` */
     int soon;
 };
 

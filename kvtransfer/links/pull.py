@@ -2,7 +2,7 @@
 
 The message carries only which blocks, and the generation of each. The sender holds those blocks until the receiver has
 acknowledged them; if its hold ended early (its lease lapsed) and a block was given to somebody else, the generation
-word has moved on, and the reader, who looks before and after its copy, drops what it read.
+word has moved on, and the reader, who looks before and after its copy, lets what it has read count for nothing.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ log = logging.getLogger("tandem.kv")
 
 NAME = "shm"
 GRAIN = 4
-"""Bytes are copied once, from place to place, and so much of that takes no longer than a frame may."""
+"""Of frames where bytes are copied once, from place to place: so much of that takes no longer than a frame may."""
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Until a door that could let nobody in, for want of descriptors or memory, tries again: who knocks waits longer."""

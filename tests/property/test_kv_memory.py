@@ -135,14 +135,66 @@ def test_any_pool_takes_what_any_other_sends(data: st.DataObject) -> None:
         places = naive_offsets(receiver.layout, target, tokens, chosen)
         expected[places] = converted(right, sender.layout.dtype, receiver.layout.dtype)
         assert np.array_equal(receiver.raw.reshape(-1), expected), "wrote elsewhere, or not everywhere"
-        if receiver.takes(sender) and tokens and chosen:
-            receiver.raw.reshape(-1)[places] = 0x5A
-            begins = source[first // sender.layout.block_size :]
-            assert receiver.take(target, tokens, chosen, sender, begins) == xxhash.xxh3_64_intdigest(sent.data)
-            assert np.array_equal(receiver.raw.reshape(-1), expected), "took it elsewhere, or not everywhere"
     finally:
         sender.close()
         receiver.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_taken_is_what_would_be_read_and_written(data: st.DataObject) -> None:
+    """Of pools whose rows are the same bytes, whatever their blocks."""
+    shape, dtype = data.draw(layer_lists()), data.draw(st.sampled_from(DTYPES))
+    sender, receiver = (
+        KvMemory(KvLayout(shape, dtype, data.draw(st.sampled_from([16, 32, 48, 80]))), BLOCKS) for _ in range(2)
+    )
+    try:
+        sender.raw[:] = np.random.default_rng(2).integers(0, 256, sender.raw.shape, np.uint8)
+        size, most = sender.layout.block_size, BLOCKS * min(sender.layout.block_size, receiver.layout.block_size)
+        first = data.draw(st.integers(0, most - 1))
+        tokens = range(first, data.draw(st.integers(first + 1, most)))
+        low = data.draw(st.integers(0, len(shape) - 1))
+        chosen = range(low, data.draw(st.integers(low + 1, len(shape))))
+        source = [BlockId(b) for b in data.draw(st.permutations(range(BLOCKS)))]
+        target = [BlockId(b) for b in data.draw(st.permutations(range(BLOCKS)))]
+        assert receiver.takes(sender)
+        digest = receiver.take(target, tokens, chosen, sender, source[first // size : -(-tokens.stop // size)])
+        sent, taken = sender.read(source, tokens, chosen), receiver.raw.copy()
+        assert digest == xxhash.xxh3_64_intdigest(sent.data)
+        receiver.raw[:] = 0
+        receiver.write(target, tokens, chosen, sent)
+        assert np.array_equal(taken, receiver.raw), "took it elsewhere, or not everywhere"
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (("float32", 16, 1), ("bfloat16", 16, 1)),
+        (("float32", 16, 2), ("float32", 16, 1)),
+        (("float32", 16, 1), ("float32", 16, 2)),
+        (("float32", 16, 2), ("float32", 16, 2)),
+    ],
+)
+def test_rows_that_are_not_the_same_bytes_in_one_place_are_not_taken(
+    here: tuple[KvDtype, int, int], there: tuple[KvDtype, int, int]
+) -> None:
+    layers = (LayerLayout(2, 4, 4),)
+    one, other = KvMemory(KvLayout(layers, *here), 2), KvMemory(KvLayout(layers, *there), 2)
+    assert not one.takes(other)
+    one.close()
+    other.close()
+
+
+def test_a_library_that_is_left_over_or_broken_is_not_used(tmp_path: Path) -> None:
+    broken, other = tmp_path / "broken.so", tmp_path / "other.so"
+    broken.write_bytes(b"\x7fELF, and no more")
+    compiled = next(Path(pieces.__file__).parent.glob("_pieces*"))
+    other.write_bytes(compiled.read_bytes().replace(b"tandem_pieces_interface", b"tandem_pieces_of_before"))
+    assert pieces._loaded([broken]) is pieces._loaded([other]) is pieces._loaded([tmp_path / "none.so"]) is None
+    assert pieces._loaded([tmp_path / "none.so", compiled]) is not None
 
 
 def test_the_copy_in_one_pass_was_compiled() -> None:

@@ -33,6 +33,7 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Peer
 from kvtransfer import receiver
+from kvtransfer.credit import TRANSFER_BYTES
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory, nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
@@ -244,7 +245,7 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: p
 
 
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
-def test_bytes_that_changed_while_they_are_pulled_do_not_count(pair: Pair) -> None:
+def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> None:
     cells = Rectangle(0, 3, 8, 40)
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
     pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
@@ -438,8 +439,35 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
         with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
             handoff.receiver.pump(handoff.clock, 10.0)
         assert [type(each) for each in said] == answers
-        last = said[-1]
-        assert isinstance(last, Ack | Accept) and last.bytes == layout.range_bytes(0, FRAMES, 64)
+        landed = layout.range_bytes(0, FRAMES, 64)
+        for number, each in enumerate(said[:FRAMES], 1):
+            if isinstance(each, Ack):
+                frames = number if at_once == 1 else FRAMES
+                assert (each.frame, each.bytes) == (frames - 1, landed * frames // FRAMES)
+                assert each.credit_bytes == TRANSFER_BYTES, "what has landed is lent again"
+        assert not committed or said[-1] == Accept(*handoff.transfer, landed)
+    finally:
+        handoff.close()
+
+
+def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> None:
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
+    try:
+        while not handoff.sender.granted(handoff.transfer):
+            handoff.receiver.pump(handoff.clock, 0.005)
+            handoff.sender.pump(handoff.clock())
+        handoff.sender.computed(handoff.transfer, handoff.table, 64, FRAMES, handoff.clock())
+        handoff.sender.finish(handoff.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), handoff.clock())
+        with mock.patch.object(handoff.receiver, "_reply"):  # lost
+            while not handoff.received:
+                handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
+        handoff.ahead_s += 0.5
+        assert not handoff.sender.pump(handoff.clock())
+        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + 1)
+        with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
+            assert not handoff.receiver.pump(handoff.clock, 10.0), "it has landed once"
+        assert said == [Accept(*handoff.transfer, layout.range_bytes(0, FRAMES, 64))]
     finally:
         handoff.close()
 
