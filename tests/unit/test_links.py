@@ -362,11 +362,23 @@ class Handoff:
         self.receiver.expect(self.transfer, self.tokens, 0, self.table, prefill, self.clock())
         self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
 
+    def computed(self, *, committed: bool = True) -> None:
+        """The prompt is, and so is its first token if the hand-off is to be ``committed``."""
+        self.sender.computed(self.transfer, self.table, self.tokens, len(self.layout.layers), self.clock())
+        if committed:
+            self.sender.finish(self.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
+
+    def send(self, *, committed: bool) -> None:
+        """Everything, once it is granted; the receiver has not looked at it."""
+        while not self.sender.granted(self.transfer):
+            self.receiver.pump(self.clock, 0.005)
+            self.sender.pump(self.clock())
+        self.computed(committed=committed)
+
     def go(self) -> None:
         """Until both sides have told an end."""
         began = time.monotonic()
-        self.sender.computed(self.transfer, self.table, self.tokens, len(self.layout.layers), self.clock())
-        self.sender.finish(self.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
+        self.computed()
         while not (self.sent and self.received):
             assert time.monotonic() < began + 20, f"no end: {self.sent} at the sender, {self.received} at the receiver"
             self.sent += self.sender.pump(self.clock())
@@ -429,12 +441,7 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
     try:
-        while not handoff.sender.granted(handoff.transfer):
-            handoff.receiver.pump(handoff.clock, 0.005)
-            handoff.sender.pump(handoff.clock())
-        handoff.sender.computed(handoff.transfer, handoff.table, 64, FRAMES, handoff.clock())
-        if committed:
-            handoff.sender.finish(handoff.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), handoff.clock())
+        handoff.send(committed=committed)
         said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
         with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
             handoff.receiver.pump(handoff.clock, 10.0)
@@ -454,11 +461,7 @@ def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> Non
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
     try:
-        while not handoff.sender.granted(handoff.transfer):
-            handoff.receiver.pump(handoff.clock, 0.005)
-            handoff.sender.pump(handoff.clock())
-        handoff.sender.computed(handoff.transfer, handoff.table, 64, FRAMES, handoff.clock())
-        handoff.sender.finish(handoff.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), handoff.clock())
+        handoff.send(committed=True)
         with mock.patch.object(handoff.receiver, "_reply"):  # lost
             while not handoff.received:
                 handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
