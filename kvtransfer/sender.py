@@ -23,7 +23,7 @@ from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
 from common.strikes import Strikes
 from kvtransfer.frames import FrameHeader, Rectangle
-from kvtransfer.links import nixl, shm, zeromq
+from kvtransfer.links import nixl, pull, shm, zeromq
 from kvtransfer.links.base import SendLink
 from kvtransfer.links.pull import PullSendLink
 from kvtransfer.proof import proof, proven, proves
@@ -147,7 +147,7 @@ class Sender:
         self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
         self._links: dict[str, SendLink] = {
             zeromq.NAME: zeromq.ZmqSendLink(memory),
-            shm.NAME: PullSendLink(shm.NAME, memory, shm.GRAIN if memory.takes(memory) else 2),
+            shm.NAME: PullSendLink(shm.NAME, memory, shm.ONE_PASS_GRAIN if memory.takes(memory) else pull.GRAIN),
         }
         if self._nixl is not None:
             self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)

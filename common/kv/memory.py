@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,6 @@ class BlockArray:
     def __init__(self, layout: KvLayout, raw: Bytes) -> None:
         self.layout, self.raw = layout, raw
         self._parts: dict[int, tuple[_Part, _Part]] = {}
-        self._slab_at, self._slab_row = _slabs(layout)
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
         """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
@@ -60,37 +60,12 @@ class BlockArray:
             rows.copy_out(slab, canonical)
         return buffer
 
-    def pieces(self, table: Table, tokens: range, layers: range) -> Iterator[Bytes]:
-        """The bytes of :meth:`read` in their order, as views of where they lie; of a pool whose heads lie in shards,
-        where a row is in several places, as one copy."""
-        layout, size = self.layout, self.layout.block_size
-        if layout.head_shards > 1 or not tokens:
-            yield self.read(table, tokens, layers)
-            return
-        first, last = tokens.start // size, -(-tokens.stop // size)
-        blocks = [self.raw[block] for block in table[first:last]]
-        # rows that are wanted of the first block and of the last one, which may be the same
-        head, tail = tokens.start - first * size, tokens.stop - (last - 1) * size
-        for index in layers:
-            layer, at = layout.layers[index], layout.layer_offsets[index]
-            for width in (layer.k_dim, layer.v_dim):
-                row_bytes = layer.kv_heads * width * layout.element_bytes
-                begins, end = at + head * row_bytes, at + size * row_bytes
-                for block in blocks[:-1]:
-                    yield block[begins:end]
-                    begins = at
-                yield blocks[-1][begins : at + tail * row_bytes]
-                at = end
-
     def checksum(self, table: Table, tokens: range, layers: range) -> int:
-        """XXH3-64 of the bytes of :meth:`read`, where they lie."""
+        """XXH3-64 of the bytes of :meth:`read`; where they lie, if a row is in one place and the function compiled."""
         if pieces.are_compiled() and self.layout.head_shards == 1 and tokens and layers:
             starts, counts = _runs(tokens, self.layout.block_size)
             return pieces.digest(self._addresses(table, starts, layers), self._sizes(counts, layers))
-        hashed = xxhash.xxh3_64()
-        for piece in self.pieces(table, tokens, layers):
-            hashed.update(piece.data)
-        return hashed.intdigest()
+        return xxhash.xxh3_64_intdigest(self.read(table, tokens, layers).data)
 
     def takes(self, source: BlockArray) -> bool:
         """Whether :meth:`take` can copy from ``source``: rows are the same bytes there, and in one place on both
@@ -111,21 +86,32 @@ class BlockArray:
         sources = source._addresses(blocks, starts - before, layers)
         return pieces.digest(sources, self._sizes(counts, layers), self._addresses(table, starts, layers))
 
+    @cached_property
+    def _slabs(self) -> tuple[Numbers, Numbers]:
+        """Of keys, then values, of each layer, in a block without shards: where they begin, and bytes of a row."""
+        at, row_bytes = [], []
+        for layer, inside in zip(self.layout.layers, self.layout.layer_offsets, strict=True):
+            keys, values = (layer.kv_heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
+            at += [inside, inside + keys * self.layout.block_size]
+            row_bytes += [keys, values]
+        return np.array(at, np.int64), np.array(row_bytes, np.int64)
+
     def _addresses(self, table: Table, starts: Numbers, layers: range) -> Numbers:
         """Where token positions ``starts`` lie, in keys, then values, of each layer: [2 * layers * starts]."""
         size, slabs = self.layout.block_size, slice(2 * layers.start, 2 * layers.stop)
+        slab_at, row_bytes = self._slabs
         if not 0 <= layers.start < layers.stop <= len(self.layout.layers):
             raise IndexError(f"layers {layers.start} to {layers.stop} of {len(self.layout.layers)}")
         first = int(starts[0]) // size
         ids = np.asarray(table[first : int(starts[-1]) // size + 1], np.int64)[starts // size - first]
         if ids.min() < 0 or ids.max() >= len(self.raw):
             raise IndexError(f"blocks {ids.min()} to {ids.max()} of {len(self.raw)}")
-        inside = self._slab_at[slabs, None] + self._slab_row[slabs, None] * (starts % size)
+        inside = slab_at[slabs, None] + row_bytes[slabs, None] * (starts % size)
         return (self.raw.ctypes.data + ids * self.layout.block_bytes + inside).ravel()
 
     def _sizes(self, counts: Numbers, layers: range) -> Numbers:
         """Bytes of so many rows each, as :meth:`_addresses` has their places."""
-        return (self._slab_row[2 * layers.start : 2 * layers.stop, None] * counts).ravel()
+        return (self._slabs[1][2 * layers.start : 2 * layers.stop, None] * counts).ravel()
 
     def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
         """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
@@ -164,16 +150,6 @@ class BlockArray:
             parts.append(_Part(row_bytes, tuple(shards)))
             inside += own * layout.block_size
         return parts[0], parts[1]
-
-
-def _slabs(layout: KvLayout) -> tuple[Numbers, Numbers]:
-    """Of keys, then values, of each layer, in a block without shards: where they begin, and bytes of a row."""
-    at, row_bytes = [], []
-    for layer, inside in zip(layout.layers, layout.layer_offsets, strict=True):
-        keys, values = (layer.kv_heads * width * layout.element_bytes for width in (layer.k_dim, layer.v_dim))
-        at += [inside, inside + keys * layout.block_size]
-        row_bytes += [keys, values]
-    return np.array(at, np.int64), np.array(row_bytes, np.int64)
 
 
 def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:

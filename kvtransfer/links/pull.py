@@ -24,6 +24,8 @@ from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links.base import Payload, compare, placed
 
 T = TypeVar("T")
+GRAIN = 2
+"""Of frames whose receiver copies twice."""
 _CHECKSUM_BYTES = 8
 
 
@@ -42,7 +44,7 @@ class Reading(ABC, Generic[T]):
 class PullSendLink:
     """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed."""
 
-    def __init__(self, name: str, memory: KvMemory, grain: int = 2) -> None:
+    def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN) -> None:
         self.name, self.memory, self.grain = name, memory, grain
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:

@@ -18,8 +18,8 @@ from common.kv.memory import KvMemory
 log = logging.getLogger("tandem.kv")
 
 NAME = "shm"
-GRAIN = 4
-"""Of frames where bytes are copied once, from place to place: so much of that takes no longer than a frame may."""
+ONE_PASS_GRAIN = 4
+"""Of frames whose receiver copies once: so much takes it as long as ``pull.GRAIN`` in two copies."""
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Until a door that could let nobody in, for want of descriptors or memory, tries again: who knocks waits longer."""

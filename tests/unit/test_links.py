@@ -439,7 +439,7 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
 ) -> None:
     monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=committed)
         said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
@@ -459,7 +459,7 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
 
 def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> None:
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.GRAIN))
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=True)
         with mock.patch.object(handoff.receiver, "_reply"):  # lost
