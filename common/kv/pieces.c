@@ -17,6 +17,9 @@
 #define STRIPE 64       /* bytes that are taken in at once, eight words */
 #define BLOCK_STRIPES 16 /* then the sums are stirred */
 #define AHEAD 1024      /* bytes from what is taken in to what is fetched */
+#define FAR 2           /* pieces from the one that is taken in to one of which a few lines are fetched: where its pages */
+#define FAR_STEP 1024   /* are is known then, and the processor goes on with what it sees begun */
+#define FAR_BYTES 16384
 #define LAST_KEY 121    /* where in the secret the key of the last stripe is, those of a stir and of the end */
 #define STIR_KEY 128
 #define END_KEY 11
@@ -120,6 +123,9 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
         const uint8_t *from = (const uint8_t *)pieces->from[i];
         uint8_t *to = pieces->to ? (uint8_t *)pieces->to[i] : NULL;
         int64_t left = pieces->bytes[i];
+        const uint8_t *far = i + FAR < pieces->count ? (const uint8_t *)pieces->from[i + FAR] : from;
+        for (int64_t at = 0; i + FAR < pieces->count && at < pieces->bytes[i + FAR] && at < FAR_BYTES; at += FAR_STEP)
+            __builtin_prefetch(far + at, 0, 2);
         const uint8_t *next = i + 1 < pieces->count ? (const uint8_t *)pieces->from[i + 1] : from;
         while (left && (held || left < STRIPE || taken == stripes)) {
             int64_t some = left < STRIPE - held ? left : STRIPE - held;
