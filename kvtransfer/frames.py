@@ -2,7 +2,7 @@
 
 Fixed size, little-endian, checked before anything else is believed. A frame covers a rectangle of (layers × tokens) in
 the canonical layout of :mod:`common.kv.layout`; its checksum is XXH3-64 over the canonical bytes of that rectangle, no
-matter how they travel. MessagePack never touches KV bytes.
+matter how they travel, and may be left to the Commit, which has one of all frames. MessagePack never touches KV bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from common.kv.convert import Bytes
 
 _FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
 _CHECKSUM = struct.Struct("<Q")
-_MAGIC = b"TKV2"
+_MAGIC = b"TKV3"
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+UNSAID = 0
+"""In place of a checksum: the Commit tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """Frame ``number`` of ``transfer``: its cells, their canonical size in bytes, and their checksum."""
+    """Frame ``number`` of ``transfer``: its cells, their canonical size in bytes, and their checksum or ``UNSAID``."""
 
     transfer: TransferId
     number: int

@@ -344,7 +344,7 @@ class Receiver:
             try:
                 if session.judge(header, now) is not Verdict.TAKE:
                     raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
-                if not link.place(header, payload, incoming.table):
+                if (checksum := link.place(header, payload, incoming.table)) is None:
                     return
             except WireError as error:
                 incoming.pulls.clear()
@@ -353,7 +353,7 @@ class Receiver:
                     return
                 raise
             incoming.pulls.popleft()
-            session.took(header, now)
+            session.took(header, checksum, now)
             self._to_acknowledge[header.transfer] = incoming
             if session.bytes - incoming.acknowledged_bytes >= ACKNOWLEDGED_BYTES:
                 self._acknowledge(header.transfer)

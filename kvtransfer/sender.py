@@ -36,6 +36,8 @@ COPY_BELOW_BYTES = 65536
 QUEUE_BYTES = 256 << 20
 """Handed to the sockets of all peers, once or again, of which it is not known that it has left. One socket may have as
 much as all together leave free, so a peer that hangs gets half at most and there is always something for the next."""
+UNSUMMED_BYTES = 16 << 20
+"""Of one hand-off, whose checksums are left until its first tokens are known: what takes some milliseconds to read."""
 ASKING_BYTES = 16 << 20
 """Beyond that, repetitions of a hand-off's oldest frame, which ask whether the peer is there and what it has."""
 
@@ -147,7 +149,9 @@ class Sender:
         self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
         self._links: dict[str, SendLink] = {
             zeromq.NAME: zeromq.ZmqSendLink(memory),
-            shm.NAME: PullSendLink(shm.NAME, memory, shm.ONE_PASS_GRAIN if memory.takes(memory) else pull.GRAIN),
+            shm.NAME: PullSendLink(
+                shm.NAME, memory, shm.ONE_PASS_GRAIN if memory.takes(memory) else pull.GRAIN, sums_later=True
+            ),
         }
         if self._nixl is not None:
             self._links[nixl.NAME] = PullSendLink(nixl.NAME, memory)
@@ -379,6 +383,7 @@ class Sender:
             if asks:
                 outgoing.line.asked += outgoing.line.handed - before
         if outgoing.first is not None and session.may_commit():
+            self._sum(outgoing)
             session.committed(now)
             outgoing.commit_due = True
         if outgoing.commit_due:
@@ -409,6 +414,15 @@ class Sender:
             line.socket.send_multipart([header.pack(), payload], zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
             line.handed += memoryview(payload).nbytes
             outgoing.ends.setdefault(header.number, line.handed)
+        self._sum(outgoing, UNSUMMED_BYTES)
+
+    def _sum(self, outgoing: _Outgoing, but_bytes: int = 0) -> None:
+        """Takes the checksums that are left to the Commit, of all frames but some of the last. Decode copies them
+        meanwhile, and the first tokens are on their way."""
+        session = outgoing.session
+        while session.unsummed and session.unsummed_bytes > but_bytes:
+            cells = session.unsummed[0].cells
+            session.summed(self._links[session.link].checksum(outgoing.table, cells))
 
     def _send_commit(self, outgoing: _Outgoing) -> None:
         session, first = outgoing.session, outgoing.first

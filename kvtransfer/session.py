@@ -24,7 +24,7 @@ from common.ids import TransferId
 from common.kv.layout import KvLayout
 from common.messages import Commit, Welcome
 from common.times import FailureTimes
-from kvtransfer.frames import FrameHeader, Rectangle, fold
+from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, fold
 from kvtransfer.plan import TARGET_BYTES, Outbox
 
 
@@ -124,7 +124,9 @@ class SenderSession(Session):
         self._outbox: Outbox | None = None
         self._progress = (0, 0)  # tokens, layers computed
         self._unacked: deque[FrameHeader] = deque()
-        self.unacked_bytes = 0
+        self.unsummed: deque[FrameHeader] = deque()
+        """Frames whose checksums are not known yet."""
+        self.unacked_bytes = self.unsummed_bytes = 0
         self._again: deque[FrameHeader] = deque()
         self._resent_at = now
         self._repeated = self._heard = False
@@ -189,14 +191,24 @@ class SenderSession(Session):
         return bool(self._again) and self._again[0] is self._unacked[0]
 
     def sent(self, cells: Rectangle, size: int, checksum: int) -> FrameHeader:
-        """Books a fresh frame and returns its header."""
+        """Books a fresh frame and returns its header. One without a checksum is among those to be :meth:`summed`."""
         header = FrameHeader(self.transfer, self.frames, cells, size, checksum)
         self.frames += 1
         self.bytes += size
-        self.checksum = fold(self.checksum, checksum)
         self._unacked.append(header)
         self.unacked_bytes += size
+        self.unsummed.append(header)
+        self.unsummed_bytes += size
+        if checksum != UNSAID:
+            if len(self.unsummed) > 1:
+                raise InvariantBroken(f"transfer {self.transfer}: a frame is summed before the one before it")
+            self.summed(checksum)
         return header
+
+    def summed(self, checksum: int) -> None:
+        """``checksum`` is that of the first of the ``unsummed`` frames: sums are folded in their order."""
+        self.unsummed_bytes -= self.unsummed.popleft().size_bytes
+        self.checksum = fold(self.checksum, checksum)
 
     def acked(self, frame: int, limit_bytes: int, now: float) -> None:
         """Frames up to ``frame`` inclusive are placed; frames may begin before ``limit_bytes`` of the whole stream.
@@ -214,10 +226,13 @@ class SenderSession(Session):
             self._again.popleft()
 
     def may_commit(self) -> bool:
-        """Whether every cell has been sent; the commit also needs the first tokens, which the worker has."""
+        """Whether every cell has been sent; the commit also needs the first tokens, which the worker has, and the sums
+        of the ``unsummed``."""
         return self.state is TransferState.SENDING and self._outbox is not None and self._outbox.complete
 
     def committed(self, now: float) -> None:
+        if self.unsummed:
+            raise InvariantBroken(f"transfer {self.transfer} is committed without the checksums of its frames")
         self.move(TransferState.COMMITTING)
         self._resent_at = now
 
@@ -277,8 +292,8 @@ class Verdict(Enum):
 
 
 class ReceiverSession(Session):
-    """The decode side. Cells are checked against the reservation before a byte is copied (:meth:`judge`), and counted
-    only after their checksum was right (:meth:`took`)."""
+    """The decode side. Cells are checked against the reservation before a byte is copied (:meth:`judge`), counted only
+    when they are what was said of them (:meth:`took`), and believed when the Commit says the same of all."""
 
     moves = RECEIVER_MOVES
 
@@ -304,15 +319,15 @@ class ReceiverSession(Session):
             return Verdict.STRANGE
         return Verdict.TAKE
 
-    def took(self, header: FrameHeader, now: float) -> None:
-        """The frame's bytes are in place and their checksum was right."""
+    def took(self, header: FrameHeader, checksum: int, now: float) -> None:
+        """The frame's bytes are in place, and this is their checksum, which is the one that was said if one was."""
         if self.state is TransferState.RESERVED:
             self.move(TransferState.SENDING)
         for layer in header.cells.layers:
             self._upto[layer] = header.cells.last_token
         self.frames += 1
         self.bytes += header.size_bytes
-        self.checksum = fold(self.checksum, header.checksum)
+        self.checksum = fold(self.checksum, checksum)
         self.progress_at = now
 
     def objection(self, commit: Commit) -> str:

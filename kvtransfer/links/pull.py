@@ -7,6 +7,7 @@ word has moved on, and the reader, who looks before and after its copy, lets wha
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -20,13 +21,13 @@ from common.ids import BlockId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
 from common.kv.memory import BlockArray, KvMemory
-from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.links.base import Payload, compare, placed
 
 T = TypeVar("T")
 GRAIN = 2
 """Of frames whose receiver copies twice."""
-_CHECKSUM_BYTES = 8
+_CHECKSUM_BYTES, _CELLS = 8, struct.Struct("<HHII")
 
 
 class Reading(ABC, Generic[T]):
@@ -42,29 +43,35 @@ class Reading(ABC, Generic[T]):
 
 
 class PullSendLink:
-    """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed."""
+    """Sends directions instead of bytes: per block its generation (uint64) and id (uint32), in columns, signed. With
+    ``sums_later`` the bytes are not touched for that: their checksum is left to the Commit."""
 
-    def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN) -> None:
-        self.name, self.memory, self.grain = name, memory, grain
+    def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN, *, sums_later: bool = False) -> None:
+        self.name, self.memory, self.grain, self.sums_later = name, memory, grain, sums_later
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         block_size = self.memory.layout.block_size
         blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
-        checksum = self.memory.checksum(table, cells.tokens, cells.layers)
+        checksum = UNSAID if self.sums_later else self.checksum(table, cells)
         size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
-        return signed(generations.tobytes() + ids.tobytes(), checksum), size, checksum
+        return signed(generations.tobytes() + ids.tobytes(), cells, checksum), size, checksum
+
+    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.memory.checksum(table, cells.tokens, cells.layers)
 
 
-def signed(directions: bytes, checksum: int) -> bytes:
-    """Directions to bytes of this checksum, and behind them their own: who reads it knows whether the line or the
-    sender is at fault when they lead nowhere."""
-    return directions + _signature(directions, checksum)
+def signed(directions: bytes, cells: Rectangle, checksum: int) -> bytes:
+    """Directions to these cells, whose bytes have this checksum (or ``UNSAID``), and behind them their own: who reads
+    it knows whether the line or the sender is at fault when they lead nowhere."""
+    return directions + _signature(directions, cells, checksum)
 
 
-def _signature(directions: Payload, checksum: int) -> bytes:
-    return xxhash.xxh3_64_intdigest(directions, checksum).to_bytes(_CHECKSUM_BYTES, "little")
+def _signature(directions: Payload, cells: Rectangle, checksum: int) -> bytes:
+    hashed = xxhash.xxh3_64(directions, checksum)
+    hashed.update(_CELLS.pack(cells.first_layer, cells.last_layer, cells.first_token, cells.last_token))
+    return hashed.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
 
 class SourcePool(Protocol):
@@ -98,37 +105,37 @@ class PullReceiveLink:
 
     def __init__(self, name: str, memory: KvMemory, source: SourcePool) -> None:
         self.name, self.memory, self.source = name, memory, source
-        self._pulls: Generator[None] | None = None
+        self._pulls: Generator[None, None, int] | None = None
 
     @property
     def lost(self) -> bool:
         return self.source.lost
 
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> int | None:
         if self._pulls is None:
             self._pulls = self._pull(header, payload, table)
         try:
             next(self._pulls)
-        except StopIteration:
+        except StopIteration as end:
             self._pulls = None
-            return True
+            return int(end.value)
         except BaseException:
             self._pulls = None
             raise
-        return False
+        return None
 
     def close(self) -> None:
         if self._pulls is not None:
             self._pulls.close()
             self._pulls = None
 
-    def _pull(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> Generator[None]:
-        """Yields while something is on its way."""
+    def _pull(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> Generator[None, None, int]:
+        """Yields while something is on its way; the checksum of what has come."""
         cells, block_size = header.cells, self.source.layout.block_size
         first = cells.first_token // block_size
         count = -(-cells.last_token // block_size) - first
         directions = payload[:-_CHECKSUM_BYTES]
-        if payload[-_CHECKSUM_BYTES:] != _signature(directions, header.checksum):
+        if payload[-_CHECKSUM_BYTES:] != _signature(directions, cells, header.checksum):
             raise Damaged(f"the directions of frame {header.number} of {header.transfer} fail their checksum")
         if len(directions) != 12 * count:
             raise WireError(f"directions of {len(directions)} bytes for {count} blocks")
@@ -144,10 +151,10 @@ class PullReceiveLink:
             yield from self._check(ids, generations)
             size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
             compare(header, checksum, size)
-            return
+            return checksum
         data = yield from _had(self.source.read(ids, tokens, cells.layers))
         yield from self._check(ids, generations)
-        placed(header, data, self.source.layout.dtype, self.memory, table)
+        return placed(header, data, self.source.layout.dtype, self.memory, table)
 
     def _check(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> Generator[None]:
         now = yield from _had(self.source.generations_of(ids))

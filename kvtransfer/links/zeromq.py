@@ -25,6 +25,9 @@ class ZmqSendLink:
         data = self.memory.read(table, cells.tokens, cells.layers)
         return data.data, data.nbytes, checksum_of(data)
 
+    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.memory.checksum(table, cells.tokens, cells.layers)
+
 
 class ZmqReceiveLink:
     """Takes elements of ``dtype``, whatever those of ``memory`` are."""
@@ -34,8 +37,7 @@ class ZmqReceiveLink:
     def __init__(self, memory: KvMemory, dtype: KvDtype) -> None:
         self.memory, self.dtype = memory, dtype
 
-    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> bool:
-        placed(header, np.frombuffer(payload, np.uint8), self.dtype, self.memory, table)
-        return True
+    def place(self, header: FrameHeader, payload: memoryview, table: Sequence[BlockId]) -> int:
+        return placed(header, np.frombuffer(payload, np.uint8), self.dtype, self.memory, table)
 
     def close(self) -> None: ...

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from common.messages import Accept, Ack, Commit
-from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.plan import Outbox
 from kvtransfer.session import Limits, ReceiverSession, SenderSession, TransferState, Verdict
 
@@ -99,6 +99,7 @@ def test_a_lossy_link_delays_but_never_corrupts(
             break
         push(sender, layout, forth)
         if sender.may_commit() and early + done >= len(ends):
+            commit_of(sender, layout)  # which sums
             sender.committed(now)
             commit_again = True
         if commit_again:
@@ -125,10 +126,15 @@ def push(sender: SenderSession, layout: KvLayout, forth: Network) -> None:
             forth.send(what)
             continue
         size = layout.range_bytes(what.first_layer, what.last_layer, len(what.tokens))
-        forth.send(sender.sent(what, size, hash(what) & 0xFFFF))
+        said = UNSAID if what.first_token % 2 else hash(what) & 0xFFFF | 1
+        while sender.unsummed and said:  # sums are in order
+            sender.summed(hash(sender.unsummed[0].cells) & 0xFFFF | 1)
+        forth.send(sender.sent(what, size, said))
 
 
 def commit_of(sender: SenderSession, layout: KvLayout) -> Commit:
+    while sender.unsummed:
+        sender.summed(hash(sender.unsummed[0].cells) & 0xFFFF | 1)
     counts = (sender.tokens, sender.have, sender.frames, sender.bytes, sender.checksum)
     return Commit(*TRANSFER, *counts, layout.fingerprint, b"\0\0\0\0", (0,), (-1,))
 
@@ -146,7 +152,7 @@ def deliver(
         verdict = receiver.judge(message, now)
         assert verdict is not Verdict.STRANGE
         if verdict is Verdict.TAKE:
-            receiver.took(message, now)
+            receiver.took(message, hash(message.cells) & 0xFFFF | 1, now)
             for layer in message.cells.layers:
                 for token in message.cells.tokens:
                     received[layer, token] = received.get((layer, token), 0) + 1

@@ -13,10 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
+
 from common.engine.planner import Planner
 from common.ids import TransferId
 from common.kv.cache import KvCache
 from common.membership import Membership
+from common.messages import Commit
 from common.times import FailureTimes
 from common.worker import Worker
 from coordinator import gateway, router
@@ -59,6 +62,10 @@ def _aborts_below_the_receiver(self: DecodeWorker, transfer: TransferId) -> None
 
 def _accepts_anything(self: ReceiverSession, now: float) -> None:
     self.state, self.progress_at = TransferState.ACCEPTED, now
+
+
+def _takes_any_checksum(self: ReceiverSession, commit: Commit) -> str:
+    return _OBJECTION(self, msgspec.structs.replace(commit, checksum=self.checksum))
 
 
 def _hears_progress(self: SenderSession, step_s: float, now: float) -> None:
@@ -141,6 +148,7 @@ def _hears_a_word(self: Registry, worker: Member) -> None:
 _ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
+_OBJECTION = ReceiverSession.objection
 _ROOM, _NEED = router._room, Ticket.need
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
 _START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
@@ -185,7 +193,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "fail open": (
         Mutation("checksums are not looked at", base, "compare", _nothing, ()),
-        Mutation("nor those of what was pulled", pull, "compare", _nothing, (WRONG_TOKENS,)),
+        Mutation("nor those of what was pulled", pull, "compare", _nothing, ()),
+        Mutation("nor that of all frames", ReceiverSession, "objection", _takes_any_checksum, (WRONG_TOKENS,)),
     ),
     "trust the commit": (
         Mutation("what landed is not compared with the commit", ReceiverSession, "objection", lambda *_: "", ()),

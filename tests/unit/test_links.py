@@ -32,7 +32,7 @@ from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Accept, Ack, Peer
-from kvtransfer import receiver
+from kvtransfer import receiver, sender
 from kvtransfer.credit import TRANSFER_BYTES
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory, nixl, shm, zeromq
@@ -67,7 +67,7 @@ class Pair:
         self.place(header, bytes(right) if payload is None else payload)
 
     def place(self, header: FrameHeader, payload: bytes) -> None:
-        while not self.receiving.place(header, memoryview(payload), self.table):
+        while self.receiving.place(header, memoryview(payload), self.table) is None:
             pass
 
     @property
@@ -280,12 +280,12 @@ NOWHERE = {
 """What directions may say in place of generations and ids."""
 
 
-def leading(payload: Payload, checksum: int, to: str) -> bytes:
+def leading(payload: Payload, cells: Rectangle, checksum: int, to: str) -> bytes:
     """Directions that their sender has signed, although they lead nowhere."""
     count = (len(payload) - 8) // 12
     generations, ids = np.frombuffer(payload, "<u8", count), np.frombuffer(payload, "<u4", count, 8 * count)
     generations, ids = NOWHERE[to](np.stack([generations.astype(np.int64), ids]))
-    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), checksum)
+    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), cells, checksum)
 
 
 @pytest.mark.parametrize("to", NOWHERE)
@@ -294,7 +294,7 @@ def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: st
     cells = Rectangle(0, 3, 0, 32)
     payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
     with pytest.raises(WireError, match="block") as caught:
-        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, checksum, to))
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, cells, checksum, to))
     assert not isinstance(caught.value, Damaged) and not pair.written()
     pair.carry(cells)
     assert pair.written()
@@ -308,7 +308,10 @@ class Lying:
 
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         payload, size, checksum = self.inner.payload(table, cells)
-        return leading(payload, checksum, self.to), size, checksum
+        return leading(payload, cells, checksum, self.to), size, checksum
+
+    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.inner.checksum(table, cells)
 
 
 class Failing:
@@ -321,6 +324,9 @@ class Failing:
     def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         self.left -= 1
         return (self.inner if self.left >= 0 else self.faulty).payload(table, cells)
+
+    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
+        return self.inner.checksum(table, cells)
 
 
 LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=needs_nixl)]
@@ -453,6 +459,50 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
                 assert (each.frame, each.bytes) == (frames - 1, landed * frames // FRAMES)
                 assert each.credit_bytes == TRANSFER_BYTES, "what has landed is lent again"
         assert not committed or said[-1] == Accept(*handoff.transfer, landed)
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("changed", [False, True])
+def test_bytes_are_not_those_that_were_copied(link: str, changed: bool) -> None:
+    """What changes after its copy is noticed where the sender takes its sums afterwards, with the commit; what was sent
+    with its sum stays what it was."""
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff(link, layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    late = handoff.link == shm.NAME
+    try:
+        handoff.send(committed=False)
+        while (landed := handoff.receiver._incoming[handoff.transfer].session.bytes) < layout.range_bytes(
+            0, FRAMES, 64
+        ):
+            assert not handoff.receiver.pump(handoff.clock, 0.005) and not handoff.sender.pump(handoff.clock()), landed
+        session = handoff.sender._outgoing[handoff.transfer].session
+        assert session.unsummed_bytes == (landed if late else 0)
+        if changed:
+            handoff.source.raw[handoff.table[1], 100] ^= 1
+        handoff.go()
+        if late and changed:
+            assert isinstance(handoff.received[0], Failed) and "checksum" in handoff.received[0].reason
+            assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].told
+        else:
+            assert isinstance(handoff.received[0], Landed) and isinstance(handoff.sent[0], Shipped)
+            assert session.checksum and not session.unsummed
+    finally:
+        handoff.close()
+
+
+def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    size = layout.range_bytes(0, 1, 64)
+    monkeypatch.setattr(sender, "UNSUMMED_BYTES", size)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=size // shm.ONE_PASS_GRAIN))
+    try:
+        handoff.send(committed=False)
+        session = handoff.sender._outgoing[handoff.transfer].session
+        assert [header.number for header in session.unsummed] == [FRAMES - 1]
+        handoff.go()
+        assert isinstance(handoff.received[0], Landed)
     finally:
         handoff.close()
 
