@@ -166,7 +166,7 @@ class Events:
 @dataclass(frozen=True)
 class Target:
     """A server and how it is asked. ``extra`` are fields of every body, ``headers`` those of every request beside the
-    usual ones; ``url`` has no path."""
+    usual ones; ``url`` ends before ``/v1``."""
 
     url: str
     model: str

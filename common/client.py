@@ -32,8 +32,9 @@ PAGE_S = 10.0
 
 
 class Server:
-    """The server at ``url``. ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for
-    bytes, and ``PAGE_S`` those of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
+    """The server at ``url``, whose path is what stands before the paths of the interface; its ``/v1`` may be left out.
+    ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for bytes, and ``PAGE_S`` those
+    of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
 
     def __init__(
         self, url: str, key: str | None = None, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
@@ -44,9 +45,10 @@ class Server:
             http.client.HTTPConnection(host or "", self._port)  # opens nothing yet
         except (ValueError, http.client.InvalidURL) as error:  # a port out of range, half a bracket, a space
             raise _no_address(url, str(error)) from error
-        if parts.scheme not in ("http", "https") or not host:
-            raise _no_address(url, "http://HOST:PORT is")
-        self.url, self._host = f"{parts.scheme}://{parts.netloc}", host
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise _no_address(url, "http://HOST:PORT is, and http://HOST:PORT/PATH")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url, self._host = f"{parts.scheme}://{parts.netloc}{self._path}", host
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
         self._timeout_s = timeout_s
@@ -55,7 +57,7 @@ class Server:
         """Status and JSON body (None if it is no JSON) of a GET; OSError when no HTTP server answers."""
         connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
         try:
-            connection.request("GET", path, headers=self._headers)
+            connection.request("GET", self._path + path, headers=self._headers)
             response = connection.getresponse()
             return response.status, _parse(response.read())
         except (http.client.HTTPException, UnicodeError) as error:  # no HTTP is spoken there, or no host is called so
@@ -67,7 +69,8 @@ class Server:
         """The JSON body of the answer to a POST; Refused with the server's reason, OSError when none answers."""
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **self._headers})
+            headers = {"Content-Type": "application/json", **self._headers}
+            connection.request("POST", self._path + path, json.dumps(body), headers)
             response = connection.getresponse()
             answer = _parse(response.read())
         except (http.client.HTTPException, UnicodeError) as error:
@@ -104,7 +107,8 @@ class Server:
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
             headers = {"Content-Type": "application/json", **self._headers}
-            connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
+            path = f"{self._path}/v1/chat/completions"
+            connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
             response = connection.getresponse()
             if response.status != 200:
                 why = _message(_parse(response.read())) or f"HTTP status {response.status}"

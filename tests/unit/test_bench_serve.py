@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from bench import results
+from bench.asking import prepare
 from bench.client import Record, Target
 from bench.load import run_load
 from bench.mock import MockServer, Script
 from bench.results import provenance
 from bench.serve import show_remarks
 from bench.workloads import Ask
+from common.config import BenchServeConfig
 from common.errors import StartError
 from deploy import cli
 from tests.unit.test_cli import assert_refused, tandem
@@ -114,6 +117,21 @@ async def test_prompts_that_the_server_knew_are_told_of(cached: int | None, told
     assert [record.cached_tokens for record in run.records] == [cached or 0] * 2
     show_remarks(Console(file=(shown := io.StringIO())), run.records)
     assert (told in shown.getvalue()) if told else not shown.getvalue()
+
+
+@pytest.mark.parametrize(("below", "named"), [("", "/"), ("", "/v1"), ("/some/where", ""), ("/some/where", "/v1/")])
+async def test_a_url_may_have_a_path_and_its_v1(below: str, named: str) -> None:
+    """Gateways serve models below paths of their own, and many clients take a URL that ends in /v1."""
+    mock, app = MockServer([Script(0.0, 0.0)]), web.Application()
+    if below:
+        app.add_subapp(below, mock.app())
+    async with TestServer(app if below else mock.app()) as server:
+        url = str(server.make_url("")).rstrip("/") + below
+        config = BenchServeConfig(url=url + named, num_prompts=2, random_input_len=5, random_output_len=3)
+        prepared = await asyncio.to_thread(prepare, config, config.url)
+        run = await run_load(prepared.target, prepared.asks(), [0.0] * 2)
+    assert prepared.target.url == url
+    assert [(each.prompt_tokens, each.output_tokens) for each in run.records] == [(5, 3)] * 2
 
 
 async def test_an_answer_that_takes_too_long_is_a_failure() -> None:

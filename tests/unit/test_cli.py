@@ -199,6 +199,7 @@ def test_a_chat_without_a_server() -> None:
         ("localhost:eight", "no address"),
         ("http://[::1", "no address"),
         ("http://", "no address"),
+        ("http://localhost/v1?key=1", "no address"),
         ("http://a b", "no address"),
         (f"http://{'a' * 64}.example", "cannot reach"),
     ],
