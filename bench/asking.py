@@ -32,7 +32,7 @@ class Prepared:
     tokenizer: Tokenizer
     notes: list[str]
     longest: int | None = None
-    """Tokens of a prompt and its answer that the server takes together, if it tells."""
+    """Tokens that a prompt and its answer may have together, if anything bounds them."""
 
     def asks(self, run: int = 0) -> list[Ask]:
         """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
@@ -54,9 +54,13 @@ def prepare(
     api_key: str | None = None,
     model: str | None = None,
     headers: dict[str, str] | None = None,
+    longest: int | None = None,
 ) -> Prepared:
-    """Looks at the server and makes the asks of ``options``; StartError if either cannot be."""
-    return prepare_with(options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model, headers)
+    """Looks at the server and makes the asks of ``options``, those that fit into ``longest`` tokens and into what the
+    server takes; StartError if either cannot be."""
+    return prepare_with(
+        options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model, headers, longest
+    )
 
 
 def prepare_with(
@@ -67,6 +71,7 @@ def prepare_with(
     api_key: str | None = None,
     model: str | None = None,
     headers: dict[str, str] | None = None,
+    longest: int | None = None,
 ) -> Prepared:
     """The same with asks that ``make`` makes."""
     server = Server(url, api_key, headers=headers)
@@ -75,8 +80,8 @@ def prepare_with(
     tokenizer: Tokenizer = (
         FileTokenizer(Path(prompts.tokenizer)) if prompts.tokenizer else ServerTokenizer(server, name)
     )
-    length = served.get("max_model_len")
-    longest = length if isinstance(length, int) else None
+    if isinstance(length := served.get("max_model_len"), int):
+        longest = length if longest is None else min(length, longest)
     asks, left_out = workloads.within(make(tokenizer), prompts.num_prompts, longest)
     notes = []
     if left_out:

@@ -12,14 +12,14 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from bench import results
-from bench.asking import as_load, prepare, times
+from bench.asking import Prepared, as_load, prepare, times
 from bench.goodput import measured_objectives, unloaded, wanted_objectives
 from bench.load import Run, run_now
 from bench.metrics import METRICS, Objective, Summary, as_json, summarise
@@ -164,7 +164,7 @@ def _advice(outcomes: Sequence[Outcome], bounds: Sequence[Objective], figure: st
             f"Do not disaggregate on the strength of this: {few} inside {objectives} with either system. "
             "The load is too high for these cores, or the objectives are too strict."
         )
-    elif not together.figure("goodput").high:
+    elif not together.figure("goodput").high and apart.figure("goodput").low:
         advised = True
         lines.append(f"Disaggregate, as {apart.system}: {together.system} has no request inside {objectives}.")
     elif gain.low > 1 and gain.median >= WORTH:
@@ -272,6 +272,29 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Terms:
+    """What is one and the same for all systems."""
+
+    longest: int | None = None
+    """Tokens that a prompt and its answer may have together: what is longer is left out for all."""
+    objectives: tuple[Objective, ...] = ()
+    asked: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """By round, its requests, as far as they do not depend on a server's vocabulary."""
+
+    def hold(self, prepared: Prepared, number: int, system: str) -> None:
+        """StartError if this is not what the systems before got: their limits, or tokenizers, are others."""
+        asked = [
+            (ask.prompt if isinstance(ask.prompt, str) else ask.prompt_tokens, ask.output_tokens, ask.at)
+            for ask in prepared.workload
+        ]
+        if self.asked.setdefault(number, asked) != asked:
+            most = f"of which a prompt and its answer may have {prepared.longest} tokens"
+            todo = "give shorter lengths, or --up-flags with a --max-model-len for all"
+            raise StartError(f"{system} would not get the same requests", f"other ones fit into it, {most}", todo)
+        self.longest = prepared.longest
+
+
 def run(config: BenchCompareConfig) -> int:
     """Prints the figures of all systems, the ratios and the advice."""
     cores = usable_cores()
@@ -285,61 +308,59 @@ def run(config: BenchCompareConfig) -> int:
     console = Console(stderr=True, highlight=False)
     if config.systems is None:
         console.print(f"comparing {wanted}, chosen for {cores} core{'s' if cores > 1 else ''} (--systems names others)")
+    terms = Terms()
     if config.url:
-        _look_at(config.url, config.api_key, console)
+        terms.longest = _look_at(config.url, config.api_key, config.served_model_name, console)
     outcomes = {name: Outcome(name) for name in [*names, *([OTHER] if config.url else [])]}
-    objectives: tuple[Objective, ...] = ()
     for number in range(config.runs):
         for outcome in outcomes.values():
-            objectives = _measure(config, outcome, number, objectives, console)
+            _measure(config, outcome, number, terms, console)
     rounds = list(outcomes.values())
     for line in table(rounds):
         print(line)
-    words = verdict(rounds, objectives)
+    words = verdict(rounds, terms.objectives)
     if config.runs == 1:
         words.append("One round only: nothing tells how much of this is chance.")
     print("\n".join(words))
     if config.save:
-        results.save(Path(config.save), _as_json(config, rounds, objectives, words))
+        results.save(Path(config.save), _as_json(config, rounds, terms.objectives, words))
     if config.plot:
         from bench import plots
 
-        plots.draw_runs({each.system: each.runs[0] for each in rounds}, Path(config.plot), objectives)
+        plots.draw_runs({each.system: each.runs[0] for each in rounds}, Path(config.plot), terms.objectives)
     return 0
 
 
-def _look_at(url: str, api_key: str | None, console: Console) -> None:
-    """StartError if no server answers at ``--url``: its turn comes only after all others, minutes from now."""
-    Server(url, api_key).served()
+def _look_at(url: str, api_key: str | None, model: str | None, console: Console) -> int | None:
+    """How many tokens the server at ``--url`` takes in one request, if it tells. StartError if none answers, or serves
+    no such model: its turn comes only after all others, minutes from now."""
+    served = Server(url, api_key).served(model)
     console.print(
         "note: the server at --url keeps running while the others are measured: if it is on this machine and polls, it "
         "takes cores from them",
         markup=False,
     )
+    length = served.get("max_model_len")
+    return length if isinstance(length, int) else None
 
 
-def _measure(
-    config: BenchCompareConfig,
-    outcome: Outcome,
-    number: int,
-    objectives: tuple[Objective, ...],
-    console: Console,
-) -> tuple[Objective, ...]:
-    """One round of one system; the objectives, which are one and the same for all. The first system of all is asked
-    what it does unloaded, if they depend on that."""
+def _measure(config: BenchCompareConfig, outcome: Outcome, number: int, terms: Terms, console: Console) -> None:
+    """One round of one system. The first of all says what fits and, where the objectives depend on that, what it does
+    unloaded."""
     options = replace(config, seed=config.seed + number)
     with ExitStack() as stack:
         if outcome.system == OTHER:
-            url, key = config.url or "", config.api_key
+            url, key, name = config.url or "", config.api_key, config.served_model_name
         else:
             console.print(f"round {number + 1}: starting {outcome.system}")
             words = shlex.split(config.up_flags or "")
-            url, key = stack.enter_context(running(config.model, outcome.system, words)), None
-        prepared = prepare(options, url, key)
-        if not objectives:
+            url, key, name = stack.enter_context(running(config.model, outcome.system, words)), None, None
+        prepared = prepare(options, url, key, name, longest=terms.longest)
+        terms.hold(prepared, number, outcome.system)
+        if not terms.objectives:
             for note in prepared.notes:
                 console.print(f"note: {note}", markup=False)
-            objectives = measured_objectives(wanted_objectives(config.goodput), unloaded(prepared, console))
+            terms.objectives = measured_objectives(wanted_objectives(config.goodput), unloaded(prepared, console))
         asks = prepared.asks(number + 1)
         run = run_now(
             prepared.target,
@@ -352,13 +373,17 @@ def _measure(
         )
     show_remarks(console, run.records)
     outcome.runs.append(run)
-    outcome.summaries.append(summarise(run, objectives=objectives))
-    return objectives
+    outcome.summaries.append(summarise(run, objectives=terms.objectives))
+
+
+def _base(outcomes: Sequence[Outcome]) -> Outcome:
+    """What ratios are to: the first colocated system, if there is one."""
+    return next((each for each in outcomes if each.colocated), outcomes[0])
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Medians over the rounds as a Markdown table, and ratios to the first colocated system with their spread."""
-    base = next((each for each in outcomes if each.colocated), outcomes[0])
+    base = _base(outcomes)
     titles = "goodput (req/s) | inside | output (tok/s) | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | failed"
     lines = [f"| system (times in ms) | {titles} |", "|---|---|---|---|---|---|---|---|---|"]
     for each in outcomes:
@@ -384,6 +409,12 @@ def _as_json(
                 "rounds": [as_json(summary, metrics=METRICS) for summary in each.summaries],
             }
             for each in outcomes
+        },
+        "ratios_to": (base := _base(outcomes)).system,
+        "ratios": {
+            each.system: {name: asdict(each.against(base, name)) for name in FIGURES}
+            for each in outcomes
+            if each is not base
         },
         "advice": list(words),
     }

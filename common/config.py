@@ -631,6 +631,9 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
     runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")
     url: str | None = option(None, "a running server to compare with, too", TEXT, "systems")
     api_key: str | None = option(None, "key to send it", TEXT, "systems", secret=True)
+    served_model_name: str | None = option(
+        None, "which of its models is compared", TEXT, "systems", shown_default="the first"
+    )
     goodput: str = option(
         DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
     )

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench import compare
-from bench.client import Record
-from bench.compare import Outcome, best, busy_shares, table, verdict
+from bench.asking import Prepared
+from bench.client import Record, Target
+from bench.compare import OTHER, Outcome, Terms, best, busy_shares, table, verdict
 from bench.load import Run
 from bench.metrics import Objective, summarise
 from bench.systems import counts, pools, usual_systems
+from bench.tokens import FileTokenizer
+from bench.workloads import Ask
+from common import builtin
+from common.config import BenchCompareConfig
 from common.errors import StartError
 from deploy import cli
 
@@ -83,6 +90,12 @@ def test_a_run_that_only_took_longer_is_no_worse() -> None:
 def test_a_system_that_never_meets_the_objectives_counts_nothing() -> None:
     lines = verdict([outcome("1p1d", (40, 10)), outcome("1c", (50, 90))], OBJECTIVES)
     assert lines[0] == "Disaggregate, as 1p1d: 1c has no request inside ttft:1000 tpot:40 (ms)."
+
+
+def test_what_was_better_in_one_round_alone_is_not_advised() -> None:
+    """Also where the other had no request inside in any."""
+    lines = verdict([outcome("1p1d", (30, 10), (0, 10), (0, 10)), outcome("1c", *[(0, 10)] * 3)], OBJECTIVES)
+    assert lines[0].startswith("Do not disaggregate: 1p1d has 1.00 (1.00 to inf) times")
 
 
 def test_systems_that_are_both_overloaded_tell_nothing() -> None:
@@ -242,12 +255,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Systems that were measured, in turn; all that are asked for are as good as can be."""
     names: list[str] = []
 
-    def measure(config: object, found: Outcome, *_: object) -> tuple[Objective, ...]:
+    def measure(config: object, found: Outcome, number: int, terms: Terms, _: object) -> None:
         names.append(found.system)
         one = outcome(found.system, (100, 10))
         found.runs += one.runs
         found.summaries += one.summaries
-        return OBJECTIVES
+        terms.objectives = OBJECTIVES
 
     monkeypatch.setattr(compare, "_measure", measure)
     return names
@@ -291,7 +304,10 @@ def test_one_round_is_told_to_be_one(
     assert cli.main(["bench", "compare", "--systems", "1p1d,1c", "--runs", str(runs), "--save", str(saved)]) == 0
     line = "One round only: nothing tells how much of this is chance."
     assert (line in capsys.readouterr().out.splitlines()) is (runs == 1)
-    assert (line in json.loads(saved.read_text())["advice"]) is (runs == 1)
+    figures = json.loads(saved.read_text())
+    assert (line in figures["advice"]) is (runs == 1)
+    assert figures["ratios_to"] == "1c" and list(figures["ratios"]) == ["1p1d"]
+    assert figures["ratios"]["1p1d"]["goodput"] == {"median": 1, "low": 1, "high": 1}
 
 
 class _Models(BaseHTTPRequestHandler):
@@ -326,9 +342,47 @@ def test_a_wrong_url_is_found_before_anything_is_started(
     for words, said in (
         (["--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
         (["--url", models, "--api-key", "wrong"], "no such key"),
+        (["--url", models, "--api-key", "right", "--served-model-name", "none"], "does not serve none"),
     ):
         assert cli.main(["bench", "compare", *words]) == 1
         assert said in (error := capsys.readouterr().err) and "keeps running" not in error and not measured
+
+
+def test_a_model_of_the_other_server_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is asked of that one alone."""
+    asked: list[tuple[str, str | None, str | None]] = []
+
+    def stop(_: object, url: str, key: str | None, model: str | None, longest: int | None) -> None:
+        asked.append((url, key, model))
+        raise StartError("enough", "it is known", "go on")
+
+    monkeypatch.setattr(compare, "prepare", stop)
+    monkeypatch.setattr(compare, "running", lambda *_: nullcontext("http://ours"))
+    config = BenchCompareConfig(
+        model="some", systems="1p1d", url="http://theirs", api_key="key", served_model_name="second"
+    )
+    for system in ("1p1d", OTHER):
+        with pytest.raises(StartError, match="enough"):
+            compare._measure(config, Outcome(system), 0, Terms(), Console(stderr=True))
+    assert asked == [("http://ours", None, None), ("http://theirs", "key", "second")]
+
+
+def test_all_systems_get_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into one of them is left out for those after it; one that would get others is refused."""
+    limits: list[int | None] = []
+
+    def prepared(system: str, longest: int, lengths: tuple[int, ...]) -> Prepared:
+        asks = [Ask([1] * length, length, 10) for length in lengths]
+        return Prepared(Target(f"http://{system}", "some"), asks, FileTokenizer(builtin.path()), [], longest)
+
+    terms = Terms()
+    for number in range(2):
+        for system in ("1p1d", "1c"):
+            terms.hold(prepared(system, 100, (20, 30 + number)), number, system)
+            limits.append(terms.longest)
+    assert limits == [100] * 4
+    with pytest.raises(StartError, match="other would not get the same requests"):
+        terms.hold(prepared("other", 40, (20, 25)), 1, "other")
 
 
 def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
