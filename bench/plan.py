@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,8 @@ def run(config: BenchPlanConfig) -> int:
     assumed, words = _assumed(limits, systems)
     print(f"Assumed, not measured: {'; '.join(words)}.")
     longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
-    asks, left_out = within(workload(config, tokenizer), config.num_prompts, longest)
-    if not asks:
-        raise StartError("there is nothing to plan for", f"all {left_out} requests are too long", "give shorter ones")
-    outcomes = [planned(config, name, cost, limits, asks, objectives) for name in systems]
+    rounds = [_round(config, number, tokenizer, longest) for number in range(config.runs)]
+    outcomes = [planned(name, cost, limits, rounds, objectives) for name in systems]
     for line in table(outcomes):
         print(line)
     advice = _advice(outcomes, objectives, cost.threads)
@@ -84,6 +82,7 @@ def run(config: BenchPlanConfig) -> int:
         print(f"planned / measured, {system}: {shown}")
     if config.save:
         figures = {
+            "load": as_load(config, config.model),
             "cost": origin | cost.as_json(),
             "assumed": assumed,
             "objectives_ms": {each.metric: each.bound for each in objectives},
@@ -107,20 +106,29 @@ def run(config: BenchPlanConfig) -> int:
     return 1 if off else 0
 
 
+def _round(
+    config: BenchPlanConfig, number: int, tokenizer: FileTokenizer, longest: int
+) -> tuple[list[Ask], list[float]]:
+    """What is asked in one round, and when: with the seed that it has in a measured comparison."""
+    options = replace(config, seed=config.seed + number)
+    asks, left_out = within(workload(options, tokenizer), config.num_prompts, longest)
+    if not asks:
+        raise StartError("there is nothing to plan for", f"all {left_out} requests are too long", "give shorter ones")
+    words = relabelled(asks, number + 1)
+    return words, times(options, words)
+
+
 def planned(
-    config: BenchPlanConfig,
     system: str,
     cost: CostModel,
     limits: Limits,
-    asks: Sequence[Ask],
+    rounds: Iterable[tuple[list[Ask], list[float]]],
     objectives: Sequence[Objective],
 ) -> Outcome:
-    """``--runs`` simulated rounds of one system, with the seeds of a measured comparison."""
+    """The simulated rounds of one system."""
     outcome = Outcome(system)
-    for number in range(config.runs):
-        world = World(cost, limits, *counts(system))
-        words = relabelled(asks, number + 1)
-        run = world.run(words, times(replace(config, seed=config.seed + number), words))
+    for asks, due in rounds:
+        run = World(cost, limits, *counts(system)).run(asks, due)
         outcome.runs.append(run)
         outcome.summaries.append(summarise(run, objectives=objectives))
     return outcome

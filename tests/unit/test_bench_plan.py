@@ -13,12 +13,15 @@ import pytest
 
 from bench import cost as costs
 from bench import plan, results
+from bench.asking import times, workload
 from bench.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
 from bench.load import Run
-from bench.workloads import Ask, random_asks
+from bench.tokens import FileTokenizer
+from bench.workloads import Ask, random_asks, relabelled
 from bench.world import Limits, World
 from common import builtin, device
 from common.checkpoint import open_checkpoint
+from common.config import BenchCompareConfig, BenchPlanConfig
 from common.errors import StartError
 from common.ids import BlockId, new_request_id, pack_tokens
 from common.request import Request, SamplingParams
@@ -390,6 +393,22 @@ def test_what_is_assumed_is_said(
         "from_16_tokens": 0.6,
         "from_128_tokens": 0.9,
     }
+
+
+def test_each_round_is_asked_what_a_comparison_asks_in_it() -> None:
+    """Lengths and times of their own, by the same seeds."""
+    words = BenchPlanConfig(
+        model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5
+    )
+    tokenizer = FileTokenizer(builtin.path())
+    rounds = [plan._round(words, number, tokenizer, 1 << 20) for number in range(3)]
+    for number, (asks, due) in enumerate(rounds):
+        config = BenchCompareConfig(
+            model="", num_prompts=8, random_input_len=40, random_range_ratio=0.5, request_rate=3, seed=5 + number
+        )
+        assert relabelled(list(workload(config, tokenizer)), number + 1) == asks
+        assert times(config, asks) == due
+    assert len({tuple(ask.prompt_tokens for ask in asks) for asks, _ in rounds}) == 3
 
 
 def test_advice_says_that_one_worker_over_all_cores_is_not_planned(
