@@ -5,6 +5,7 @@ second from memory of that size, with torch's path beside it on the same pool; t
 with int8 weights, as shares of the rate at which many rows are multiplied or weights are read, beside torch's, plain or
 packed by oneDNN, whichever is the faster. Blocks lie in random order, values are random. What is compared is timed in
 alternation. Figures are those of what a worker would use, and at the end stands where torch would have been faster.
+Of float32 weights that is one of two ways: as bfloat16, of which these are numbers in most checkpoints, or whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bench.roofline import (
     shapes,
     square_rate,
 )
-from common import device
+from common import device, native
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.select import select_backend
 from common.config import BenchKernelsConfig
@@ -127,9 +128,10 @@ def _step_s(backend: AttentionBackend, spans: list[Span], query: torch.Tensor, p
     return best_s(lambda: [backend.attend(plan, layer, query, params) for layer in range(layers)], 2) / layers
 
 
-def served(found: Product) -> str:
-    """The way in which a worker computes linear layers, by its rule: the last of those there are."""
-    return next(reversed(found.seconds))
+def served(found: Product) -> list[str]:
+    """The ways in which a worker computes linear layers, by its rule, the more usual one first: ours, if there are."""
+    ours = [way for way in reversed(found.seconds) if way not in TORCH]
+    return ours or [next(reversed(found.seconds))]
 
 
 def torch_s(found: Product) -> float:
@@ -137,8 +139,48 @@ def torch_s(found: Product) -> float:
     return min(seconds for way, seconds in found.seconds.items() if way in TORCH)
 
 
-def _kind(layers: Product) -> str:
-    return "int8" if layers.int8 else "linear"
+def _kind(layers: Product, way: str) -> str:
+    if layers.int8:
+        return "int8"
+    return "linear" if way == served(layers)[0] else "whole"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Linear layers in one of the ways of a worker: as a share of what limits them, and beside torch's."""
+
+    product: Product
+    way: str
+    bytes_per_s: float
+    flops_per_s: float
+    share: float
+    limit: str
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{_kind(self.product, self.way)} layers of {self.product.rows} rows ({self.gain:.2f})"
+
+
+def judge(found: Product, way: str, most: float, read: Callable[[int], float]) -> Judged:
+    """``most``: operations per second of many rows; ``read``: bytes per second of what is so large."""
+    seconds = found.seconds[way]
+    flops_per_s, bytes_per_s = found.rates(way)
+    reading = read(round(bytes_per_s * seconds))  # of what is as large as these weights
+    multiplied, streamed = flops_per_s / most, bytes_per_s / reading
+    limit = f"{most / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{reading / 1e9:.1f} GB/s"
+    share = max(multiplied, streamed)
+    return Judged(found, way, bytes_per_s, flops_per_s, share, limit, torch_s(found) / seconds)
+
+
+def most_flops(dtype: torch.dtype, products: list[Product]) -> tuple[float, float]:
+    """Operations per second at best, by what none of our kernels did: of whole numbers, and of float32 rows as the sum
+    of three of bfloat16, which tiles multiply."""
+    rates = [found.rates(way)[0] for found in products for way in found.seconds if way in TORCH]
+    most = max(square_rate(dtype), *rates)
+    library = native.library()
+    if dtype == torch.float32 and library is not None and library.variants[0] == "amx_bf16":
+        return most, square_rate(torch.bfloat16) / 3
+    return most, most
 
 
 def measure(
@@ -165,30 +207,23 @@ def measure(
                 )
         torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         linear = [product(layers, torch_dtype, rows, int8) for int8 in (False, True) for rows in ROWS]
-        top = max(square_rate(torch_dtype), *(each.flops_per_s for each in linear))
-        whole_s = {each.rows: each.seconds[served(each)] for each in linear if not each.int8}
-        shares, gains = [], []
+        whole, parts = most_flops(torch_dtype, linear)
+        unquantised_s = {each.rows: each.seconds[served(each)[0]] for each in linear if not each.int8}
+        judged = []
         for each in linear:
-            flops_per_s, bytes_per_s = each.rates(served(each))
-            seconds = each.seconds[served(each)]
-            reading = read(round(bytes_per_s * seconds))  # of what is as large as these weights
-            multiplied, streamed = flops_per_s / top, bytes_per_s / reading
-            shares.append(max(multiplied, streamed))
-            limit = f"{top / 1e9:.0f} GFLOP/s" if multiplied > streamed else f"{reading / 1e9:.1f} GB/s"
-            gains.append(torch_s(each) / seconds)
-            say(
-                f"{_kind(each):<10} {each.rows:4d} rows  {bytes_per_s / 1e9:6.1f} GB/s"
-                f"  {flops_per_s / 1e9:5.0f} GFLOP/s  {shares[-1]:4.0%} of {limit}  {gains[-1]:5.2f} x torch"
-                + (f"  {whole_s[each.rows] / seconds:5.2f} x {dtype}" if each.int8 else "")
-                + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
-            )
+            for way in served(each):
+                one = judge(each, way, whole if _kind(each, way) == "whole" else parts, read)
+                judged.append(one)
+                say(
+                    f"{_kind(each, way):<10} {each.rows:4d} rows  {one.bytes_per_s / 1e9:6.1f} GB/s"
+                    f"  {one.flops_per_s / 1e9:5.0f} GFLOP/s  {one.share:4.0%} of {one.limit}"
+                    f"  {one.gain:5.2f} x torch"
+                    + (f"  {unquantised_s[each.rows] / each.seconds[way]:5.2f} x {dtype}" if each.int8 else "")
+                    + "".join(f"  {name} {taken * 1e6:7.0f} us" for name, taken in each.seconds.items())
+                )
     behind = [each for each in attention if each.gain < EQUAL]
     slower = [f"attention of batch {each.batch} at {each.context} ({each.gain:.2f})" for each in behind]
-    slower += [
-        f"{_kind(each)} layers of {each.rows} rows ({gain:.2f})"
-        for each, gain in zip(linear, gains, strict=True)
-        if gain < EQUAL
-    ]
+    slower += [str(each) for each in judged if each.gain < EQUAL]
     say(f"slower than torch: {', '.join(slower)}" if slower else "nothing of this is slower than torch")
     return {
         "cpu": device.cpu_name(),
@@ -201,10 +236,17 @@ def measure(
             asdict(each) | {"bytes_per_s": each.bytes_per_s, "share": each.share, "times_torch": each.gain}
             for each in attention
         ],
-        "most_flops_per_s": top,
+        "most_flops_per_s": {"whole": whole, "in parts": parts},
         "linear": [
-            asdict(each) | {"share": share, "times_torch": gain}
-            for each, share, gain in zip(linear, shares, gains, strict=True)
+            asdict(each.product)
+            | {
+                "way": each.way,
+                "bytes_per_s": each.bytes_per_s,
+                "flops_per_s": each.flops_per_s,
+                "share": each.share,
+                "times_torch": each.gain,
+            }
+            for each in judged
         ],
         "slower_than_torch": slower,
     }

@@ -136,6 +136,33 @@ def test_figures_are_of_what_serves_not_of_what_is_fastest(
     assert "50% of 2.0 GB/s" in shown[5] and "51% of 1000 GFLOP/s" in shown[9], "whichever limit is the nearer"
 
 
+@pytest.mark.parametrize("tiles", [True, False])
+def test_whole_float32_weights_are_judged_too(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch multiplies, not by what is done with those that are kept as bfloat16."""
+
+    class Library:
+        variants = ("amx_bf16" if tiles else "avx512_bf16",)
+
+    def linear(layers: object, dtype: torch.dtype, rows: int, int8: bool) -> roofline.Product:
+        ways = {"torch": 1.0, "native": 0.4} if int8 else {"torch": 1.0, "native": 1.1, roofline.HALVES: 0.4}
+        return roofline.Product("float32", rows, 2.5e9 * rows, 0.5e9, list(ways)[-1], ways, int8)
+
+    monkeypatch.setattr(native, "library", Library)
+    monkeypatch.setattr(kernels, "product", linear)
+    monkeypatch.setattr(kernels, "attend", lambda *_: kernels.Attended(1, 128, 1000, {"native": 0.1, "cpu": 1.0}, 1e6))
+    monkeypatch.setattr(kernels, "read_rates", lambda: {512: 1e15})
+    monkeypatch.setattr(kernels, "square_rate", lambda dtype: 3e12 if dtype == torch.bfloat16 else 5e11)
+    lines: list[str] = []
+    figures = kernels.measure(Heads(4, 2, 16), shapes(LLAMA_82M), "float32", 1, lines.append)
+    slower = [f"whole layers of {rows} rows (0.91)" for rows in kernels.ROWS]
+    assert lines[-1] == f"slower than torch: {', '.join(slower)}" and figures["slower_than_torch"] == slower
+    assert figures["most_flops_per_s"] == {"whole": 5.12e11, "in parts": 1e12 if tiles else 5.12e11}
+    found = {(each["way"], each["int8"], each["rows"]): each for each in figures["linear"]}
+    assert found["native", False, 512]["share"] == pytest.approx(1 / 1.1)
+    assert found[roofline.HALVES, False, 512]["share"] == pytest.approx(1.28 if tiles else 2.5)
+    assert found["native", True, 512]["times_torch"] == 2.5 and len(found) == 15
+
+
 def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "best_s", timed)
