@@ -8,6 +8,7 @@ cores, as only Tandem's workers are.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ Mode = Literal["colocated", "1p1d"]
 READY_S = 600.0
 """It compiles for more than a minute."""
 _TODO = "try the same vllm serve"
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PORTS_FROM, _TRIES = 20000, 100
+"""Below the ports of connections where these are the usual ones, which are those from 32768 on."""
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _KV_TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}'
 
@@ -125,6 +129,10 @@ def _ready(process: Process, url: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on now, if possible one that no connection is given by chance: a minute passes until
+    vLLM listens on it."""
+    first = max(int(_EPHEMERAL.read_text().split()[0]), _PORTS_FROM + _TRIES)
+    for port in (*random.sample(range(_PORTS_FROM, first), _TRIES), 0):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
+            return int(listener.getsockname()[1])
+    raise StartError("there is no port for vLLM", "all are in use", "end what listens on them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -48,6 +49,15 @@ def test_an_environment_without_it_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(StartError) as caught, vllm.running(tmp_path, "model", "colocated", (0,)):
         pass
     assert str(tmp_path) in str(caught.value) and "bench.peers.install" in caught.value.todo
+
+
+def test_a_port_is_none_that_a_connection_may_be_given_meanwhile() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            port = vllm.free_port()
+            assert port < first or first <= 20100
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
 def test_what_is_installed_tells_its_version_in_either_kind_of_folder(tmp_path: Path) -> None:
