@@ -77,6 +77,9 @@ def run(config: BenchBatchingConfig) -> int:
         config, lambda tokenizer: _prompts(config, tokenizer), config, config.url, config.api_key,
         config.served_model_name, config.header,
     )  # fmt: skip
+    size = config.batch_size
+    alone = f"note: the ratio is that of batching alone if the server answers no more than {size} requests at a time"
+    console.print(f"{alone} (tandem up --max-num-seqs {size})", markup=False)
     mean = config.random_output_len
     most = longest_answer(mean, config.random_input_len, prepared.longest)
     if most < LONGEST * mean:

@@ -270,6 +270,7 @@ def as_json(
         "total_token_throughput": summary.token_rate,
         "max_output_tokens_per_s": summary.peak_output_tokens,
         "max_concurrent_requests": summary.peak_concurrent,
+        "rtfx": 0.0,  # seconds of audio per second: there is none
         "slo_attainment": summary.attainment,
     }
     for name in _shown(metrics, max_concurrency, rate):

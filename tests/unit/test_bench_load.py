@@ -367,7 +367,8 @@ def test_rows_and_keys_are_those_of_vllm() -> None:
     assert as_json(summary, metrics=["ttft", "e2el"]).keys() >= {
         "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
         "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
-        "max_concurrent_requests", "mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms", "p99_e2el_ms",
+        "max_concurrent_requests", "rtfx", "mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms",
+        "p99_e2el_ms",
     }  # fmt: skip
 
 
