@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.handoff_cost import cpu_seconds
 from common import builtin
 from common.client import Refused, Server
 
@@ -181,6 +182,22 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start: Callabl
             ended.set()
     for client in clients:
         client.result()
+
+
+@pytest.mark.parametrize("words", ["--threads 1", "--colocated 1 --threads 2"])
+def test_who_has_nothing_to_do_sleeps(words: str, start: Callable[..., Up]) -> None:
+    """All processes together, after a prompt and an answer: none polls, and no thread looks for work for long."""
+    up = start(*words.split())
+    server = up.server()
+    send_prompt(server)
+    assert list(ask(server, 4))
+
+    def is_quiet() -> bool:
+        began, before = time.monotonic(), cpu_seconds(up.process.pid)
+        time.sleep(1.0)  # what is measured is that nothing happens
+        return cpu_seconds(up.process.pid) - before < 0.1 * (time.monotonic() - began)
+
+    wait_for(is_quiet, START_S)
 
 
 def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
