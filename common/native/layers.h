@@ -402,8 +402,8 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     long word = as == HALVES ? 2 : 4; /* bytes that become one */
     long padded = linear->columns, tiles = (product->rows + TILE_ROWS - 1) / TILE_ROWS;
     long ahead = tiles <= FEW_TILES ? SOME_STEPS : linear->in / each, some = tiles > 1 && ahead < steps ? ahead : steps;
-    int ahead_lines = as != PAIRS || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
-    int lines = as != FLOATS ? ahead_lines : HAS_AMX && tiles > FEW_TILES ? ONE_LINE : 0;
+    int ahead_lines = as == HALVES || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
+    int lines = as == FLOATS && !(HAS_AMX && product->rows > 1) ? 0 : ahead_lines;
     float sums[FEW_TILES][TILE_ROWS * PANEL];
     long sums_row = product->sums ? product->sums_row : PANEL;
     for (long panel = first; panel < last; panel++) {

@@ -97,7 +97,6 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 #define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
 #define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
-#define ONE_LINE -1           /* is fetched per step of float32, while many rows are multiplied */
 #define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
@@ -217,6 +216,8 @@ struct variant {
 #define TILE_ROWS 6
 #define HAS_DOT 1
 #ifdef AMX
+#undef FEW_TILES
+#define FEW_TILES 12 /* of float32 alone: all else is multiplied in other tiles */
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
 #define HAS_AMX 1
@@ -227,6 +228,8 @@ struct variant {
 #undef NAME
 #undef VARIANT_NAME
 #pragma GCC pop_options
+#undef FEW_TILES
+#define FEW_TILES 3
 #endif
 
 #define HAS_AMX 0

@@ -7,12 +7,19 @@
 
 #undef ONE_TILE_TO
 #undef SOME_TILES_TO
-#if AHEAD_IN_L2
+#undef MANY_TILES_TO
+#if HAS_AMX
+#define ONE_TILE_TO 2
+#define SOME_TILES_TO 2
+#define MANY_TILES_TO 2
+#elif AHEAD_IN_L2
 #define ONE_TILE_TO 3
 #define SOME_TILES_TO 2
+#define MANY_TILES_TO 3
 #else
 #define ONE_TILE_TO 0
 #define SOME_TILES_TO 0
+#define MANY_TILES_TO 3
 #endif
 
 INLINE words NAME(load_words)(const char *panel, long at, enum words_as as)
@@ -35,8 +42,8 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
  * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
- * step has, if any; ONE_LINE into second-level cache); more than one are not kept beyond first-level cache, since few
- * rows want them: what the rest of the process works on stays in the others. Not so where AHEAD_IN_L2. */
+ * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of the
+ * process works on stays in the others. Not so where AHEAD_IN_L2, or HAS_AMX, where all come into the second level. */
 INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
@@ -55,11 +62,10 @@ INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *ro
         words b[TILE_VECTORS];
         UNROLL for (int v = 0; v < width; v++)
             b[v] = NAME(load_words)(panel, (s * width + v) * LANES, as);
-        if (as == PAIRS)
+        if (as != HALVES)
             UNROLL for (int line = 0; line < lines; line++)
-                __builtin_prefetch(next + (s * lines + line) * 64, 0, lines > 2 ? ONE_TILE_TO : lines > 1 ? SOME_TILES_TO : 3);
-        else if (lines == ONE_LINE)
-            __builtin_prefetch(next + s * 64, 0, 2);
+                __builtin_prefetch(next + (s * lines + line) * 64, 0,
+                                   lines > 2 ? ONE_TILE_TO : lines > 1 ? SOME_TILES_TO : MANY_TILES_TO);
         else if (lines)
             UNROLL for (int byte = 0; byte < step; byte += 64)
                 __builtin_prefetch(next + s * step + byte, 0, 3);
@@ -99,24 +105,34 @@ INLINE void NAME(any_tile)(int rows, int width, enum words_as as, const uint32_t
     }
 }
 
+#undef TILES_OF
+#define TILES_OF(as, lines)                                                                                           \
+    NAME(any_tile)(rows, width, as, row, row_stride, panel, steps, sums, sums_row, keep, next, lines)
+
 static void NAME(tile_of_words)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride,
                                 const void *panel, long steps, float *sums, long sums_row, const float *keep,
                                 const char *next, int lines)
 {
-    if (as == FLOATS && lines == ONE_LINE)
-        NAME(any_tile)(rows, width, FLOATS, row, row_stride, panel, steps, sums, sums_row, keep, next, ONE_LINE);
-    else if (as == FLOATS) /* few rows: fetching ahead gains nothing where so many bytes are read for each product */
-        NAME(any_tile)(rows, width, FLOATS, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
-    else if (as == HALVES && lines)
-        NAME(any_tile)(rows, width, HALVES, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
+    if (as == HALVES && lines)
+        TILES_OF(HALVES, 1);
     else if (as == HALVES)
-        NAME(any_tile)(rows, width, HALVES, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
+        TILES_OF(HALVES, 0);
+#if HAS_AMX
+    else if (as == FLOATS && lines > 2)
+        TILES_OF(FLOATS, 4);
+    else if (as == FLOATS && lines == 2)
+        TILES_OF(FLOATS, 2);
+    else if (as == FLOATS && lines)
+        TILES_OF(FLOATS, 1);
+#endif
+    else if (as == FLOATS) /* elsewhere fetching ahead gains nothing, as so many bytes are read for each product */
+        TILES_OF(FLOATS, 0);
     else if (!lines)
-        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 0);
+        TILES_OF(PAIRS, 0);
     else if (lines <= 1)
-        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 1);
+        TILES_OF(PAIRS, 1);
     else if (lines <= 2)
-        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 2);
+        TILES_OF(PAIRS, 2);
     else
-        NAME(any_tile)(rows, width, PAIRS, row, row_stride, panel, steps, sums, sums_row, keep, next, 4);
+        TILES_OF(PAIRS, 4);
 }
