@@ -422,7 +422,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
             int finished = done + now == steps && NAME(is_last)(linear, product);
             for (long row = 0; row < product->rows; row += TILE_ROWS, tile++) {
                 int rows = product->rows - row < TILE_ROWS ? (int)(product->rows - row) : TILE_ROWS;
-                float *own = sums[tile % FEW_TILES];
+                float *own = sums[tiles <= FEW_TILES ? tile : 0];
                 if (product->sums)
                     own = product->sums + row * sums_row + column - product->sums_first;
                 const char *here = weight + done * width * LANES * word;
