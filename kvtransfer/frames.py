@@ -18,7 +18,7 @@ from common.kv.convert import Bytes
 
 _FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")
 _CHECKSUM = struct.Struct("<Q")
-_MAGIC = b"TKV3"
+MAGIC = b"TKV3"
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 UNSAID = 0
 """In place of a checksum: the Commit tells."""
@@ -55,7 +55,7 @@ class FrameHeader:
     def pack(self) -> bytes:
         cells = self.cells
         fields = _FIELDS.pack(
-            _MAGIC,
+            MAGIC,
             self.transfer.request,
             self.transfer.attempt,
             self.number,
@@ -78,7 +78,7 @@ class FrameHeader:
         if data[_FIELDS.size :] != _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields)):
             raise Damaged("a frame header fails its checksum")
         magic, request, attempt, number, l0, l1, t0, t1, size, checksum = _FIELDS.unpack(fields)
-        if magic != _MAGIC or l0 >= l1 or t0 >= t1:
+        if magic != MAGIC or l0 >= l1 or t0 >= t1:
             raise WireError("not a frame header")
         return cls(TransferId(RequestId(request), attempt), number, Rectangle(l0, l1, t0, t1), size, checksum)
 

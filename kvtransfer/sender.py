@@ -405,8 +405,9 @@ class Sender:
 
     def _send_cells(self, outgoing: _Outgoing, what: Rectangle | FrameHeader) -> None:
         cells = what.cells if isinstance(what, FrameHeader) else what
-        payload, size, checksum = self._links[outgoing.session.link].payload(outgoing.table, cells)
-        header = what if isinstance(what, FrameHeader) else outgoing.session.sent(what, size, checksum)
+        session = outgoing.session
+        payload, size, checksum = self._links[session.link].payload(session.transfer, outgoing.table, cells)
+        header = what if isinstance(what, FrameHeader) else session.sent(what, size, checksum)
         # libzmq copies small parts faster than it tracks them, and large ones must not be copied again; when its queue
         # is full the frame stays unacknowledged and the resend timer brings it back
         line = outgoing.line

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.errors import Damaged, WireError
-from common.ids import BlockId
+from common.ids import BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
 from common.kv.memory import KvMemory
@@ -27,7 +27,7 @@ class SendLink(Protocol):
     name: str
     grain: int
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         """What travels behind the header, the canonical size of the cells in bytes, and their checksum, or ``UNSAID``:
         it can be taken later."""
         ...

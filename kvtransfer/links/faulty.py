@@ -17,7 +17,7 @@ from typing import Any, cast
 import zmq
 
 from common.channel import Channels
-from common.ids import BlockId
+from common.ids import BlockId, TransferId
 from common.keys import Party
 from kvtransfer.frames import Rectangle
 from kvtransfer.links.base import Payload, SendLink
@@ -45,8 +45,8 @@ class FaultyLink:
         self.happened: Counter[str] = Counter()
         self._before = b""
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(table, cells)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(transfer, table, cells)
         right = bytes(payload)
         sent, self._before = self._spoiled(right), right
         return sent, size, checksum

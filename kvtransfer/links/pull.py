@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from common.errors import Damaged, WireError
-from common.ids import BlockId
+from common.ids import REQUEST_ID_BYTES, BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
 from common.kv.memory import BlockArray, KvMemory
@@ -27,7 +27,7 @@ from kvtransfer.links.base import Payload, compare, placed
 T = TypeVar("T")
 GRAIN = 2
 """Of frames whose receiver copies twice."""
-_CHECKSUM_BYTES, _CELLS = 8, struct.Struct("<HHII")
+_CHECKSUM_BYTES, _PLACE = 8, struct.Struct(f"<{REQUEST_ID_BYTES}sIHHII")
 
 
 class Reading(ABC, Generic[T]):
@@ -49,28 +49,29 @@ class PullSendLink:
     def __init__(self, name: str, memory: KvMemory, grain: int = GRAIN, *, sums_later: bool = False) -> None:
         self.name, self.memory, self.grain, self.sums_later = name, memory, grain, sums_later
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         block_size = self.memory.layout.block_size
         blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
         checksum = UNSAID if self.sums_later else self.checksum(table, cells)
         size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
-        return signed(generations.tobytes() + ids.tobytes(), cells, checksum), size, checksum
+        return signed(generations.tobytes() + ids.tobytes(), transfer, cells, checksum), size, checksum
 
     def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
         return self.memory.checksum(table, cells.tokens, cells.layers)
 
 
-def signed(directions: bytes, cells: Rectangle, checksum: int) -> bytes:
+def signed(directions: bytes, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:
     """Directions to these cells, whose bytes have this checksum (or ``UNSAID``), and behind them their own: who reads
     it knows whether the line or the sender is at fault when they lead nowhere."""
-    return directions + _signature(directions, cells, checksum)
+    return directions + _signature(directions, transfer, cells, checksum)
 
 
-def _signature(directions: Payload, cells: Rectangle, checksum: int) -> bytes:
+def _signature(directions: Payload, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:
     hashed = xxhash.xxh3_64(directions, checksum)
-    hashed.update(_CELLS.pack(cells.first_layer, cells.last_layer, cells.first_token, cells.last_token))
+    place = (cells.first_layer, cells.last_layer, cells.first_token, cells.last_token)
+    hashed.update(_PLACE.pack(transfer.request, transfer.attempt, *place))
     return hashed.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
 
@@ -135,7 +136,7 @@ class PullReceiveLink:
         first = cells.first_token // block_size
         count = -(-cells.last_token // block_size) - first
         directions = payload[:-_CHECKSUM_BYTES]
-        if payload[-_CHECKSUM_BYTES:] != _signature(directions, cells, header.checksum):
+        if payload[-_CHECKSUM_BYTES:] != _signature(directions, header.transfer, cells, header.checksum):
             raise Damaged(f"the directions of frame {header.number} of {header.transfer} fail their checksum")
         if len(directions) != 12 * count:
             raise WireError(f"directions of {len(directions)} bytes for {count} blocks")

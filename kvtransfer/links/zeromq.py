@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.ids import BlockId
+from common.ids import BlockId, TransferId
 from common.kv.layout import KvDtype
 from common.kv.memory import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
@@ -21,7 +21,7 @@ class ZmqSendLink:
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         data = self.memory.read(table, cells.tokens, cells.layers)
         return data.data, data.nbytes, checksum_of(data)
 

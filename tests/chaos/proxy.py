@@ -20,6 +20,7 @@ from typing import Literal
 
 from common.channel import BEAT_SUFFIX
 from common.wire import DIGEST_BYTES
+from kvtransfer.frames import MAGIC
 
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -36,7 +37,7 @@ Action = Literal["drop", "duplicate", "reorder", "corrupt", "truncate"]
 
 def is_frame(parts: Parts) -> bool:
     """A frame of KV: header and payload."""
-    return len(parts) == 2 and parts[0].startswith(b"TKV2")
+    return len(parts) == 2 and parts[0].startswith(MAGIC)
 
 
 def is_a(*tags: str) -> Callable[[Parts], bool]:

@@ -286,6 +286,7 @@ def test_frames_that_were_lost_while_the_peers_share_was_full_are_repeated() -> 
 @given(st.sampled_from(["zmq", "shm"]), st.integers(0, 2**32), st.sampled_from([0.02, 0.1]))
 @example("zmq", 115, 0.02)
 @example("zmq", 95001, 0.1)
+@example("shm", 567, 0.02)
 def test_a_line_that_damages_frames_delays_them_and_cuts_nobody_off(transport: str, seed: int, rate: float) -> None:
     """Where three of ten are damaged it happens that all repeats of one are, for as long as patience lasts: then its
     hand-off is given up, as one of a line that is dead is."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.wire import seal
+from kvtransfer.frames import MAGIC
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
 
 SOON_S = 5.0
@@ -22,7 +23,7 @@ GOLDEN = {tag: bytes.fromhex(data) for tag, data in _WIRE.items()}
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
 _READY = b"\x05READY\x08Identity\x00\x00\x00\x06me|one"
 READY = bytes([4, len(_READY)]) + _READY
-FRAME = [b"TKV2" + bytes(60), bytes(range(256)) * 3]
+FRAME = [MAGIC + bytes(60), bytes(range(256)) * 3]
 COMMIT = [seal(b"\x95\xa6commit" + bytes(40))]
 OTHER = [seal(b"\x93\xa4open")]
 

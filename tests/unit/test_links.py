@@ -62,7 +62,7 @@ class Pair:
 
     def carry(self, cells: Rectangle, payload: bytes | None = None) -> None:
         """One frame from side to side; ``payload`` arrives in place of the right one."""
-        right, size, checksum = self.sending.payload(SOURCE_TABLE, cells)
+        right, size, checksum = self.sending.payload(TRANSFER, SOURCE_TABLE, cells)
         header = FrameHeader(TRANSFER, 0, cells, size, checksum)
         self.place(header, bytes(right) if payload is None else payload)
 
@@ -180,7 +180,7 @@ def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
 
 def test_the_sizes_said_are_canonical(pair: Pair) -> None:
     for cells in CELLS:
-        _, size, _ = pair.sending.payload(SOURCE_TABLE, cells)
+        _, size, _ = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
         assert size == pair.source.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
 
 
@@ -190,7 +190,7 @@ def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pa
     faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
     pair.sending = faulty
     if fault == "swap":
-        faulty.payload(SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # what will come in place of the next
+        faulty.payload(TRANSFER, SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # what will come in place of the next
     for _ in range(50 if fault != "swap" else 1):
         with pytest.raises(Damaged):
             pair.carry(Rectangle(0, 3, 0, 32))
@@ -217,7 +217,7 @@ def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
     cells = Rectangle(0, 3, 0, 32)
-    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     pair.source.generations[SOURCE_TABLE[1]] += 1
     with pytest.raises(Damaged, match="reused"):
         pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), bytes(payload))
@@ -247,7 +247,7 @@ def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: p
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> None:
     cells = Rectangle(0, 3, 8, 40)
-    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
     header = FrameHeader(TRANSFER, 0, cells, size, checksum)
     with pytest.raises(Damaged, match="checksum"):
@@ -265,7 +265,7 @@ def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> N
 @pytest.mark.parametrize("pair", pairs("shm", "memory"), indirect=True)
 def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: Pair) -> None:
     cells = Rectangle(0, 3, 8, 40)
-    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     with pytest.raises(WireError, match="announced") as caught:
         pair.place(FrameHeader(TRANSFER, 0, cells, size + 4, checksum), bytes(payload))
     pair.wipe(cells)
@@ -280,21 +280,21 @@ NOWHERE = {
 """What directions may say in place of generations and ids."""
 
 
-def leading(payload: Payload, cells: Rectangle, checksum: int, to: str) -> bytes:
+def leading(payload: Payload, transfer: TransferId, cells: Rectangle, checksum: int, to: str) -> bytes:
     """Directions that their sender has signed, although they lead nowhere."""
     count = (len(payload) - 8) // 12
     generations, ids = np.frombuffer(payload, "<u8", count), np.frombuffer(payload, "<u4", count, 8 * count)
     generations, ids = NOWHERE[to](np.stack([generations.astype(np.int64), ids]))
-    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), cells, checksum)
+    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), transfer, cells, checksum)
 
 
 @pytest.mark.parametrize("to", NOWHERE)
 @pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
 def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: str) -> None:
     cells = Rectangle(0, 3, 0, 32)
-    payload, size, checksum = pair.sending.payload(SOURCE_TABLE, cells)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
     with pytest.raises(WireError, match="block") as caught:
-        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, cells, checksum, to))
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, TRANSFER, cells, checksum, to))
     assert not isinstance(caught.value, Damaged) and not pair.written()
     pair.carry(cells)
     assert pair.written()
@@ -306,9 +306,9 @@ class Lying:
     def __init__(self, inner: SendLink, to: str) -> None:
         self.name, self.grain, self.inner, self.to = inner.name, inner.grain, inner, to
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(table, cells)
-        return leading(payload, cells, checksum, self.to), size, checksum
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(transfer, table, cells)
+        return leading(payload, transfer, cells, checksum, self.to), size, checksum
 
     def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
         return self.inner.checksum(table, cells)
@@ -321,9 +321,9 @@ class Failing:
         self.name, self.grain, self.inner, self.left = inner.name, inner.grain, inner, right
         self.faulty = FaultyLink(inner, FaultRates(corrupt=1.0), Random(1))
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
         self.left -= 1
-        return (self.inner if self.left >= 0 else self.faulty).payload(table, cells)
+        return (self.inner if self.left >= 0 else self.faulty).payload(transfer, table, cells)
 
     def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
         return self.inner.checksum(table, cells)

@@ -42,8 +42,8 @@ class Counting:
     def __init__(self, inner: SendLink) -> None:
         self.inner, self.handed_bytes = inner, 0
 
-    def payload(self, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
-        payload, size, checksum = self.inner.payload(table, cells)
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(transfer, table, cells)
         self.handed_bytes += memoryview(payload).nbytes
         return payload, size, checksum
 
