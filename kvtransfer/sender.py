@@ -423,7 +423,7 @@ class Sender:
         session = outgoing.session
         while session.unsummed and session.unsummed_bytes > but_bytes:
             cells = session.unsummed[0].cells
-            session.summed(self._links[session.link].checksum(outgoing.table, cells))
+            session.summed(self._memory.checksum(outgoing.table, cells.tokens, cells.layers))
 
     def _send_commit(self, outgoing: _Outgoing) -> None:
         session, first = outgoing.session, outgoing.first

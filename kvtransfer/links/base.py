@@ -32,10 +32,6 @@ class SendLink(Protocol):
         it can be taken later."""
         ...
 
-    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
-        """XXH3-64 of these cells as they are now."""
-        ...
-
 
 class ReceiveLink(Protocol):
     """The decode side of a link, for one sender."""

@@ -51,9 +51,6 @@ class FaultyLink:
         sent, self._before = self._spoiled(right), right
         return sent, size, checksum
 
-    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
-        return self.inner.checksum(table, cells)
-
     def _spoiled(self, right: bytes) -> bytes:
         if self._before not in (b"", right) and self.rng.random() < self.rates.swap:
             self.happened["swap"] += 1

@@ -54,12 +54,9 @@ class PullSendLink:
         blocks = table[cells.first_token // block_size : -(-cells.last_token // block_size)]
         ids = np.asarray(blocks, "<u4")
         generations = self.memory.generations[ids].astype("<u8")
-        checksum = UNSAID if self.sums_later else self.checksum(table, cells)
+        checksum = UNSAID if self.sums_later else self.memory.checksum(table, cells.tokens, cells.layers)
         size = self.memory.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
         return signed(generations.tobytes() + ids.tobytes(), transfer, cells, checksum), size, checksum
-
-    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
-        return self.memory.checksum(table, cells.tokens, cells.layers)
 
 
 def signed(directions: bytes, transfer: TransferId, cells: Rectangle, checksum: int) -> bytes:

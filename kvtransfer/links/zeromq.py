@@ -25,9 +25,6 @@ class ZmqSendLink:
         data = self.memory.read(table, cells.tokens, cells.layers)
         return data.data, data.nbytes, checksum_of(data)
 
-    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
-        return self.memory.checksum(table, cells.tokens, cells.layers)
-
 
 class ZmqReceiveLink:
     """Takes elements of ``dtype``, whatever those of ``memory`` are."""

@@ -367,7 +367,7 @@ def test_a_model_of_the_other_server_may_be_named(monkeypatch: pytest.MonkeyPatc
     assert asked == [("http://ours", None, None), ("http://theirs", "key", "second")]
 
 
-def test_all_systems_get_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_systems_get_the_same_requests() -> None:
     """What does not fit into one of them is left out for those after it; one that would get others is refused."""
     limits: list[int | None] = []
 

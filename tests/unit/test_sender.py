@@ -47,9 +47,6 @@ class Counting:
         self.handed_bytes += memoryview(payload).nbytes
         return payload, size, checksum
 
-    def checksum(self, table: Sequence[BlockId], cells: Rectangle) -> int:
-        return self.inner.checksum(table, cells)
-
 
 class Meeting:
     """A sender on a clock of the test's, and a decode worker of which there is only a socket."""
