@@ -165,13 +165,14 @@ def search(
     near: float = NEAR,
     doubted: Collection[System] = (),
     rivals: bool = False,
+    known: Mapping[System, Sequence[Point]] | None = None,
 ) -> dict[System, list[Point]]:
     """The curves of several systems, each searched as ``tandem bench goodput`` does, one rate of each in turn.
     ``attempts`` give the share of requests inside the objectives at a rate, or None if there is no such system any
     more: then it has no curve. Those that are ``doubted`` have no rate once they do not do better at a lower one.
     Of ``rivals`` only the best is looked for: who has failed at a rate and would next be tried at less than another
-    bears is not it."""
-    curves: dict[System, list[Point]] = {system: [] for system in attempts}
+    bears is not it. Points that are ``known`` are not tried."""
+    curves = {system: list((known or {}).get(system, ())) for system in attempts}
     left = list(attempts)
     while left:
         for system in list(left):
@@ -275,14 +276,17 @@ def around(curve: Sequence[Point], wanted: float = ATTAINMENT) -> list[float]:
 
 
 def again(field: Field, curves: Curves, seed: int) -> Curves:
-    """The same curves, of which the points around the highest rate are measured anew, with other arrivals."""
+    """The same curves, of which the points around the highest rate are measured anew, with other arrivals. Where that
+    moves it, it is searched for as closely as the first time: of two rates that are far apart it would be a guess."""
     fresh = {system: {point.rate: point for point in curve} for system, curve in curves.items()}
     for number in range(2):  # one rate of each in turn
         for system, curve in curves.items():
             for rate in around(curve)[number : number + 1]:
                 if (share := inside(field, system, rate, seed)) is not None:
                     fresh[system][rate] = Point(rate, share)
-    return {system: list(points.values()) for system, points in fresh.items()}
+    points = {system: list(each.values()) for system, each in fresh.items()}
+    firsts = {system: min(fresh[system]) for system, curve in curves.items() if highest(curve, ATTAINMENT).rate}
+    return points | search({each: partial(inside, field, each, seed=seed) for each in firsts}, firsts, known=points)
 
 
 def searched(field: Field, systems: Sequence[System], *, rough: bool = False) -> Curves:

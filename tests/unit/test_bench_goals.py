@@ -442,9 +442,30 @@ def test_the_rates_around_the_highest_are_tried_again() -> None:
     scripted = Scripted(lambda system, ask, at: record(late[system], 0.02, sent=at))
     curves = serving.again(scripted, {OURS: nearly, VLLM: nearly, VLLM_1P1D: [Point(0.3, 0.0)]}, 1)
     assert sorted(curves[OURS], key=lambda point: point.rate)[1:3] == [Point(2.0, 1.0), Point(2.1, 1.0)]
-    assert highest(curves[OURS], 0.9).rate == pytest.approx(2.1 + 0.1 * 1.9)
-    assert highest(curves[VLLM], 0.9).rate == pytest.approx(1.1) and curves[VLLM_1P1D] == [Point(0.3, 0.0)]
-    assert scripted.order == [OURS, VLLM] * 2, "one rate of each in turn"
+    assert curves[VLLM_1P1D] == [Point(0.3, 0.0)]
+    assert scripted.order[:4] == [OURS, VLLM] * 2, "one rate of each in turn"
+
+
+def test_what_lies_between_is_searched_where_other_arrivals_move_the_highest_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two rates that are far apart any between them would be a guess."""
+    curve = [Point(1.0, 1.0), Point(2.0, 0.95), Point(2.1, 0.85), Point(4.0, 0.0)]
+    capacity = {OURS: 3.1, VLLM: 1.6, VLLM_ONE_CORE: 2.05, VLLM_1P1D: 0.1}
+    asked: list[System] = []
+
+    def inside(field: object, system: System, rate: float, seed: int = 0) -> float:
+        assert seed == 1, "all with the arrivals of this round"
+        asked.append(system)
+        return float(rate <= capacity[system])
+
+    monkeypatch.setattr(serving, "inside", inside)
+    never = {VLLM_1P1D: [Point(1.0, 0.5), Point(0.5, 0.4)]}
+    curves = serving.again(Scripted(None), dict.fromkeys(capacity, curve) | never, 1)
+    for system in (OURS, VLLM, VLLM_ONE_CORE):
+        assert highest(curves[system], 0.9).rate == pytest.approx(capacity[system], rel=0.05)
+    assert asked.count(VLLM_ONE_CORE) == 2, "nothing has moved"
+    assert asked.count(VLLM_1P1D) == 1, "who had no rate has none to look for"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3, 4])
