@@ -20,8 +20,9 @@ from common.kv.layout import KvDtype
 
 GIB = 1 << 30
 LARGE_PAGE = 2 << 20
-_SPINS = "300000"
-"""Turns of libgomp's waiting loop, a few milliseconds: longer than anything between two operations of a step."""
+_SPINS = "4000"
+"""Turns of libgomp's waiting loop, 0.07 to 0.2 ms: longer than anything between two operations of a step. Far more, and
+a thread that waits uses up the time in which the one it waits for could have had its core from another process."""
 KV_LIMIT_BYTES = 4 * GIB
 """Most KV memory that a CPU worker takes by itself."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
