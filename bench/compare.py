@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import results
+from bench import neighbours, results
 from bench.asking import Prepared, as_load, prepare, times
 from bench.goodput import measured_objectives, unloaded, wanted_objectives
 from bench.load import Run, run_now
@@ -311,6 +311,7 @@ def run(config: BenchCompareConfig) -> int:
     terms = Terms()
     if config.url:
         terms.longest = _look_at(config.url, config.api_key, config.served_model_name, console)
+    neighbours.note(console)
     outcomes = {name: Outcome(name) for name in [*names, *([OTHER] if config.url else [])]}
     for number in range(config.runs):
         for outcome in outcomes.values():

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from bench import results
+from bench import neighbours, results
 from bench.roofline import (
     MIB,
     Product,
@@ -286,6 +287,7 @@ def run(config: BenchKernelsConfig) -> int:
         why = "on CPUs linear layers of float16 are torch's own: there is nothing to compare"
         raise StartError("--dtype cannot be float16 here", why, "give bfloat16 or float32")
     dtype, _ = device.choose_dtype(config.dtype, "bfloat16", device.probe_cpu())
+    neighbours.note(Console(stderr=True, highlight=False))
     figures = measure(heads, shapes(model), dtype, config.threads, lambda line: print(line, flush=True))
     if config.save:
         results.save(Path(config.save), figures)

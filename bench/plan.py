@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import results
+from bench import neighbours, results
 from bench.asking import as_load, times, workload
 from bench.client import Target
 from bench.compare import Outcome, table, verdict
@@ -160,6 +160,7 @@ def _cost(
         if other := machines_differ(found["machine"], origin["machine"]):
             say(f"note: the costs in {path} were measured on another machine: {other}")
         return cost, found
+    neighbours.note(console)
     say(f"measuring turns of {model} as a client sees them")
     gap_s = served_gap_s(
         model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch.nn import functional
 
-from bench import results, wire
+from bench import neighbours, results, wire
 from common import builtin, device, native
 from common.checkpoint import open_checkpoint
 from common.config import BenchRooflineConfig
@@ -330,6 +331,7 @@ def measure(layers: list[Shape], threads: int, say: Callable[[str], None]) -> di
 def run(config: BenchRooflineConfig) -> int:
     """Prints each figure as it comes."""
     checkpoint = open_checkpoint(config.model or str(builtin.path()))
+    neighbours.note(Console(stderr=True, highlight=False))
     figures = measure(shapes(checkpoint.text_config), config.threads, lambda line: print(line, flush=True))
     if config.save:
         results.save(Path(config.save), figures)

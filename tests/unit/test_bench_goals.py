@@ -601,6 +601,21 @@ def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
     assert "- not measured so far: C2, C3" in saved.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_quick_run_is_not_judged(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loads are too small: that everything works is all that it tells."""
+    below = row(Target("value", 1, 1.5, at_most=True), value=20.0)
+    assert below.held is False
+    monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [below]})
+    monkeypatch.delenv("PEERS", raising=False)
+    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
+    monkeypatch.setattr(sys, "argv", [*words, "--quick"] if quick else words)
+    assert command.main() == (0 if quick else 1)
+    assert ("mean nothing" in capsys.readouterr().out) is quick
+
+
 def test_a_run_goes_on_with_what_an_earlier_one_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

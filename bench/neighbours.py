@@ -1,0 +1,53 @@
+"""Whether others compute on the cores that are to be measured: figures are then of what they leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+LOOK_S = 0.5
+NOTICED = 0.1
+_STAT = Path("/proc/stat")
+_IDLE, _WAITS, _GUEST = 3, 4, 8
+"""Columns of a core's line (proc(5)): what it did nothing in, and those from which on time is counted twice."""
+
+
+def note(console: Console) -> None:
+    """Says so, if anybody does now; to be asked before anything of one's own is started. Takes ``LOOK_S``."""
+    if (share := busy_share()) > NOTICED:
+        console.print(
+            f"note: other processes take {share:.0%} of these cores: all that is measured beside them, ratios as well,"
+            " tells as much about them",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def busy_share(seconds: float = LOOK_S) -> float:
+    """What part of the time of the cores that this process may run on is used while it waits for so long; 0 where the
+    system does not tell."""
+    if not _STAT.exists():
+        return 0.0
+    cores = os.sched_getaffinity(0)
+    before = _STAT.read_text()
+    time.sleep(seconds)
+    return used(before, _STAT.read_text(), cores)
+
+
+def used(before: str, after: str, cores: set[int]) -> float:
+    """The same from what ``/proc/stat`` had before and after."""
+    busy = total = 0
+    for name, later in _times(after).items():
+        if name in {f"cpu{core}" for core in cores}:
+            spent = [new - old for new, old in zip(later, _times(before).get(name, later), strict=True)]
+            total += sum(spent[:_GUEST])
+            busy += sum(spent[:_GUEST]) - spent[_IDLE] - spent[_WAITS]
+    return busy / total if total else 0.0
+
+
+def _times(stat: str) -> dict[str, list[int]]:
+    lines = [line.split() for line in stat.splitlines() if line.startswith("cpu")]
+    return {name: [int(each) for each in rest] for name, *rest in lines}

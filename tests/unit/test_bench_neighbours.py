@@ -1,0 +1,52 @@
+"""A measurement that is not alone says so."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from bench import neighbours
+
+BEFORE = """cpu  9 0 9 99 9 0 0 0 0 0
+cpu0 10 0 5 100 2 0 0 0 0 0
+cpu1 10 0 5 100 2 0 0 0 3 0
+cpu2 1 1 1 1 1 1 1 1 1 1
+intr 5
+"""
+AFTER = """cpu  9 0 9 99 9 0 0 0 0 0
+cpu0 20 5 10 180 2 0 0 0 0 0
+cpu1 10 0 5 190 12 0 0 0 9 0
+cpu2 9 1 1 1 1 1 1 1 1 1
+intr 6
+"""
+
+
+def test_what_is_used_is_all_but_idle_and_waiting_of_ones_own_cores() -> None:
+    assert neighbours.used(BEFORE, AFTER, {0}) == pytest.approx(20 / 100)
+    assert neighbours.used(BEFORE, AFTER, {1}) == 0, "a guest's time is in the user's already"
+    assert neighbours.used(BEFORE, AFTER, {0, 1}) == pytest.approx(20 / 200)
+    assert neighbours.used(BEFORE, BEFORE, {0, 1}) == neighbours.used(BEFORE, AFTER, {7}) == 0
+
+
+def test_who_computes_beside_a_measurement_is_seen() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as busy:
+        try:
+            assert busy.stdout and busy.stdout.readline()
+            assert neighbours.busy_share() > 0.5 / len(os.sched_getaffinity(0))
+        finally:
+            busy.kill()
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.05, False), (0.64, True)])
+def test_it_is_said_where_it_is_much(share: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "busy_share", lambda: share)
+    shown = io.StringIO()
+    neighbours.note(Console(file=shown))
+    assert ("other processes take 64% of these cores" in shown.getvalue()) is said
