@@ -56,9 +56,12 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
         metric, colon, bound = part.partition(":")
         if metric not in PER_REQUEST or not colon:
             raise ValueError(f"{part} is not one of {', '.join(f'{name}:MS' for name in PER_REQUEST)}")
-        value = float(bound.removesuffix("x"))
+        try:
+            value = float(bound.removesuffix("x"))
+        except ValueError:
+            value = 0.0
         if not value > 0:
-            raise ValueError(f"{part}: a bound is more than 0")
+            raise ValueError(f"{part}: a bound is a number more than 0")
         found.append(Objective(metric, value, bound.endswith("x")))
     if not found:
         raise ValueError("no objective")

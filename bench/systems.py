@@ -24,6 +24,8 @@ def counts(system: str) -> tuple[int, int, int]:
         why = "a system is for example 1p1d (prefill, decode) or 2c (colocated)"
         raise StartError(f"there is no system {system}", why, "correct --systems")
     prefill, decode, colocated = (int(number or 0) for number in match.groups())
+    if not prefill + colocated:
+        raise StartError(f"{system} serves nobody", "prompts need a prefill worker", "correct --systems")
     if not decode + colocated:
         raise StartError(f"{system} serves nobody", "tokens after the first need a decode worker", "correct --systems")
     return prefill, decode, colocated

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error)
         return 1
     except KeyboardInterrupt:
+        if words[:1] == ["bench"]:
+            print("interrupted: nothing is saved", file=sys.stderr)
         return 130
 
 

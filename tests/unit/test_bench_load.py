@@ -396,3 +396,5 @@ def test_objectives() -> None:
     for wrong in ("", "itl:5", "ttft", "ttft:", "ttft:-1", "ttft:nan", "ttft:5y"):
         with pytest.raises(ValueError):
             parse_objectives(wrong)
+    with pytest.raises(ValueError, match="ttft:soon: a bound is a number more than 0"):
+        parse_objectives("ttft:soon")

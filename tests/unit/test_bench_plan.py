@@ -252,6 +252,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.Captur
     for words in (
         ["--goodput", "ttft:3x"],
         ["--systems", "1p0d"],
+        ["--systems", "0p1d"],
         ["--cost", str(odd)],
         ["--cost", str(cost), "--check", str(odd), "--num-prompts", "2"],
         ["--cost", str(cost), "--random-input-len", "9000", "--num-prompts", "2"],

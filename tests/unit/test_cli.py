@@ -181,6 +181,19 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float,
         assert worker.stderr.read() == ""
 
 
+def test_who_interrupts_a_measurement_is_told_that_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import roofline
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(roofline, "measure", interrupted)
+    assert cli.main(["bench", "roofline"]) == 130
+    assert "interrupted: nothing is saved" in capsys.readouterr().err
+
+
 def test_debug_adds_the_traceback() -> None:
     assert "Traceback" in tandem("up", "/no/such/directory", "--debug").stderr
 
