@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -15,9 +16,10 @@ _IDLE, _WAITS, _GUEST = 3, 4, 8
 """Columns of a core's line (proc(5)): what it did nothing in, and those from which on time is counted twice."""
 
 
-def note(console: Console) -> None:
-    """Says so, if anybody does now; to be asked before anything of one's own is started. Takes ``LOOK_S``."""
-    if (share := busy_share()) > NOTICED:
+def note(console: Console, cores: Collection[int] | None = None) -> None:
+    """Says so, if anybody does now, of ``cores`` or all that this process may run on; to be asked before anything of
+    one's own is started. Takes ``LOOK_S``."""
+    if (share := busy_share(cores or os.sched_getaffinity(0))) > NOTICED:
         console.print(
             f"note: other processes take {share:.0%} of these cores: all that is measured beside them, ratios as well,"
             " tells as much about them",
@@ -26,18 +28,17 @@ def note(console: Console) -> None:
         )
 
 
-def busy_share(seconds: float = LOOK_S) -> float:
-    """What part of the time of the cores that this process may run on is used while it waits for so long; 0 where the
-    system does not tell."""
+def busy_share(cores: Collection[int], seconds: float = LOOK_S) -> float:
+    """What part of the time of these cores is used while this process waits for so long; 0 where the system does not
+    tell."""
     if not _STAT.exists():
         return 0.0
-    cores = os.sched_getaffinity(0)
     before = _STAT.read_text()
     time.sleep(seconds)
     return used(before, _STAT.read_text(), cores)
 
 
-def used(before: str, after: str, cores: set[int]) -> float:
+def used(before: str, after: str, cores: Collection[int]) -> float:
     """The same from what ``/proc/stat`` had before and after."""
     busy = total = 0
     for name, later in _times(after).items():

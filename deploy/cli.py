@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         if words[:1] == ["bench"]:
-            print("interrupted: nothing is saved", file=sys.stderr)
+            print("interrupted, before there was a result", file=sys.stderr)
         return 130
 
 

@@ -164,7 +164,7 @@ def main() -> int:
                     setting.pictures.pop(name)(save.with_name(f"{save.stem}-{name}.png"))
 
         cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
-        neighbours.note(console)
+        neighbours.note(console, cores)
         with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as setting:
             found = measure(setting, names, console, keep, before)
         print("\n".join(found.lines()))

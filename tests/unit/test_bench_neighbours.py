@@ -39,14 +39,15 @@ def test_who_computes_beside_a_measurement_is_seen() -> None:
     ) as busy:
         try:
             assert busy.stdout and busy.stdout.readline()
-            assert neighbours.busy_share() > 0.5 / len(os.sched_getaffinity(0))
+            cores = os.sched_getaffinity(0)
+            assert neighbours.busy_share(cores) > 0.5 / len(cores)
         finally:
             busy.kill()
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.05, False), (0.64, True)])
 def test_it_is_said_where_it_is_much(share: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "busy_share", lambda: share)
+    monkeypatch.setattr(neighbours, "busy_share", lambda cores: share)
     shown = io.StringIO()
     neighbours.note(Console(file=shown))
     assert ("other processes take 64% of these cores" in shown.getvalue()) is said
