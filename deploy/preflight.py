@@ -24,13 +24,21 @@ def check_up(config: UpConfig, workers: int) -> UpConfig:
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     check_memory(checkpoint, config, workers)
     check_text(checkpoint, config)
-    http_port = claim_port(config.host, config.port, "--port")
-    control_port = claim_port("127.0.0.1", config.control_port, "--control-port")
+    http_port, control_port = _ports(config)
+    while http_port == control_port and 0 in (config.port, config.control_port):  # free ones can be the same by chance
+        http_port, control_port = _ports(config)
     if http_port == control_port:
         raise StartError(
             f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
         )
     return replace(config, port=http_port, control_port=control_port)
+
+
+def _ports(config: UpConfig) -> tuple[int, int]:
+    return (
+        claim_port(config.host, config.port, "--port"),
+        claim_port("127.0.0.1", config.control_port, "--control-port"),
+    )
 
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:

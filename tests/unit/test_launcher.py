@@ -17,7 +17,7 @@ from rich.console import Console
 from common.config import UpConfig, WorkerConfig
 from common.errors import StartError
 from common.log import JsonFormatter, TextFormatter
-from deploy import builtin, cli, cores, status
+from deploy import builtin, cli, cores, preflight, status
 from deploy.preflight import check_up, claim_port
 from deploy.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.unit import how_it_ended
@@ -159,6 +159,21 @@ def test_a_free_port_is_found() -> None:
     assert claim_port("127.0.0.1", 0, "--port") > 0
     with pytest.raises(StartError, match="cannot listen"):
         claim_port("no.such.host.invalid", 80, "--port")
+
+
+@pytest.mark.parametrize(("port", "control"), [(0, 0), (0, 8001), (8000, 0)])
+def test_two_free_ports_are_never_the_same(
+    port: int, control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel gives for 0 is free once nobody listens on it any more: it may be given again."""
+    given = iter([8000, 8001] if port and not control else [8001, 8000] if control else [8000, 8000, 8000, 8001])
+    monkeypatch.setattr(preflight, "claim_port", lambda host, wanted, flag: wanted or next(given))
+    config = UpConfig(model=str(fake_checkpoint(tmp_path)), port=port, control_port=control, max_model_len=64)
+    checked = check_up(config, 2)
+    assert (checked.port, checked.control_port) == (8000, 8001)
+    monkeypatch.setattr(preflight, "claim_port", lambda *_: 8000)
+    with pytest.raises(StartError, match="both 8000"):
+        check_up(replace(config, port=8000, control_port=8000), 2)
 
 
 def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
