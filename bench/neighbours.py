@@ -40,12 +40,12 @@ def busy_share(cores: Collection[int], seconds: float = LOOK_S) -> float:
 
 def used(before: str, after: str, cores: Collection[int]) -> float:
     """The same from what ``/proc/stat`` had before and after."""
+    earlier, later = _times(before), _times(after)
     busy = total = 0
-    for name, later in _times(after).items():
-        if name in {f"cpu{core}" for core in cores}:
-            spent = [new - old for new, old in zip(later, _times(before).get(name, later), strict=True)]
-            total += sum(spent[:_GUEST])
-            busy += sum(spent[:_GUEST]) - spent[_IDLE] - spent[_WAITS]
+    for name in {f"cpu{core}" for core in cores} & earlier.keys() & later.keys():
+        spent = [new - old for new, old in zip(later[name], earlier[name], strict=True)]
+        total += sum(spent[:_GUEST])
+        busy += sum(spent[:_GUEST]) - spent[_IDLE] - spent[_WAITS]
     return busy / total if total else 0.0
 
 
