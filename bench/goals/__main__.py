@@ -71,12 +71,13 @@ class Found:
         return rest | {"rows": [as_json(row) for row in self.rows]}
 
 
-def resumed(save: Path) -> Found:
-    """What the run that has saved its figures there has measured. StartError if this one cannot go on with them."""
+def resumed(save: Path, of: dict[str, Any]) -> Found:
+    """What the run that has saved its figures there has measured. StartError if this one cannot go on with them: if
+    what it is ``of``, as it will save it, is something else."""
     try:
         kept = json.loads(save.read_text(encoding="utf-8"))
         rows = [of_json(each) for each in kept["rows"]]
-        parts, date = dict(kept["parts"]), str(kept["date"])
+        parts, date, broken = dict(kept["parts"]), str(kept["date"]), dict(kept["broken"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StartError(
             f"cannot go on with {save}", str(error) or type(error).__name__, "leave --resume out"
@@ -87,10 +88,13 @@ def resumed(save: Path) -> Found:
             "its figures are of another machine or of other sources, or what is here is not committed",
             "leave --resume out",
         )
+    if other := [f"{name} {kept.get(name)!r}, not {value!r}" for name, value in of.items() if kept.get(name) != value]:
+        why = f"its figures are of {' and of '.join(other)}"
+        raise StartError(f"cannot go on with {save}", why, "leave --resume out, or give the same options")
     before = {name for names in parts.values() for name in names}
     if new := [name for name in GOALS if name in {row.goal for row in rows} - before]:
         parts[date] = new
-    return Found(rows, parts=parts)
+    return Found(rows, parts=parts, broken=broken)
 
 
 def measure(
@@ -117,7 +121,7 @@ def measure(
             for line in table(rows)[2:]:
                 console.print(line, markup=False, soft_wrap=True)
             console.print(f"{name}: {time.monotonic() - began:.0f} s", markup=False)
-        found.broken = {str(system): why for system, why in setting.broken.items()}
+        found.broken |= {str(system): why for system, why in setting.broken.items()}
         keep(found)
     return found
 
@@ -151,14 +155,14 @@ def main() -> int:
         save: Path | None = options.save or (FOLDER / "goals.json" if whole else None)
         if options.resume and save is None:
             raise StartError("cannot go on", "there is no file whose figures to go on with", "name it with --save")
-        before = resumed(save) if options.resume and save else None
+        of = {"quick": options.quick, "model": model.name, "peers": vllm.version(peers) if peers else None}
+        before = resumed(save, of) if options.resume and save else None
         if save and find_spec("matplotlib") is None:
             console.print("there will be no pictures: matplotlib is not installed (make bench does that)")
 
         def keep(found: Found) -> None:
             if save:
-                figures = {"quick": options.quick, "peers": peers and vllm.version(peers)}
-                results.save(save, figures | found.as_json())
+                results.save(save, of | found.as_json())
                 save.with_suffix(".md").write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
                 for name in list(setting.pictures) if find_spec("matplotlib") else ():
                     setting.pictures.pop(name)(save.with_name(f"{save.stem}-{name}.png"))

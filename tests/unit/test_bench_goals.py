@@ -662,6 +662,68 @@ def test_a_run_that_cannot_go_on_says_why(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        (["--quick"], [], "quick True, not False"),
+        ([], ["--quick"], "quick False, not True"),
+        ([], ["--peers", "there"], "peers None, not 'vllm-1.2'"),
+        (["--model", "one"], ["--model", "two"], "model 'one', not 'two'"),
+    ],
+)
+def test_a_run_does_not_go_on_with_figures_of_something_else(
+    before: list[str],
+    now: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [row()]})
+    monkeypatch.setattr(results, "comparable", lambda earlier: True)
+    monkeypatch.setattr(vllm, "check_installed", lambda environment: None)
+    monkeypatch.setattr(vllm, "version", lambda environment: "vllm-1.2")
+    monkeypatch.delenv("PEERS", raising=False)
+    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
+    monkeypatch.setattr(sys, "argv", [*words, *before])
+    assert command.main() == 0
+    monkeypatch.setattr(sys, "argv", [*words, *now, "--resume"])
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
+    capsys.readouterr()
+    assert command.main() == 1
+    assert why in capsys.readouterr().err
+
+
+def test_a_peer_that_was_missing_before_a_run_goes_on_is_still_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of its goals that were measured then have no figure of it."""
+    asked: list[str] = []
+
+    def goal(name: str) -> command.Goal:
+        def measured(setting: Field) -> list[Row]:
+            asked.append(name)
+            if name == "C2" and len(asked) == 2:
+                raise KeyboardInterrupt
+            if len(asked) == 1:
+                setting.broken[VLLM_1P1D] = "it said nothing"
+            return [Row(name, "something", "ms", 1.0, ())]
+
+        return measured
+
+    monkeypatch.setattr(command, "GOALS", {name: goal(name) for name in ("C1", "C2")})
+    monkeypatch.setattr(results, "comparable", lambda earlier: True)
+    monkeypatch.delenv("PEERS", raising=False)
+    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
+    capsys.readouterr()
+    assert command.main() == 1 and asked == ["C1", "C2", "C2"]
+    assert "vLLM 1P1D is missing: it said nothing" in capsys.readouterr().out
+
+
 def test_peers_that_are_not_installed_are_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
