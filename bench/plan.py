@@ -86,7 +86,10 @@ def run(config: BenchPlanConfig) -> int:
             "cost": origin | cost.as_json(),
             "assumed": assumed,
             "objectives_ms": {each.metric: each.bound for each in objectives},
-            "systems": {each.system: as_json(each.summaries[0], metrics=METRICS) for each in outcomes},
+            "systems": {
+                each.system: {"rounds": [as_json(summary, metrics=METRICS) for summary in each.summaries]}
+                for each in outcomes
+            },
             "advice": advice,
             "planned_over_measured": checked,
         }

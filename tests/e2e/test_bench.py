@@ -67,7 +67,7 @@ def test_goals_are_measured_and_saved_with_their_table(
     median, tail, rate = figures["rows"]
     # both are differences to a bare server, of a handful of requests here: chance may make them negative
     assert math.isfinite(median["value"]) and math.isfinite(tail["value"])
-    assert rate["value"] > 100 and rate["floors_hold"] is True
+    assert rate["value"] > 100
     shown = capsys.readouterr().out
     assert shown == saved.with_suffix(".md").read_text() and shown.startswith("| goal | what | value |")
 
@@ -101,6 +101,7 @@ def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:
     streams = dict(map(tuple, found["streams"]))
     assert streams[1] > 0 and found["token"] > 0 and found["kv_bytes"] > 0 and 0 < found["error"] < 1
     assert found["turn"] >= 0
-    figures = json.loads(saved.read_text())["systems"]
-    assert figures["1p1d"]["completed"] == figures["2c"]["completed"] == 20
-    assert figures["1p1d"]["median_ttft_ms"] >= 1000 * (streams[0] + 64 * found["token"]) * 0.99
+    systems = json.loads(saved.read_text())["systems"]
+    rounds = [figures for each in systems.values() for figures in each["rounds"]]
+    assert [figures["completed"] for figures in rounds] == [20] * 6
+    assert systems["1p1d"]["rounds"][0]["median_ttft_ms"] >= 1000 * (streams[0] + 64 * found["token"]) * 0.99

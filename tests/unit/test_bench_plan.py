@@ -220,7 +220,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "2 workers: Do not disaggregate" in shown and "note:" not in said
     figures = json.loads(saved.read_text())
     assert figures["cost"] == json.loads(cost.read_text()), "with where they come from"
-    rounds = [figures["systems"]["1p1d"]]
+    assert [len(each["rounds"]) for each in figures["systems"].values()] == [3, 3]
+    rounds = figures["systems"]["1p1d"]["rounds"][:1]
     measured.write_text(json.dumps({"systems": {"1p1d": {"rounds": rounds}}}))
     check = [*words.split(), *systems, "--runs", "1", "--check", str(measured)]
     assert cli.main(check) == 0
