@@ -31,8 +31,8 @@ class Process:
 
     def said(self) -> str:
         """All it has written so far, errors included."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        log = self._log.fileno()  # whose position is the server's, too: to move it would have it write elsewhere
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
     def wait(self, look: Callable[[], T | None], within_s: float, todo: str) -> T:
         """What ``look`` finds, once it finds something. StartError with the server's own reason if it ends before or
@@ -63,16 +63,16 @@ class Process:
             os.killpg(self.pid, number)
 
     def stop(self) -> None:
-        """Asks the leader to leave, and ends whatever is left of its group."""
-        if self._popen.poll() is None:
-            self._popen.terminate()
-            self.resume()  # who is halted hears nothing
+        """Asks the leader to leave, and ends whatever is left of its group: at once if whoever waits is interrupted."""
         try:
-            self._popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
-        self._signal(signal.SIGKILL)
-        self._popen.wait()
+            if self._popen.poll() is None:
+                self._popen.terminate()
+                self.resume()  # who is halted hears nothing
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(STOP_S)
+        finally:
+            self._signal(signal.SIGKILL)
+            self._popen.wait()
 
 
 @contextlib.contextmanager
