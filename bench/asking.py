@@ -36,7 +36,7 @@ class Prepared:
 
     def asks(self, run: int = 0) -> list[Ask]:
         """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
-        not help the next. (Recorded text begins with another of its words, but for the first run, number 0.)"""
+        not help the next. (Recorded text begins with the number of the run, but for the first.)"""
         asks = relabelled(self.workload, run) if run else self.workload
         if self.target.backend == "openai-chat":
             return [_as_text(ask, self.tokenizer) for ask in asks]

@@ -218,31 +218,20 @@ def _bad(path: Path, what: str) -> StartError:
 
 
 def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
-    """The same asks in other words: every token is swapped for another of theirs, everywhere alike. Lengths, and which
-    prompts share what, stay; but no server's prefix cache knows them. Text is :func:`turned`."""
+    """The same asks in other words, which no server's prefix cache knows: every token is swapped for another of theirs,
+    everywhere alike. Lengths, and which prompts share what, stay. Text begins with ``seed``, which makes it a few
+    tokens longer, and is the same after it."""
     prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, str)]
     known = np.unique(np.concatenate([np.asarray(prompt) for prompt in prompts])) if prompts else np.empty(0, np.int64)
     others = np.random.default_rng((seed, len(known))).permutation(known)
 
     def other(prompt: list[int] | str) -> list[int] | str:
         if isinstance(prompt, str):
-            return turned(prompt, seed)
+            return f"{seed} {prompt}"
         ids: list[int] = others[np.searchsorted(known, prompt)].tolist()
         return ids
 
     return [replace(ask, prompt=other(ask.prompt)) for ask in asks]
-
-
-def turned(text: str, seed: int) -> str:
-    """A text that begins with another of its words, one that ``seed`` chooses (of its letters, where it has one word or
-    is written without spaces), and ends with those before: a token or two longer or shorter at most where the ends
-    meet."""
-    between = " " if " " in text else ""
-    words = text.split(between) if between else list(text)
-    if len(words) < 2:
-        return text
-    first = 1 + seed % (len(words) - 1)
-    return between.join(words[first:] + words[:first])
 
 
 # -- what a server can take -------------------------------------------------------------------------------------------
