@@ -167,6 +167,26 @@ def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
         time.sleep(0.01)
 
 
+def test_a_process_ends_with_its_children_though_who_waits_for_its_end_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a second Ctrl-C, for one."""
+
+    def interrupted(seconds: float | None = None) -> int:
+        if seconds is not None:
+            raise KeyboardInterrupt
+        return end(None)
+
+    with started("a family", [sys.executable, "-c", _FAMILY]) as process:
+        child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
+        end = process._popen.wait
+        with monkeypatch.context() as patched:
+            patched.setattr(process._popen, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                process.stop()
+        _until(lambda: _state(child) in ("", "Z"), "the child is still there")
+
+
 def _state(pid: int) -> str:
     """T of a process that is halted, Z or nothing of one that has ended."""
     try:
