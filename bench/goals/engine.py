@@ -7,6 +7,7 @@ of times which the same client has measured of both, each with its compute threa
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import time
@@ -164,7 +165,7 @@ def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> C
     def flops_per_s() -> float:
         return operations / roofline.best_s(multiply, 3)
 
-    mib = next((mib for mib in roofline.READ_MIB if mib * roofline.MIB >= found.weight_bytes), max(roofline.READ_MIB))
+    mib = math.ceil(found.weight_bytes / roofline.MIB)  # the next power of two may be further from a cache
     operations = 2 * PRODUCT_ROWS * (found.layer_weights + head)
     batches = {batch: uniform(size, batch, CONTEXT - 1, 1) for batch in (1, BATCH)}
     with torch.inference_mode():
