@@ -262,7 +262,9 @@ def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: b
     def share(system: System) -> float:
         run = field.run(system, asks, times, what=f"{rate:.2f} requests/s")
         good(run)  # a system that answers nothing at all has not a rate of 0 but none
-        return summarise(run, objectives=OBJECTIVES).attainment or 0.0
+        found = summarise(run, objectives=OBJECTIVES).attainment or 0.0
+        field.console.print(f"{system}: {found:.0%} inside at {rate:.3g} requests/s", markup=False)
+        return found
 
     return field.tried(system, share)
 
