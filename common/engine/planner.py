@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.errors import InvariantBroken, OutOfBlocks
@@ -60,7 +61,7 @@ class _Step:
     """The next step, as far as it is planned: who has a place in it, and their blocks."""
 
     segments: list[Segment] = field(default_factory=list)
-    tables: list[list[BlockId]] = field(default_factory=list)
+    tables: list[Seq[BlockId]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from common.ids import CACHE, BlockId, Holder
 from common.kv.layout import CHAIN_STEP, KvDtype
 from common.kv.pool import BlockPool, Generations
 from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain
-from common.kv.table import BlockTable
+from common.kv.table import BlockTable, packed
 
 
 class BlockCopy(NamedTuple):
@@ -67,7 +67,7 @@ class KvCache:
         if self.prefix_caching:
             known = [] if chain is None else chain
             table.chain = extend_chain(table.root, known, tokens)[:]
-            table.blocks = self.prefix.match(table.chain, len(tokens) - 1)
+            table.blocks = packed(self.prefix.match(table.chain, len(tokens) - 1))
             self.pool.share(table.blocks, holder)
             table.published = len(table.blocks)
             table.cached_tokens = table.capacity
@@ -77,7 +77,7 @@ class KvCache:
     def grow(self, table: BlockTable, tokens: int) -> None:
         """Makes room for ``tokens`` tokens in all; OutOfBlocks leaves the table as it was."""
         if lacking := table.lacking(tokens):
-            table.blocks += self.pool.take(lacking, table.holder)
+            table.blocks.extend(self.pool.take(lacking, table.holder))
 
     def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Makes the full blocks among the first ``computed`` tokens findable for later requests."""
@@ -94,8 +94,9 @@ class KvCache:
         fresh = self.pool.take(1 if partial else 0, holder)
         other = BlockTable(holder, self.block_size, table.root)
         other.chain, other.published = table.chain[: computed // CHAIN_STEP], min(table.published, full)
-        self.pool.share(table.blocks[:full], holder)
-        other.blocks = table.blocks[:full] + fresh
+        shared = table.blocks[:full]
+        self.pool.share(shared, holder)
+        other.blocks = packed([*shared, *fresh])
         self.tables[holder] = other
         return other, [BlockCopy(table.blocks[full], fresh[0])] if partial else []
 
@@ -114,7 +115,7 @@ class KvCache:
         if self.tables.pop(table.holder, None) is not table:
             raise InvariantBroken(f"{table.holder} closes a table that is not open")
         self.pool.drop(reversed(table.blocks), table.holder)
-        table.blocks = []
+        table.blocks = packed()
 
     def strays(self) -> int:
         """How many blocks are held by somebody whose table is closed; always 0."""

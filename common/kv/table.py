@@ -6,8 +6,18 @@ Pure. A table is a list of block ids held by one holder; position ``p`` lies in 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, MutableSequence
+from typing import cast
+
 from common.ids import BlockId, Holder
 from common.kv.prefix import ChainKey
+
+
+def packed(blocks: Iterable[BlockId] = ()) -> MutableSequence[BlockId]:
+    """``blocks`` as the numbers of C that kernels take. A decode step has the tables of all its streams, after its
+    weights have gone through the caches: a list would have as many objects to find in memory as it has blocks."""
+    return cast("MutableSequence[BlockId]", array("i", blocks))
 
 
 class BlockTable:
@@ -17,7 +27,7 @@ class BlockTable:
 
     def __init__(self, holder: Holder, block_size: int, root: ChainKey) -> None:
         self.holder, self.block_size, self.root = holder, block_size, root
-        self.blocks: list[BlockId] = []
+        self.blocks = packed()
         self.chain: list[ChainKey] = []
         self.published = 0
         self.cached_tokens = 0

@@ -99,7 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             self.cache.grow(entry.table, len(entry.tokens))
         except OutOfBlocks:
-            assert entry.table.blocks == before, "a refused growth changed the table"
+            assert list(entry.table.blocks) == before, "a refused growth changed the table"
             del entry.tokens[max(entry.computed, len(entry.tokens) - more) :]
             return
         assert entry.table.capacity >= len(entry.tokens) > entry.table.capacity - self.block_size or more == 0
@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
         old, new, blocks = entry.table.holder, self.holder(), list(entry.table.blocks)
         before = self.cache.pool.counts
         self.cache.rename(entry.table, new)
-        assert entry.table.blocks == blocks
+        assert list(entry.table.blocks) == blocks
         assert self.cache.pool.counts == before
         assert self.cache.pool.held_by(old) == 0
         assert self.cache.pool.held_by(new) == len(blocks)
