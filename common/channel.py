@@ -22,6 +22,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -86,6 +87,13 @@ def is_local(address: str) -> bool:
     """Whether only processes of this host can reach ``address`` (a ZeroMQ endpoint or a host name)."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0] if "://" in address else address
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
+
+
+def nearby(address: str) -> str:
+    """Where the workers that a launcher starts reach the coordinator that is bound to ``address``: a Unix socket,
+    through which a message costs both sides less. The same ``address`` where such a socket needs a file (all but
+    Linux). Its name is free if the port is, as both belong to one network namespace."""
+    return f"ipc://@tandem-{address.removeprefix('tcp://')}" if sys.platform == "linux" else address
 
 
 class BoundedSocket(zmq.Socket[bytes]):
@@ -157,6 +165,11 @@ def bind_router(
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    _bind(socket, address)
+    return socket
+
+
+def _bind(socket: zmq.Socket[Any], address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -165,7 +178,6 @@ def bind_router(
         if error.errno in (EADDRNOTAVAIL, ENODEV):
             todo = NOT_OURS
         raise StartError(f"cannot listen on {address}", zmq.strerror(error.errno or 0), todo) from error
-    return socket
 
 
 def connect_dealer(
@@ -242,13 +254,18 @@ class Channels:
         """Seconds, monotonic."""
         return time.monotonic()
 
-    def router(self, address: str, *, kv: bool = False) -> tuple[BoundedSocket, str]:
-        """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV."""
+    def router(self, address: str, *, kv: bool = False, near: bool = False) -> tuple[BoundedSocket, str]:
+        """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV. ``near``: it is
+        also bound where :func:`nearby` says."""
         reports = MAX_REPORT_BYTES, MESSAGE_PARTS, REPORTS_HIGH_WATER_MESSAGES
         size, parts, unread = (MAX_FRAME_BYTES, FRAME_PARTS, KV_HIGH_WATER_MESSAGES) if kv else reports
         context = self._of_kv() if kv else self.context
         socket = bind_router(context, address, max_frame_bytes=size, parts=parts, unread=unread, secure=self._as_server)
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        asked = f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"  # libzmq has names of its own for hosts
+        if near and nearby(asked) != asked:
+            _bind(socket, nearby(asked))
+        return socket, bound
 
     def dealer(
         self,

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from common import device, heap, threads
-from common.channel import Channels, is_local
+from common.channel import Channels, is_local, nearby
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
@@ -86,10 +86,11 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     )
     status.report("warming up")
     paces = engine.warm_up()
-    if is_local(config.host) and is_local(f"tcp://{config.coordinator}"):
+    address = f"tcp://{config.coordinator}"
+    if is_local(config.host) and is_local(address):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")  # like our own sockets: nobody else can reach what UCX opens
     settings = WorkerSettings(
-        coordinator=f"tcp://{config.coordinator}",
+        coordinator=nearby(address) if status.supervised() else address,
         host_id=host_id(),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from bench.processes import die_with_parent
-from common.channel import Channels, send
+from common.channel import Channels, nearby, send
 from common.ids import TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens, pack_transfers
 from common.kv.memory import host_id
 from common.messages import PROTOCOL, FromWorker, Generate, Hello, Lease, Message, Welcome
@@ -45,8 +45,8 @@ def coordinate(streams: int, prompt: int, tokens: int, pipe: Connection, cores: 
     with contextlib.suppress(OSError):  # the worker has all that this process may use
         os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - cores)
     channels, times = Channels(), FailureTimes()
-    socket, address = channels.router("tcp://127.0.0.1:*")
-    pipe.send(address)
+    socket, address = channels.router("tcp://127.0.0.1:*", near=True)
+    pipe.send(nearby(f"tcp://127.0.0.1:{address.rpartition(':')[2]}"))
     worker, sent, leased_at = b"", 0, 0.0
     sampling = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
     live = b""

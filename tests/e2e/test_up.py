@@ -113,6 +113,12 @@ def coordinator_of(up: Up) -> int:
     return int(found)
 
 
+def sockets_nearby(coordinator: int) -> int:
+    """Unix sockets by which workers reach this process."""
+    sockets = psutil.Process(coordinator).net_connections("unix")
+    return sum(each.laddr.startswith("@tandem-127.0.0.1:") for each in sockets)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -212,6 +218,7 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
 
     before = workers(server)
     assert set(before) == {"prefill-0", "decode-0"}
+    assert sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, "where it listens, and for each worker and its heart"
     if len(os.sched_getaffinity(0)) > 1:
         decode = os.sched_getaffinity(before["decode-0"]["pid"])
         assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), "nobody else's turn delays a token"

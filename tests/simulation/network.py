@@ -514,7 +514,7 @@ class SimulatedChannels(Channels):
         process = self.process
         return process.clock.now + process.spent
 
-    def router(self, address: str, *, kv: bool = False) -> Any:
+    def router(self, address: str, *, kv: bool = False, near: bool = False) -> Any:
         bound = self.network.address(address)
         return Router(self.network, self.process, bound), bound
 

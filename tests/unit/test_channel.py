@@ -26,9 +26,10 @@ from common.channel import (
     bind_router,
     connect_dealer,
     is_local,
+    nearby,
     send,
 )
-from common.errors import WireError
+from common.errors import StartError, WireError
 from common.keys import PARTIES, Party
 from common.messages import Ask, ToHeart
 from common.wire import decode
@@ -49,6 +50,50 @@ def test_every_role_can_bind_a_router_with_its_key(cluster: Path, party: Party) 
         assert is_local(address)
     finally:
         channels.close()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster: Path, keyed: bool) -> None:
+    def party(name: Party) -> Channels:
+        return Channels(keys.load(cluster, name) if keyed else None)
+
+    here, prefill = party("coordinator"), party("prefill")
+    stranger = Channels(None if keyed else keys.load(cluster, "prefill"))
+    try:
+        router, address = here.router("tcp://127.0.0.1:*", near=True)
+        port = address.rpartition(":")[2]
+        near = nearby(f"tcp://127.0.0.1:{port}")
+        assert is_local(near)
+        with router, stranger.dealer(near, b"stranger") as unheard:
+            unheard.send(b"in")
+            for each, name in ((address, b"far"), (near, b"near")):
+                with prefill.dealer(each, name) as dealer:
+                    dealer.send(b"message")
+                    assert router.poll(5000)
+                    assert here.take(router) == ("prefill" if keyed else None, [name, b"message"])
+                    router.send_multipart([name, b"answer"])
+                    assert dealer.poll(5000) and dealer.recv() == b"answer"
+            assert not router.poll(100)
+    finally:
+        for each in (here, prefill, stranger):
+            each.close()
+
+
+@pytest.mark.skipif(nearby("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1", reason="there are no such sockets here")
+def test_who_finds_the_place_nearby_taken_does_not_start() -> None:
+    """Somebody would hear the workers who is not their coordinator."""
+    with contextlib.closing(Channels()) as channels, contextlib.closing(Channels()) as others:
+        router, address = channels.router("tcp://127.0.0.1:*")
+        router.close()
+        asked = f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+        with socket_at(others, nearby(asked)), pytest.raises(StartError, match="cannot listen on ipc://"):
+            channels.router(asked, near=True)
+
+
+def socket_at(channels: Channels, address: str) -> zmq.Socket[bytes]:
+    socket = channels.context.socket(zmq.PULL)
+    socket.bind(address)
+    return socket
 
 
 def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
