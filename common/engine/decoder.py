@@ -51,23 +51,35 @@ class FusedDecoder:
         self._rooms: list[torch.Tensor] = []
         self._pointers: list[int] = []
         self._rows = 0
+        self._all_logits = self._logits = self._embedding.new_empty(0, self._head.out_features)
+        self._kept = self._most_kept = 0
+        self._logits_at = self._all_logits.data_ptr()
 
     def __call__(
         self, step: FlatStep, plan: NativePlan, on_layer: Callable[[int], None] | None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Logits [len(kept), vocab] of ``step`` and their :func:`common.engine.sampler.peaks`; ``on_layer`` as for
-        :class:`PagedAttention`."""
+        """Logits [len(kept), vocab] of ``step``, which the next one may overwrite, and their
+        :func:`common.engine.sampler.peaks`; ``on_layer`` as for :class:`PagedAttention`."""
         rows, kept = len(step.ids), len(step.kept)
         self._make_room(rows, max(step.positions) + 1)
-        logits = self._embedding.new_empty(kept, self._head.out_features)
+        if kept != self._kept:  # else torch is not asked, whose code a step's weights have driven out of the caches
+            self._keep(kept)
         best = array("q", step.kept)
         columns = (step.ids, step.positions, step.blocks, step.offsets, step.kept)
         step_pass = native.Pass(
-            *(column.buffer_info()[0] for column in columns), ctypes.addressof(plan.spans), logits.data_ptr(),
+            *(column.buffer_info()[0] for column in columns), ctypes.addressof(plan.spans), self._logits_at,
             best.buffer_info()[0], *self._pointers, rows, kept, torch.get_num_threads(),
         )  # fmt: skip
         self._run(ctypes.addressof(step_pass), on_layer)
-        return logits, best.tolist()
+        return self._logits, best.tolist()
+
+    def _keep(self, rows: int) -> None:
+        """Logits are those of so many rows from here on, in memory that grows with the largest step."""
+        if rows > self._most_kept:
+            self._most_kept = rows
+            self._all_logits = self._embedding.new_empty(rows, self._head.out_features)
+            self._logits_at = self._all_logits.data_ptr()
+        self._kept, self._logits = rows, self._all_logits[:rows]
 
     def _make_room(self, rows: int, positions: int) -> None:
         """For what lies between a layer's kernels, and the angles of positions below ``positions``: both are kept, and

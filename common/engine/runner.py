@@ -132,8 +132,8 @@ class Engine:
         return result
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
-        """Logits of the sampled rows, [len(sampled), vocab], or of one row nobody asked for if there are none; and
-        their :func:`peaks` if these are known already."""
+        """Logits of the sampled rows, [len(sampled), vocab], or of one row nobody asked for if there are none, until
+        the next step; and their :func:`peaks` if these are known already."""
         plan = self._attention.begin(step)
         if self.decoder is None:
             ids, positions = step.tensor("ids")[None], step.tensor("positions")[None]
@@ -152,7 +152,7 @@ class Engine:
         sequences = [batch.segments[index].sequence for index in sampled]
         if all(len(each.tokens) >= each.best_from for each in sequences):
             for index, sequence, token in zip(sampled, sequences, best, strict=True):
-                result.tokens[index] = [token] * len(sequence.choices)
+                result.tokens[index] = [token] * (sequence.siblings + 1)
             return
         tokens, logprobs = sample(logits, rows_to_sample(batch, sampled))
         at = 0
@@ -184,7 +184,7 @@ class Engine:
         """Runs a step and returns the logits of the segments that want a token, float [n, vocab], without sampling."""
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = None
-        return self._logits(step)[0][: len(step.sampled)]
+        return self._logits(step)[0][: len(step.sampled)].clone()
 
     def close(self) -> None:
         """Lets go of the pool's memory; the engine is of no use afterwards."""

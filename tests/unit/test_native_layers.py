@@ -320,6 +320,23 @@ def test_all_layers_in_one_call(
     engine.close()
 
 
+def test_steps_that_keep_more_and_fewer_rows_have_their_own_logits(
+    everywhere: None, checkpoint: Callable[[str], Path]
+) -> None:
+    """A step's logits lie where those of the one before lay; who has asked for some keeps them."""
+    engine = load_engine(open_checkpoint(str(checkpoint("llama"))), **OPTIONS)
+    assert engine.decoder is not None
+    two = chunk_beside_decode()
+    alone = [Batch((segment,), (table,)) for segment, table in zip(two.segments, two.tables, strict=True)]
+    silent = Batch((Segment(two.segments[0].sequence, 0, 17),), two.tables[:1])  # wants no token
+    at_once = [engine.logits(batch) for batch in (alone[1], two, silent, alone[0], two, alone[1])]
+    engine.decoder = None
+    by_layers = [engine.logits(batch) for batch in (alone[1], two, silent, alone[0], two, alone[1])]
+    assert [each.shape[0] for each in at_once] == [1, 2, 0, 1, 2, 1]
+    assert all(torch.equal(one, other) for one, other in zip(at_once, by_layers, strict=True))
+    engine.close()
+
+
 def test_a_model_that_does_more_around_its_layers_keeps_its_own_code(
     everywhere: None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
