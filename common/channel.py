@@ -76,6 +76,7 @@ ADMITS: dict[Party, tuple[Party, ...]] = {
 }
 """Whose keys the router of each role lets in."""
 _WATCHED = itertools.count()
+_POLLIN = int(zmq.POLLIN)
 _Secure = Callable[[zmq.Socket[Any]], None]
 
 
@@ -364,9 +365,10 @@ class Channels:
 
     @staticmethod
     def readable(socket: zmq.Socket[Any]) -> bool:
+        """Whether something has arrived: to ask that costs less than to find nothing, which is an exception."""
         events = socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
-        return bool(events & zmq.POLLIN)
+        return bool(events & _POLLIN)
 
     @staticmethod
     def endings(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

@@ -133,7 +133,7 @@ class Membership:
 
     def receive(self) -> Iterator[Any]:
         """Every control message that has arrived. Welcome starts the heart, Rejoin says Hello; both are passed on."""
-        while True:
+        while self._channels.readable(self._socket):
             try:
                 message = receive(self._socket, ToWorker)
             except WireError:
