@@ -116,20 +116,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: segments, and for each the block ids that cover its sequence's tokens ``[0, end)``."""
+    """One step: segments, and for each the block ids that cover its sequence's tokens ``[0, end)``. How large it is, is
+    counted once."""
 
     segments: tuple[Segment, ...]
     tables: tuple[Seq[BlockId], ...]
+    length: int = field(init=False)
+    """Tokens computed in this step."""
+    streams: int = field(init=False)
+    """Segments of one token."""
+    attended: int = field(init=False)
+    """Positions that these tokens attend to, summed over all of them; rounded up within a segment."""
 
-    @property
-    def length(self) -> int:
-        """Tokens computed in this step."""
-        return sum(segment.length for segment in self.segments)
-
-    @property
-    def attended(self) -> int:
-        """Positions that these tokens attend to, summed over all of them; rounded up within a segment."""
-        return sum(segment.length * segment.end for segment in self.segments)
+    def __post_init__(self) -> None:
+        length = streams = attended = 0
+        for segment in self.segments:
+            each = segment.length
+            length += each
+            attended += each * (segment.start + each)
+            if each == 1:
+                streams += 1
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "streams", streams)
+        object.__setattr__(self, "attended", attended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Chunks:
 
     def took(self, batch: Batch, seconds: float) -> None:
         """How long a step has taken."""
-        streams = sum(segment.length == 1 for segment in batch.segments)
+        streams = batch.streams
         known = self._known(streams)
         if not (tokens := batch.length - streams):
             usual = seconds if known is None else known + _NEWEST * (seconds - known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from common.ids import RequestId, TransferId
@@ -32,6 +34,15 @@ def test_a_step_is_expected_to_take_what_its_like_took() -> None:
     for _ in range(40):
         pace.took(64, 64 * 64, 0.1)
     assert pace.expect(64, 64 * 64) == pace.longest == 0.1, "what was long ago is forgotten"
+
+
+def test_the_longest_of_the_last_steps_is_forgotten_after_as_many_more() -> None:
+    pace, rng, seconds = Pace(), random.Random(1), list[float]()
+    for step in range(20 * REMEMBERED):
+        seconds.append(rng.choice((0.001, 0.002, 0.003, rng.random() * 0.1 * (step % 7 == 0))))
+        pace.took(1, 1, seconds[-1])
+        assert pace.longest == pace.expect(1, 1) == max(seconds[-REMEMBERED:])
+        assert pace.last == seconds[-1]
 
 
 def test_few_tokens_over_a_long_context_are_expected_to_take_long() -> None:
