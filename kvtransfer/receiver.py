@@ -172,6 +172,8 @@ class Receiver:
         first = True
         while first or (now := clock()) < until:
             first = False
+            if not self._channels.readable(self._socket):
+                break
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

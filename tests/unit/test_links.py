@@ -403,13 +403,15 @@ class Held:
     def __init__(self, socket: zmq.Socket[bytes], count: int) -> None:
         self.socket, self.count, self.there = socket, count, list[list[zmq.Frame]]()
 
-    def recv_multipart(self, *_: object, **__: object) -> list[zmq.Frame]:
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
         while self.count:
             assert self.socket.poll(5000), f"{self.count} more messages were to come"
             self.there.append(self.socket.recv_multipart(copy=False))
             self.count -= 1
-        if not self.there:
-            raise zmq.Again
+        return zmq.POLLIN if self.there else 0
+
+    def recv_multipart(self, *_: object, **__: object) -> list[zmq.Frame]:
         return self.there.pop(0)
 
     def __getattr__(self, name: str) -> Any:
