@@ -102,7 +102,8 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
-#define LEAST_RUN 192         /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
+#define LEAST_RUN 96          /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
+#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
 #define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
 #define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
 #define CHUNK 32              /* elements of which a chunk is a multiple: whole tiles, so that sums come in one order */
@@ -661,7 +662,8 @@ static struct taking take_rows(const struct linear *linear, long rows, long in_r
     if (active->split_row && (linear->type == BFLOAT16 || taking.split))
         fits = AMX_RUN_BYTES;
     long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
-    int few = most < rows && most < LEAST_RUN; /* weights would be read from memory for a few rows at a time */
+    int least = active->split_row ? LEAST_AMX_RUN : LEAST_RUN;
+    int few = most < rows && most < least; /* weights would be read from memory for a few rows at a time */
     most = few ? MOST_RUN : most ? most : 1;
     long runs = (rows + most - 1) / most;
     taking.run = ROUND_UP((rows + runs - 1) / runs, active->block);
