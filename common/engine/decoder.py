@@ -76,23 +76,22 @@ class FusedDecoder:
     def _keep(self, rows: int) -> None:
         """Logits are those of so many rows from here on, in memory that grows with the largest step."""
         if rows > self._most_kept:
-            self._most_kept = rows
             self._all_logits = self._embedding.new_empty(rows, self._head.out_features)
-            self._logits_at = self._all_logits.data_ptr()
+            self._logits_at, self._most_kept = self._all_logits.data_ptr(), rows
         self._kept, self._logits = rows, self._all_logits[:rows]
 
     def _make_room(self, rows: int, positions: int) -> None:
         """For what lies between a layer's kernels, and the angles of positions below ``positions``: both are kept, and
-        grow with the largest step."""
+        grow with the largest step. That there is room is noted last: one for which there is no memory fails alone."""
         if rows > self._rows:
-            self._rows = rows
-            self._rooms = [self._embedding.new_empty(rows, width) for width in self._widths]
-            self._pointers = [room.data_ptr() for room in self._rooms]
+            rooms = [self._embedding.new_empty(rows, width) for width in self._widths]
+            self._rooms, self._pointers, self._rows = rooms, [room.data_ptr() for room in rooms], rows
         if positions > self._positions:
-            self._positions = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
-            angles = self._rotary(self._embedding, torch.arange(self._positions)[None])
+            most = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
+            angles = self._rotary(self._embedding, torch.arange(most)[None])
             self._angles = tuple(each[0].contiguous() for each in angles)
             self._decoder.cos, self._decoder.sin = (each.data_ptr() for each in self._angles)
+            self._positions = most
 
     def _run(self, step_pass: int, on_layer: Callable[[int], None] | None) -> None:
         """All halves of all layers, at once or up to each pool write that is announced."""

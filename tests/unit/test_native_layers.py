@@ -337,6 +337,29 @@ def test_steps_that_keep_more_and_fewer_rows_have_their_own_logits(
     engine.close()
 
 
+@pytest.mark.parametrize("longest", [40, 47], ids=["for nothing of it", "for its logits"])
+def test_a_step_for_which_there_is_no_memory_fails_alone(checkpoint: Callable[[str], Path], longest: int) -> None:
+    """The next one of its size finds no room that was never made."""
+    engine = load_engine(open_checkpoint(str(checkpoint("llama"))), **OPTIONS)
+    assert engine.decoder is not None
+    engine.decoder._rows = engine.decoder._kept = engine.decoder._most_kept = 0  # as if nothing had been checked
+    engine.logits(Batch((chunk_beside_decode(longest).segments[0],), (range(3),)))
+    two, embedding = chunk_beside_decode(), engine.decoder._embedding
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    embedding.new_empty = refuse  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        engine.logits(two)
+    del embedding.new_empty
+    at_once = engine.logits(two)
+    assert engine.decoder._rooms[0].shape[0] >= 41 and engine.decoder._all_logits.shape[0] == 2
+    engine.decoder = None
+    assert torch.equal(engine.logits(two), at_once)
+    engine.close()
+
+
 def test_a_model_that_does_more_around_its_layers_keeps_its_own_code(
     everywhere: None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
