@@ -93,7 +93,7 @@ def is_local(address: str) -> bool:
 def nearby(address: str) -> str:
     """Where the workers that a launcher starts reach the coordinator that is bound to ``address``: a Unix socket,
     through which a message costs both sides less. The same ``address`` where such a socket needs a file (all but
-    Linux). Its name is free if the port is, as both belong to one network namespace."""
+    Linux). Two coordinators that do not want one port do not want one name either, which is of the same namespace."""
     return f"ipc://@tandem-{address.removeprefix('tcp://')}" if sys.platform == "linux" else address
 
 
@@ -175,8 +175,10 @@ def _bind(socket: zmq.Socket[Any], address: str) -> None:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
-        todo = "stop what uses that port, or choose another with --control-port"
-        if error.errno in (EADDRNOTAVAIL, ENODEV):
+        todo = "let this process listen there"
+        if error.errno == zmq.EADDRINUSE:
+            todo = "stop what uses that port, or choose another with --control-port"
+        elif error.errno in (EADDRNOTAVAIL, ENODEV):
             todo = NOT_OURS
         raise StartError(f"cannot listen on {address}", zmq.strerror(error.errno or 0), todo) from error
 

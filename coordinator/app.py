@@ -121,6 +121,7 @@ async def running(
         config.control_host,
         config.control_port,
         insecure_cluster=config.insecure_cluster,
+        near=scale is not None,  # whoever scales is the launcher
         channels=channels,
     )
     metrics = Metrics(model.name, registry)

@@ -112,8 +112,8 @@ class _Missing:
 
 
 class Gateway:
-    """Binds ``tcp://host:port``, and where only this host reaches that a Unix socket for the workers of its launcher;
-    feeds ``registry`` and ``events`` until closed."""
+    """Binds ``tcp://host:port``, and with ``near`` a Unix socket for workers of its launcher; feeds ``registry`` and
+    ``events`` until closed."""
 
     def __init__(
         self,
@@ -122,6 +122,7 @@ class Gateway:
         port: int,
         *,
         insecure_cluster: bool = False,
+        near: bool = False,
         channels: Channels | None = None,
     ) -> None:
         host = bracketed(host)
@@ -155,7 +156,7 @@ class Gateway:
         self._events: Events | None = None
         self.clock = self.channels.clock
         try:
-            self._socket, bound = self.channels.router(address, near=is_local(address))
+            self._socket, bound = self.channels.router(address, near=near)
             self._monitor = self.channels.endings(self._socket)
         except StartError:
             self.channels.close()

@@ -36,7 +36,6 @@ from bench.handoff_cost import cpu_seconds
 from bench.load import run_now
 from bench.processes import die_with_parent
 from bench.systems import READY_S, is_ready
-from common.channel import nearby
 from common.client import Server
 from common.config import CoordinatorConfig
 from common.errors import StartError
@@ -104,7 +103,7 @@ def house(field: Field) -> Iterator[House]:
         pid = children.processes[0].pid
         assert pid is not None
         for role in ("prefill", "decode"):
-            children.start(mocks.work, model, role, nearby(address), STEP_S)
+            children.start(mocks.work, model, role, address, STEP_S)
         _wait_until_ready(url, children.processes)
         name = str(Server(url).served(None)["id"])
         extra = {"ignore_eos": True, "temperature": 0, "return_metrics": True}

@@ -103,7 +103,8 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
 #define LEAST_RUN 96          /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
-#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
+#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is;
+                                 there float32 that goes through vectors was not tried with another */
 #define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
 #define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
 #define CHUNK 32              /* elements of which a chunk is a multiple: whole tiles, so that sums come in one order */
