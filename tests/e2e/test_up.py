@@ -218,7 +218,7 @@ def test_it_serves_heals_and_drains(start: Callable[..., Up]) -> None:
 
     before = workers(server)
     assert set(before) == {"prefill-0", "decode-0"}
-    assert sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, "where it listens, and for each worker and its heart"
+    wait_for(lambda: sockets_nearby(coordinator_of(up)) == 1 + 2 * 2, 5)  # it listens, to each worker and its heart
     if len(os.sched_getaffinity(0)) > 1:
         decode = os.sched_getaffinity(before["decode-0"]["pid"])
         assert decode and not decode & os.sched_getaffinity(coordinator_of(up)), "nobody else's turn delays a token"
