@@ -64,6 +64,18 @@ _watch_sockets()
 _watch_tasks()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", type=Path, help="shared library of kernels to test in place of the installed ones")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--kernels"):
+        from common import native  # torch: not for tests that need none
+
+        kernels = native.Library(path)
+        native.library = lambda: kernels  # type: ignore[assignment]
+
+
 class Belongings(NamedTuple):
     """What this process has now, by kind: identity -> description."""
 

@@ -56,7 +56,7 @@ INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
         shape.rows[2] = shape.rows[3] = shape.rows[5] = (uint8_t)second;
         shape.bytes[5] = (uint16_t)(steps * 4);
     }
-    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+    LOAD_TILE_SHAPE(shape);
     *now = (struct NAME(tiles)){rows, steps};
 }
 

@@ -32,7 +32,7 @@ static void NAME(shape_tiles)(int rows)
         shape.rows[tile] = (uint8_t)(tile >= FLAT && tile <= FLAT_WEIGHTS ? 2 * rows : 16);
         shape.row_bytes[tile] = (uint16_t)(tile <= NARROW_QUERY ? rows * 4 : 64);
     }
-    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+    LOAD_TILE_SHAPE(shape);
 }
 
 /* What is to be fetched: keys and values of GROUP positions after one another, ``share`` bytes at a time. */

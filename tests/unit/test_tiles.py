@@ -1,0 +1,50 @@
+"""Kernels for tile registers (AMX) where a core has none: the registers are plain C, all else is what is installed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from common import native
+
+ROOT = Path(__file__).parents[2]
+TILES = "amx_bf16"
+TESTS = ("test_attention.py", "test_lending.py", "test_native_layers.py", "test_sampler.py")
+VARIANTS = library.variants if (library := native.library()) else ()
+
+
+def compile_kernels(to: Path) -> None:
+    """native.c as it is compiled when the package is installed, but for the tile registers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extension = next(
+        each for each in project["tool"]["setuptools"]["ext-modules"] if each["name"] == "common.native._kernels"
+    )
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
+    tiles = f'-DFAKE_TILES="{ROOT / "tests" / "fakes" / "tiles.h"}"'
+    flags = ["-shared", "-fPIC", *extension["extra-compile-args"], tiles]
+    libraries = [f"-l{name}" for name in extension["libraries"]]
+    subprocess.run([*compiler, *flags, *extension["sources"], "-o", str(to), *libraries], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(TILES in VARIANTS, reason="tests of this core's own tile registers are among the others")
+@pytest.mark.skipif("avx512_bf16" not in VARIANTS, reason="what is around tiles is made for AVX512-BF16")
+def test_kernels_for_tiles_where_there_are_none(tmp_path: Path) -> None:
+    """All tests of kernels for this variant, and those that run with whichever is the fastest."""
+    kernels = tmp_path / "kernels.so"
+    compile_kernels(kernels)
+    assert native.Library(kernels).variants[0] == TILES
+    others = " or ".join(name for name in (*VARIANTS, "cpu") if name != TILES)
+    command = [sys.executable, "-m", "pytest", "-q", "--kernels", str(kernels), "-k", f"{TILES} or not ({others})"]
+    run = subprocess.run(
+        [*command, *(f"tests/unit/{name}" for name in TESTS)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
