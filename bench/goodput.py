@@ -3,7 +3,8 @@
 The second of two definitions of goodput (DistServe's): runs at several rates make a curve of attainment, and where it
 falls through the wanted share (90 %) is interpolated. Failed and rejected requests are outside. Objectives are in ms,
 or multiples of what the same server does unloaded. Without ``--rates`` they are searched for: doubled until one fails,
-then halved in between, on a scale of factors.
+then halved in between, on a scale of factors. A run that is over almost as soon as its requests are sent shows no rate:
+what a burst leaves in a queue for a few seconds, a load of that rate leaves there for longer and longer.
 """
 
 from __future__ import annotations
@@ -31,14 +32,24 @@ FIRST_SHARE = 0.5
 MOST_RUNS = 16
 NEAR = 1.08
 """Two rates of this ratio are near enough to interpolate between."""
+BORNE = 0.5
+"""Of a rate, what has to be answered per second of the run, its end included, for the run to tell anything good of the
+rate: where it is less, answers took longer than all requests took to come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a run at one rate gave: the share of its requests inside the objectives."""
+    """What a run at one rate gave: the share of its requests inside the objectives, and how many were ``answered`` per
+    second of the run."""
 
     rate: float
     attainment: float
+    answered: float = math.inf
+
+    @property
+    def tells(self) -> bool:
+        """Whether the run lasted long enough to say that the rate is borne."""
+        return self.answered >= BORNE * self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +64,10 @@ class Goodput:
 
 
 def highest(curve: Sequence[Point], wanted: float) -> Goodput:
-    """Where the curve first falls below ``wanted``; 0 if even its lowest rate is below."""
+    """Where the curve first falls below ``wanted``; 0 if even its lowest rate is below. What runs that were too short
+    have found good does not count."""
     before: Point | None = None
-    for point in sorted(curve, key=lambda each: each.rate):
+    for point in sorted(_telling(curve, wanted), key=lambda each: each.rate):
         if point.attainment < wanted:
             if before is None:
                 return Goodput(0.0)
@@ -65,13 +77,19 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
     return Goodput(before.rate if before else 0.0, at_least=True)
 
 
+def _telling(curve: Sequence[Point], wanted: float) -> list[Point]:
+    """A curve without what runs that were too short have found good."""
+    return [point for point in curve if point.tells or point.attainment < wanted]
+
+
 def next_rate(curve: Sequence[Point], wanted: float, first: float, near: float = NEAR) -> float | None:
     """The rate to try next; None when the answer is known well enough: between two rates of the ratio ``near``."""
-    good = [point.rate for point in curve if point.attainment >= wanted]
-    bad = [point.rate for point in curve if point.attainment < wanted]
+    telling = _telling(curve, wanted)
+    good = [point.rate for point in telling if point.attainment >= wanted]
+    bad = [point.rate for point in telling if point.attainment < wanted]
     if not curve:
         return first
-    if len(curve) >= MOST_RUNS:
+    if len(curve) >= MOST_RUNS or len(telling) < len(curve):
         return None
     if not bad:
         return 2 * max(good)
@@ -129,7 +147,7 @@ def sweep(
 
 def curve(found: dict[float, Summary]) -> list[Point]:
     """The attainment of each run, by rate."""
-    return [Point(rate, summary.attainment or 0.0) for rate, summary in sorted(found.items())]
+    return [Point(rate, each.attainment or 0.0, each.request_rate) for rate, each in sorted(found.items())]
 
 
 def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, console: Console | None) -> Run:
@@ -139,7 +157,6 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
         prepared.target,
         asks,
         arrivals(len(asks), rate, burstiness=options.burstiness, seed=options.seed),
-        max_concurrency=options.max_concurrency,
         console=console,
         title=f"{rate:.2f} requests/s",
     )
@@ -179,6 +196,12 @@ def run(config: BenchGoodputConfig) -> int:
     points = curve(found)
     goodput = highest(points, config.attainment)
     print(f"goodput: {goodput} with {config.attainment:.0%} inside {shown}")
+    telling = _telling(points, config.attainment)
+    if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in telling):
+        print(
+            f"at {short} requests/s most of the time passed after the last request had been sent, which tells nothing "
+            "about such a rate: send more (--num-prompts)"
+        )
     if config.save:
         runs = [{"rate": rate, **as_json(each, metrics=METRICS)} for rate, each in sorted(found.items())]
         figures = {

@@ -611,6 +611,9 @@ class BenchGoodputConfig(TargetOptions, LoadOptions):
         super().__post_init__()
         if any(not 0 < rate < math.inf for rate in self.rates or ()):
             raise StartError("--rates has one that cannot be", "a rate is more than 0 and finite", "correct --rates")
+        if self.max_concurrency is not None:
+            why = "no objective counts what waits in the client, so no rate would ever be too high"
+            raise StartError("--max-concurrency cannot be given here", why, "limit the server (--max-num-seqs)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ class Effort:
     """How much is measured: ``rounds`` with every system in turn, ``hand_offs`` requests of each of two in turn (for
     what differs by less than rounds do), ``singles`` requests one after another, ``requests`` that are sent all at once
     (``balanced``: of a load whose beginning and end use one of two pools only, at least, and as many as would be done
-    in ``balanced_s`` if nothing were ever idle), ``paced`` ones at each rate of a search (fewer at low ones), streams
-    that last ``seconds`` at the pace that they begin with."""
+    in ``balanced_s`` if nothing were ever idle), ``paced`` ones at each rate of a search (fewer at low ones, and as
+    many as come in ``paced_s`` at high ones), streams that last ``seconds`` at the pace that they begin with."""
 
     rounds: int = 3
     hand_offs: int = 90
@@ -75,14 +75,16 @@ class Effort:
     balanced: int = 384
     balanced_s: float = 45.0
     paced: int = 40
+    paced_s: float = 20.0
     seconds: float = 8.0
     streamed_tokens: int = 128
 
 
 FULL = Effort()
 QUICK = Effort(
-    rounds=1, hand_offs=2, singles=2, requests=6, balanced=8, balanced_s=0.0, paced=4, seconds=3.0, streamed_tokens=32
-)
+    rounds=1, hand_offs=2, singles=2, requests=6, balanced=8, balanced_s=0.0, paced=4, paced_s=0.0, seconds=3.0,
+    streamed_tokens=32,
+)  # fmt: skip
 """To see that everything works; its figures mean nothing."""
 
 

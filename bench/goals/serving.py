@@ -82,10 +82,12 @@ def in_usual(gaps: Sequence[tuple[int, float]], undisturbed: Sequence[tuple[int,
 
 class Disturbed(NamedTuple):
     """Streams while long prompts arrive: P99 time between tokens, in medians of the same streams when none does; the
-    same of those streams themselves, which is the machine's; the longest time; the median time to the prompts' first
-    token, infinite if none was answered (seconds); and the run."""
+    same in one median of all that they did undisturbed, however long their contexts; and of the undisturbed streams
+    themselves, which is the machine's; the longest time; the median time to the prompts' first token, infinite if none
+    was answered (seconds); and the run."""
 
     p99: float
+    p99_in_one_median: float
     undisturbed_p99: float
     longest_s: float
     first_token_s: float
@@ -113,7 +115,11 @@ def interference(field: Field, system: System) -> Disturbed:
     waited = [record.ttft if record.ok else math.inf for record in run.records[STREAMS:]]
     usual = [*alone, *after]
     p99, own = (float(np.percentile(in_usual(gaps, usual), 99)) for gaps in (disturbed, usual))
-    return Disturbed(p99, own, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
+    one = [seconds for _, seconds in usual]
+    plain = float(np.percentile([seconds for _, seconds in disturbed], 99)) / (
+        statistics.median(one) or statistics.fmean(one)
+    )
+    return Disturbed(p99, plain, own, max(seconds for _, seconds in disturbed), statistics.median(waited), run)
 
 
 def c8(field: Field) -> list[Row]:
@@ -143,12 +149,13 @@ def c8(field: Field) -> list[Row]:
         row,
         targets=(Target("value", 1.2, 1.5, at_most=True), Target("ratio", 10)),
         note=f"in {len(ours)} rounds {min(ours):.2f} to {max(ours):.2f}; undisturbed "
-        f"{told(lambda one: one.undisturbed_p99, '{:.2f}')}; longest pause, medians of rounds, "
+        f"{told(lambda one: one.undisturbed_p99, '{:.2f}')}; in one median of all that is undisturbed "
+        f"{told(lambda one: one.p99_in_one_median, '{:.2f}')}; longest pause, medians of rounds, "
         f"{told(lambda one: 1000 * one.longest_s, '{:.0f} ms')}; time to the prompts' first token, medians, "
         f"{told(lambda one: 1000 * one.first_token_s, '{:.0f} ms')}",
         detail={
             name: by_round({system: [getattr(one, name) for one in those] for system, those in found.items()})
-            for name in ("p99", "undisturbed_p99", "longest_s", "first_token_s")
+            for name in ("p99", "p99_in_one_median", "undisturbed_p99", "longest_s", "first_token_s")
         },
         **(versus(VLLM) if VLLM in pairs else {}),
     )
@@ -204,6 +211,9 @@ def c9(field: Field) -> list[Row]:
     rounds = [curves, *(again(field, curves, seed) for seed in range(1, field.effort.rounds))]
     found: Rates = {system: [highest(each[system], ATTAINMENT).rate for each in rounds] for system in curves}
     objectives = " ".join(map(str, OBJECTIVES))
+    effort = f"of {field.effort.paced} requests at each rate, fewer at those below {field.effort.paced / PACED_S:g}/s"
+    if field.effort.paced_s:
+        effort += f", more at those above {field.effort.paced / field.effort.paced_s:g}/s"
     rows = []
     for other, targets in (
         (peer or VLLM, (Target("ratio", 2, 1.3),)),
@@ -222,8 +232,7 @@ def c9(field: Field) -> list[Row]:
                 "req/s",
                 statistics.median(found[OURS]),
                 targets,
-                note=f"of {field.effort.paced} requests at each rate, fewer at those below"
-                f" {field.effort.paced / PACED_S:g}/s" + (f", a lower bound: {', '.join(bounded)}" if bounded else ""),
+                note=effort + (f", a lower bound: {', '.join(bounded)}" if bounded else ""),
                 **against(str(other), found[OURS], found.get(other, [])),
             )
         )
@@ -248,15 +257,17 @@ def _lines(curves: Curves) -> dict[str, list[tuple[float, float]]]:
     return {str(system): sorted((point.rate, point.attainment) for point in curve) for system, curve in curves.items()}
 
 
-def paced(rate: float, most: int, least: int) -> int:
-    """With how many requests a rate is tried."""
-    return max(least, min(most, math.ceil(rate * PACED_S)))
+def paced(rate: float, most: int, least: int, least_s: float = 0.0) -> int:
+    """With how many requests a rate is tried: ``most``, or fewer where these would take too long, or more where they
+    would come within ``least_s`` seconds. What a system does not bear it bears for a while."""
+    return max(least, min(most, math.ceil(rate * PACED_S)), math.ceil(rate * least_s))
 
 
 def inside(field: Field, system: System, rate: float, seed: int = 0, *, rough: bool = False) -> float | None:
     """The share of requests inside the objectives at ``rate``; None if there is no such system any more."""
     half = max(1, field.effort.paced // 2)
-    asks = field.asks(paced(rate, half if rough else field.effort.paced, half), INPUT, OUTPUT)
+    count = paced(rate, half if rough else field.effort.paced, half, field.effort.paced_s)
+    asks = field.asks(count, INPUT, OUTPUT)
     times = arrivals(len(asks), rate, burstiness=1.0, seed=seed)
 
     def share(system: System) -> float:

@@ -285,7 +285,8 @@ def test_interference_is_the_tail_over_the_undisturbed_median_of_the_same_system
     disturbed, *others = serving.c8(scripted)
     assert disturbed.value == pytest.approx(1.2) and disturbed.peer == pytest.approx(20.0)
     assert disturbed.ratio and disturbed.ratio.median == pytest.approx(20 / 1.2) and disturbed.met is True
-    told = "in 3 rounds 1.20 to 1.20; undisturbed 1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
+    tails = "1.20 (1p1d), 5.00 (1c), 20.00 (vLLM colocated), 5.00 (vLLM 1P1D); "
+    told = f"in 3 rounds 1.20 to 1.20; undisturbed {tails}in one median of all that is undisturbed {tails}"
     assert disturbed.note.startswith(told + "longest pause, medians of rounds, 24 ms (1p1d), 100 ms (1c)")
     assert "time to the prompts' first token, medians, 100 ms (1p1d), 100 ms (1c)" in disturbed.note
     assert [each.against for each in others] == [str(COLOCATED[0]), str(VLLM_1P1D)]
@@ -306,6 +307,15 @@ def test_a_machine_that_slows_down_meanwhile_is_not_what_disturbs() -> None:
     scripted = Scripted(answer)
     assert serving.interference(scripted, OURS).p99 == pytest.approx(1.0)
     assert len(scripted.order) == 4
+
+
+def test_a_stream_that_slows_down_as_it_grows_is_told_in_both_ways() -> None:
+    """Every token takes 1 ms longer than the one before, whoever else is there."""
+    scripted = Scripted(
+        lambda system, ask, at: record(0.1, *[0.02 + 0.001 * i for i in range(ask.output_tokens - 1)], sent=at)
+    )
+    found = serving.interference(scripted, OURS)
+    assert found.p99 == pytest.approx(found.undisturbed_p99) and found.p99_in_one_median > found.p99 > 1
 
 
 @pytest.mark.parametrize("refused", [serving.INTRUDER, serving.STREAM_INPUT])
@@ -386,9 +396,9 @@ def attempts_of(capacity: dict[System, float]) -> Any:
     return {system: lambda rate, most=most: float(rate <= most) for system, most in capacity.items()}
 
 
-@pytest.mark.parametrize(("rate", "requests"), [(2.0, 40), (0.2, 40), (0.15, 30), (0.1, 20), (0.01, 20)])
-def test_a_low_rate_is_tried_with_fewer_requests(rate: float, requests: int) -> None:
-    assert serving.paced(rate, 40, 20) == requests
+@pytest.mark.parametrize(("rate", "requests"), [(8.01, 161), (2.0, 40), (0.2, 40), (0.15, 30), (0.1, 20), (0.01, 20)])
+def test_a_low_rate_is_tried_with_fewer_requests_and_a_high_one_with_more(rate: float, requests: int) -> None:
+    assert serving.paced(rate, 40, 20, least_s=20) == requests
 
 
 def test_who_is_doubted_has_no_rate_once_a_lower_one_is_no_better() -> None:

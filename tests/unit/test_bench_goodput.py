@@ -21,9 +21,12 @@ from deploy import cli
         ([(1, 0.5), (2, 0.1)], Goodput(0.0)),
         ([(1, 1.0), (2, 0.9)], Goodput(2.0, at_least=True)),
         ([], Goodput(0.0, at_least=True)),
+        ([(1, 1.0, 0.9), (2, 1.0, 1.2), (4, 1.0, 1.9)], Goodput(2.0, at_least=True)),
+        ([(4, 1.0, 1.2)], Goodput(0.0, at_least=True)),
+        ([(1, 1.0, 0.9), (2, 0.8, 0.1)], Goodput(1.5)),
     ],
 )
-def test_where_the_curve_falls_through(curve: list[tuple[float, float]], found: Goodput) -> None:
+def test_where_the_curve_falls_through(curve: list[tuple[float, ...]], found: Goodput) -> None:
     goodput = highest([Point(*each) for each in curve], 0.9)
     assert (goodput.rate, goodput.at_least) == (pytest.approx(found.rate), found.at_least)
 
@@ -50,16 +53,36 @@ def test_the_search_ends_although_nothing_is_ever_good_or_bad() -> None:
             assert len(points) <= 16
 
 
+def test_the_search_ends_where_a_run_is_too_short_to_tell_anything() -> None:
+    """A server that answers 3 per second, and 20 requests that may all wait until then."""
+    points: list[Point] = []
+    while (rate := next_rate(points, 0.9, 1.0)) is not None:
+        points.append(Point(rate, 1.0, 20 / max(20 / rate, 20 / 3)))
+    assert [point.rate for point in points] == [1.0, 2.0, 4.0, 8.0]
+    assert highest(points, 0.9) == Goodput(4.0, at_least=True)
+
+
 def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The mock has as much capacity as is asked for, and a fifth of its answers begin later than 0.7 s."""
     saved, drawn = tmp_path / "goodput.json", tmp_path / "curve.svg"
-    words = f"bench goodput --url {mock_url} --num-prompts 10 --random-input-len 8 --random-output-len 4 --rates 20,10"
+    words = f"bench goodput --url {mock_url} --num-prompts 10 --random-input-len 8 --random-output-len 4 --rates 7,5"
     objectives = ["--goodput", "ttft:750,e2el:50x", "--attainment", "0.75"]
     assert cli.main([*words.split(), *objectives, "--save", str(saved), "--plot", str(drawn)]) == 0
-    assert "goodput: at least 20.00 requests/s with 75% inside ttft:750 e2el:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "goodput: at least 7.00 requests/s with 75% inside ttft:750 e2el:" in shown and "send more" not in shown
     figures = json.loads(saved.read_text())
-    assert figures["goodput"] == 20 and figures["goodput_is_a_lower_bound"] is True
+    assert figures["goodput"] == 7 and figures["goodput_is_a_lower_bound"] is True
     assert [run["slo_attainment"] for run in figures["runs"]] == pytest.approx([0.8, 0.8])
     assert figures["objectives_ms"]["e2el"] == pytest.approx(50 * figures["unloaded"]["median_e2el_ms"])
     assert drawn.read_text().startswith("<?xml")
     assert cli.main(["bench", "goodput", "--rates", "0"]) == 1
+    assert cli.main(["bench", "goodput", "--max-concurrency", "1"]) == 1
+    assert "no objective counts what waits in the client" in capsys.readouterr().err
+
+
+def test_a_burst_is_not_taken_for_a_rate(mock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench goodput --url {mock_url} --num-prompts 4 --random-input-len 8 --random-output-len 4 --rates 100"
+    assert cli.main([*words.split(), "--goodput", "ttft:5000"]) == 1
+    shown = capsys.readouterr().out
+    assert "goodput: at least 0.00 requests/s" in shown
+    assert "at 100.00 requests/s most of the time passed after the last request had been sent" in shown
