@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from common.config import LONGEST_TOKENS
 from common.errors import StartError
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -198,7 +199,7 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
 
 
 def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
-    if prompt < 1 or output < 0:
+    if not (1 <= prompt <= LONGEST_TOKENS and 0 <= output <= LONGEST_TOKENS):
         raise _bad(path, f"line {line}: {prompt} prompt tokens and {output} output tokens")
 
 
@@ -238,8 +239,8 @@ def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
 
 
 def within(asks: Iterable[Ask], count: int, longest: int | None) -> tuple[list[Ask], int]:
-    """The first ``count`` asks of at least one output token that fit into ``longest`` tokens, and how many were left
-    out before those were found."""
+    """The first ``count`` asks of at least one output token that fit into ``longest`` tokens, in the order of their
+    times, which a trace need not have, and how many were left out before those were found."""
     kept: list[Ask] = []
     left_out = 0
     for ask in asks:
@@ -249,4 +250,4 @@ def within(asks: Iterable[Ask], count: int, longest: int | None) -> tuple[list[A
             kept.append(ask)
         else:
             left_out += 1
-    return kept, left_out
+    return sorted(kept, key=lambda ask: ask.at or 0.0), left_out

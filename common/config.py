@@ -54,6 +54,8 @@ RampStrategy = Literal["linear", "exponential"]
 Dataset = Literal["random", "prefix_repetition", "sharegpt", "azure", "mooncake"]
 TRACES = ("azure", "mooncake")
 """Datasets whose requests have times of their own."""
+LONGEST_TOKENS = 1 << 24
+"""Of a prompt or an answer to measure with: more are a mistake, and would be made up in memory before anybody looks."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -448,8 +450,8 @@ class PromptOptions:
     tokenizer: str | None = option(
         None, "tokenizer.json that prompts are made with", TEXT, "workload", shown_default="the server's /tokenize"
     )
-    random_input_len: int = option(1024, "prompt tokens", count(1), "workload")
-    random_output_len: int = option(128, "tokens of an answer", count(1), "workload")
+    random_input_len: int = option(1024, "prompt tokens", count(1, LONGEST_TOKENS), "workload")
+    random_output_len: int = option(128, "tokens of an answer", count(1, LONGEST_TOKENS), "workload")
     save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
 
 
@@ -467,13 +469,19 @@ class DatasetOptions(PromptOptions):
     random_range_ratio: float = option(
         0.0, "both lengths vary by this share of them, up and down", decimal(0, 0.999), "workload"
     )
-    random_prefix_len: int = option(0, "tokens that all prompts share, before their own", count(0), "workload")
-    prefix_repetition_prefix_len: int = option(256, "tokens of a shared prefix", count(1), "workload")
-    prefix_repetition_suffix_len: int = option(256, "tokens after it", count(1), "workload")
-    prefix_repetition_num_prefixes: int = option(10, "different prefixes", count(1), "workload")
-    prefix_repetition_output_len: int = option(128, "tokens of an answer to them", count(1), "workload")
+    random_prefix_len: int = option(
+        0, "tokens that all prompts share, before their own", count(0, LONGEST_TOKENS), "workload"
+    )
+    prefix_repetition_prefix_len: int = option(256, "tokens of a shared prefix", count(1, LONGEST_TOKENS), "workload")
+    prefix_repetition_suffix_len: int = option(256, "tokens after it", count(1, LONGEST_TOKENS), "workload")
+    prefix_repetition_num_prefixes: int = option(10, "different prefixes", count(1, 1 << 20), "workload")
+    prefix_repetition_output_len: int = option(128, "tokens of an answer to them", count(1, LONGEST_TOKENS), "workload")
     sharegpt_output_len: int | None = option(
-        None, "tokens of an answer to sharegpt", count(1), "workload", shown_default="as long as the recorded one"
+        None,
+        "tokens of an answer to sharegpt",
+        count(1, LONGEST_TOKENS),
+        "workload",
+        shown_default="as long as the recorded one",
     )
     burstiness: float = option(1.0, "1 is a Poisson process, less is burstier, inf a metronome", RATE, "load")
     plot: str | None = option(

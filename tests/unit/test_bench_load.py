@@ -32,6 +32,7 @@ from bench.workloads import (
 from common.config import BenchServeConfig
 from common.errors import StartError
 from common.threads import may_be_real_time
+from deploy import cli
 
 IDS = list(range(100, 400))
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -117,6 +118,28 @@ def test_azure(tmp_path: Path) -> None:
     first, second = azure_asks(path, IDS)
     assert (first.prompt_tokens, first.output_tokens, first.at) == (4808, 10, 0)
     assert (len(second.prompt), second.output_tokens, second.at) == (31, 8, 0.25)
+
+
+def test_rows_of_a_trace_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    seconds = (3, 13, 6, 2)
+    path.write_text("\n".join([AZURE, *(f"2023-11-16 18:17:{at:02},{n},8" for n, at in enumerate(seconds, 1))]))
+    found, _ = within(azure_asks(path, IDS), 10, None)
+    assert [(ask.prompt_tokens, ask.at) for ask in found] == [(4, -1.0), (1, 0.0), (3, 3.0), (2, 10.0)]
+    options = BenchServeConfig(dataset_name="azure", dataset_path=str(path))
+    assert times(options, found) == [0.0, 1.0, 4.0, 11.0]
+
+
+def test_lengths_that_no_model_has_are_refused_before_they_are_made_up(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    for lengths in ("100000000000,8", "8,100000000000"):
+        path.write_text(f"{AZURE}\n2023-11-16 18:17:03.9799600,{lengths}\n")
+        with pytest.raises(StartError, match=r"line 2: .*100000000000"):
+            list(azure_asks(path, IDS))
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 10**11, "output_length": 1}))
+    with pytest.raises(StartError, match="line 1: 100000000000 prompt tokens"):
+        list(mooncake_asks(path, IDS))
+    assert cli.main(["bench", "serve", "--random-input-len", "100000000000"]) == 1
 
 
 def test_azure_of_2024(tmp_path: Path) -> None:
