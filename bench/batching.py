@@ -105,7 +105,7 @@ def run(config: BenchBatchingConfig) -> int:
 def _continuous(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask], console: Console) -> Result:
     warm = prepared.warm(config.num_warmups)
     run = run_now(prepared.target, asks, [0.0] * len(asks), warm=warm, console=console, title="continuous")
-    _check(run, console)
+    _check(asks, run, console)
     return Result(sum(ask.output_tokens for ask in asks), run.seconds)
 
 
@@ -113,16 +113,22 @@ def _static(config: BenchBatchingConfig, prepared: Prepared, asks: Sequence[Ask]
     seconds = 0.0
     for batch in static_batches(asks, config.batch_size):
         run = run_now(prepared.target, batch, [0.0] * len(batch), console=console, title="static")
-        _check(run, console)
+        _check(batch, run, console)
         seconds += run.seconds
     return Result(sum(ask.output_tokens for ask in asks), seconds)
 
 
-def _check(run: Run, console: Console) -> None:
-    """A way in which requests fail cannot be compared."""
+def _check(asks: Sequence[Ask], run: Run, console: Console) -> None:
+    """A way in which requests fail cannot be compared, nor one whose answers are not as long as was asked for."""
     if not all(record.ok for record in run.records):
         show_remarks(console, run.records)
         raise StartError("requests failed", "both ways must answer all of them", "ask for less at once, or for shorter")
+    if short := sum(record.output_tokens < ask.output_tokens for ask, record in zip(asks, run.records, strict=True)):
+        raise StartError(
+            f"{short} of {len(asks)} answers ended early",
+            "tokens that nobody had would count, and no batch would be as long as its longest answer",
+            "leave --no-ignore-eos out, and ask a server that knows ignore_eos",
+        )
 
 
 def _as_json(

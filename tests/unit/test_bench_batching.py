@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from bench import batching
 from bench.batching import LONGEST, longest_answer, mixed, static_batches
+from bench.client import Record
+from bench.load import Run
 from bench.workloads import Ask
+from common.errors import StartError
 from deploy import cli
 
 
@@ -41,3 +46,11 @@ def test_answers_are_as_long_as_the_server_has_room_for() -> None:
     """As with the defaults and the built-in model, which has 2,048 positions: they are not all refused then."""
     assert longest_answer(128, 1024, 2048) == 1024
     assert longest_answer(128, 1024, 1 << 20) == longest_answer(128, 1024, None) == 128 * LONGEST
+
+
+def test_answers_that_end_early_are_not_counted_as_whole() -> None:
+    """As where the end of a text is not ignored, or a server does not know how to."""
+    asks, records = [Ask([1], 1, 5), Ask([2], 1, 5)], [Record(0.0, 1, output_tokens=5), Record(0.0, 1, output_tokens=4)]
+    with pytest.raises(StartError, match="1 of 2 answers ended early"):
+        batching._check(asks, Run(records, 1.0, 0.0), Console())
+    batching._check(asks[:1], Run(records[:1], 1.0, 0.0), Console())
