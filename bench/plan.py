@@ -11,6 +11,7 @@ says of the same systems.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -33,9 +34,10 @@ from bench.world import HELP_WITH_FEW, HELP_WITH_MANY, LENT_TOKENS, MANY_TOKENS,
 from common import builtin
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.client import Server
-from common.config import BenchPlanConfig
+from common.config import BenchPlanConfig, UpConfig
 from common.errors import StartError
 from common.kv.budget import human_bytes
+from common.options import Parser, add_options, options
 
 SERVED = (4, 64, 128)
 """Streams, their prompt tokens and those of their answers, of which turns are measured."""
@@ -47,6 +49,8 @@ CHECKED = {
     "output": "output_throughput",
 }
 """Figures that are held against measured ones, and their keys in a file of ``compare``."""
+ALIKE = ("block_size", "max_num_seqs", "max_num_batched_tokens", "lend_cores")
+"""Options of workers that have the same default here and in ``tandem up``."""
 
 
 def run(config: BenchPlanConfig) -> int:
@@ -229,6 +233,8 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
         found = json.loads(path.read_text(encoding="utf-8"))
         measured: dict[str, Any] = found["systems"]
         load = dict(found.get("load", {}))
+        if "up_flags" in found:
+            load |= _workers(found["up_flags"] or "")
         for system in measured.values():
             for each in system["rounds"]:
                 for key in CHECKED.values():
@@ -237,13 +243,28 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
         raise StartError(f"cannot check against {path}", error.strerror or str(error), todo) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartError(f"cannot check against {path}", f"it is no such file ({error!r})", todo) from error
-    mine = as_load(config, config.model) | {"max_concurrency": None}
+    of_workers = {each.name: getattr(config, each.name) for each in options(UpConfig) if hasattr(config, each.name)}
+    mine = of_workers | as_load(config, config.model) | {"max_concurrency": None}
     if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
         why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
         raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
     if not set(systems) & set(measured):
         raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
     return measured
+
+
+def _workers(flags: str) -> dict[str, Any]:
+    """What the flags of a measured ``tandem up`` said of its workers, as far as that is an option here."""
+    parser = Parser(add_help=False)
+    add_options(parser, UpConfig)
+    given = vars(parser.parse_args(shlex.split(flags)))
+    here = {each.name: each for each in options(BenchPlanConfig)}
+    found = {name: here[name].default for name in ALIKE}
+    for each in options(UpConfig):
+        if each.name in here and each.name in given and not each.positional:
+            value = given[each.name]
+            found[each.name] = each.parse(value, each.flag) if isinstance(value, str) else value
+    return found
 
 
 def _check(outcomes: Sequence[Outcome], measured: dict[str, Any]) -> dict[str, dict[str, float]]:

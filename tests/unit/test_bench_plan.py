@@ -227,8 +227,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(check) == 0
     assert "planned / measured, 1p1d: inside 1.00, ttft_p50 1.00" in capsys.readouterr().out
     load = {"request_rate": 5, "random_output_len": 10, "model": "", "max_concurrency": None, "seed": 0}
-    measured.write_text(json.dumps({"load": load, "systems": {"1p1d": {"rounds": rounds}}}))
-    assert cli.main(check) == 0
+    for flags in (None, "--max-num-seqs 64 --log-level warning"):
+        measured.write_text(json.dumps({"load": load, "up_flags": flags, "systems": {"1p1d": {"rounds": rounds}}}))
+        assert cli.main(check) == 0
     capsys.readouterr()
     for name, other in (("request_rate", "inf"), ("random_output_len", 11), ("max_concurrency", 4), ("model", "m")):
         measured.write_text(json.dumps({"load": load | {name: other}, "systems": {"1p1d": {"rounds": rounds}}}))
@@ -344,6 +345,10 @@ def test_costs_that_are_measured_are_kept_with_where_they_come_from(
         ({"load": {"random_output_len": 11}}, "is of another load"),
         ({"load": {"max_concurrency": 4}}, "max_concurrency 4 measured, None planned"),
         ({"load": 5}, "is no such file"),
+        ({"up_flags": "--max-num-batched-tokens 2048"}, "max_num_batched_tokens 2048 measured, 512 planned"),
+        ({"up_flags": "--no-lend-cores --block-size=32"}, "block_size 32 measured, 16 planned"),
+        ({"up_flags": "--threads 2"}, "threads 2 measured, 1 planned"),
+        ({"up_flags": '"'}, "is no such file"),
         ({}, "has none of these systems"),
     ],
 )
