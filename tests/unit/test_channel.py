@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import pytest
@@ -83,9 +84,8 @@ def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster: Path, k
 def test_who_finds_the_place_nearby_taken_does_not_start() -> None:
     """Somebody would hear the workers who is not their coordinator."""
     with contextlib.closing(Channels()) as channels, contextlib.closing(Channels()) as others:
-        router, address = channels.router("tcp://127.0.0.1:*")
-        router.close()
-        asked = f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+        with create_server(("127.0.0.1", 0)) as free:
+            asked = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         with socket_at(others, nearby(asked)), pytest.raises(StartError, match="cannot listen on ipc://"):
             channels.router(asked, near=True)
 
