@@ -180,6 +180,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1, condition=condition))
 
 
+def pytest_collection_finish() -> None:
+    """What all modules have made when they were imported stays: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[_taken] = Taken()
 

