@@ -102,7 +102,7 @@ def _commit() -> str | None:
 
 def comparable(earlier: dict[str, Any]) -> bool:
     """Whether figures that were saved ``earlier`` are of this machine and these sources: nothing that is committed has
-    changed since but documents and results, and nothing that is not."""
+    changed since but documents, results and tests, and nothing that is not."""
     now = provenance()
     if earlier.get("machine") != now["machine"] or not now["commit"] or now["commit"].endswith("+"):
         return False
@@ -115,6 +115,7 @@ def comparable(earlier: dict[str, Any]) -> bool:
             "--",
             ".",
             ":(exclude)bench/results",
+            ":(exclude)tests",
             ":(exclude)*.md",
         )
     except (OSError, subprocess.SubprocessError):

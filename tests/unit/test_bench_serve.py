@@ -287,9 +287,9 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
     monkeypatch.setattr(results, "_commit", results._commit.__wrapped__)  # each time as in a process of its own
     monkeypatch.setattr(results, "ROOT", tmp_path)
     assert not results.comparable(provenance()), "nobody knows of which sources they are"
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    code, text, figures = tmp_path / "code.py", tmp_path / "README.md", tmp_path / "bench" / "results" / "goals.json"
-    for path in (code, text, figures):
+    code, *others = (tmp_path / name for name in ("code.py", "README.md", "tests/test.py", "bench/results/goals.json"))
+    for path in (code, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("1")
     git(tmp_path, "init", "-q")
     commit_all(tmp_path)
@@ -299,10 +299,10 @@ def test_figures_of_other_sources_or_machines_are_not_comparable(
     for other in ({"cores": 1000}, ranked, {"cpu_model": "cpu family 1, model 2"}, {"instructions": []}):
         assert not results.comparable(earlier | {"machine": earlier["machine"] | other})
     assert not results.comparable(earlier | {"commit": "0123456789ab"})
-    for path in (text, figures):
+    for path in others:
         path.write_text("2")
     commit_all(tmp_path)
-    assert results.comparable(earlier), "documents and figures are no sources"
+    assert results.comparable(earlier), "documents, tests and figures are no sources"
     code.write_text("2")
     assert not results.comparable(earlier), "not committed"
     commit_all(tmp_path)
