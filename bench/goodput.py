@@ -3,8 +3,8 @@
 The second of two definitions of goodput (DistServe's): runs at several rates make a curve of attainment, and where it
 falls through the wanted share (90 %) is interpolated. Failed and rejected requests are outside. Objectives are in ms,
 or multiples of what the same server does unloaded. Without ``--rates`` they are searched for: doubled until one fails,
-then halved in between, on a scale of factors. A run that is over almost as soon as its requests are sent shows no rate:
-what a burst leaves in a queue for a few seconds, a load of that rate leaves there for longer and longer.
+then halved in between, on a scale of factors. A run whose answers take longer than all its requests took to come shows
+no rate: what waits for seconds behind a burst would, at that rate, wait for longer and longer.
 """
 
 from __future__ import annotations

@@ -66,11 +66,12 @@ def _command() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else ""
     program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
-    words = [Path(word).name if word.startswith("/") else word for word in _without_secrets(sys.argv[1:])]
+    words = [Path(word).name if word.startswith("/") else word for word in without_secrets(sys.argv[1:])]
     return f"{program} {shlex.join(words)}"
 
 
-def _without_secrets(words: Iterable[str]) -> Iterator[str]:
+def without_secrets(words: Iterable[str]) -> Iterator[str]:
+    """The words of a command as they may be saved: keys are left out, and what URLs say before their host."""
     flag = ""  # that a word may be the value of
     for word in words:
         option, equals, value = word.partition("=")
@@ -81,7 +82,7 @@ def _without_secrets(words: Iterable[str]) -> Iterator[str]:
         if flag in (*SECRETS, *MANY_SECRETS):
             shown = value and "..."
         elif flag == FLAGS:
-            shown = shlex.join(_without_secrets(shlex.split(value)))
+            shown = shlex.join(without_secrets(shlex.split(value)))
         else:
             shown = re.sub(r"(?<=://)[^/@]+@", "", value)
         if equals or (value and flag not in MANY_SECRETS):

@@ -393,3 +393,9 @@ def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
     assert measured == ["1p1d", "1c", "other"] * 2
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("note: the server at --url keeps running while the others are measured: if it is on this") == 1
+
+
+def test_flags_of_the_systems_are_saved_without_their_keys() -> None:
+    config = BenchCompareConfig(model="", up_flags="--api-key four --max-num-seqs 8")
+    assert compare._as_json(config, [Outcome("1c")], (), [])["up_flags"] == "--api-key ... --max-num-seqs 8"
+    assert compare._as_json(replace(config, up_flags=None), [Outcome("1c")], (), [])["up_flags"] == ""

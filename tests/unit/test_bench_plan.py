@@ -227,7 +227,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(check) == 0
     assert "planned / measured, 1p1d: inside 1.00, ttft_p50 1.00" in capsys.readouterr().out
     load = {"request_rate": 5, "random_output_len": 10, "model": "", "max_concurrency": None, "seed": 0}
-    for flags in (None, "--max-num-seqs 64 --log-level warning"):
+    for flags in (None, "--api-key ... --max-num-seqs 64 --log-level warning"):
         measured.write_text(json.dumps({"load": load, "up_flags": flags, "systems": {"1p1d": {"rounds": rounds}}}))
         assert cli.main(check) == 0
     capsys.readouterr()
