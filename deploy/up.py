@@ -45,6 +45,9 @@ JOIN_TIMEOUT_S = 30.0
 LINKS_TIMEOUT_S = 2.0
 LEAVE_GRACE_S = 5.0
 """What a process may take to end beyond the drain timeout, before it is killed."""
+ONE_SIGNAL_S = 0.5
+"""Signals so near to the first are the same one: who sends SIGTERM to a whole group, as timeout does, sends it to make,
+too, which passes it on."""
 
 
 def run(config: UpConfig) -> int:
@@ -115,6 +118,7 @@ class Supervisor:
         self._units: list[Unit] = []
         self._lent = LentCores.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
+        self._stopped_at = 0.0
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._grown = asyncio.Event()
         self._up = self._chatting = self._piling_up = False
@@ -444,7 +448,11 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._chatting:
             return  # it stops an answer, which is the conversation's business
-        (self._kill if self._stop.is_set() else self._stop).set()
+        if not self._stop.is_set():
+            self._stopped_at = time.monotonic()
+            self._stop.set()
+        elif time.monotonic() - self._stopped_at > ONE_SIGNAL_S:
+            self._kill.set()
 
     async def _drain(self, at_once: bool) -> None:
         """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
