@@ -388,6 +388,10 @@ class Worker(abc.ABC):
         elif silent:
             words = "the coordinator at %s has said nothing for %.1f s: waiting for it"
             log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
+        elif self._told_refusals:
+            log.warning(
+                "the coordinator at %s has not let this worker in so far: trying again", self.settings.coordinator
+            )
         else:
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
 
