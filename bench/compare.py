@@ -393,7 +393,9 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
         lines.append(f"| {each.system} | {' | '.join(cells)} |")
     for each in outcomes:
         if each is not base:
-            ratios = ", ".join(f"{name} {each.against(base, name):.2f}" for name in ("goodput", "output", "itl_p99"))
+            ratios = ", ".join(
+                f"{name} {each.against(base, name):.2f}" for name in ("goodput", "inside", "output", "itl_p99")
+            )
             lines.append(f"{each.system} / {base.system}, within a round: {ratios}")
     return lines
 

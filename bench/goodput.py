@@ -54,10 +54,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """A rate in requests per second. ``at_least``: no rate that was tried failed."""
+    """A rate in requests per second: that of the fastest good run if none failed (``at_least``), else one ``between``
+    two that were tried."""
 
     rate: float
     at_least: bool = False
+    between: tuple[Point, Point] | None = None
 
     def __str__(self) -> str:
         return f"{'at least ' if self.at_least else ''}{self.rate:.2f} requests/s"
@@ -72,7 +74,7 @@ def highest(curve: Sequence[Point], wanted: float) -> Goodput:
             if before is None:
                 return Goodput(0.0)
             share = (before.attainment - wanted) / (before.attainment - point.attainment)
-            return Goodput(before.rate + share * (point.rate - before.rate))
+            return Goodput(before.rate + share * (point.rate - before.rate), between=(before, point))
         before = point
     return Goodput(before.rate if before else 0.0, at_least=True)
 
@@ -162,6 +164,24 @@ def load_at(options: LoadOptions, prepared: Prepared, rate: float, run: int, con
     )
 
 
+def remarks(goodput: Goodput, points: Sequence[Point], config: BenchGoodputConfig) -> list[str]:
+    """What a figure between two rates that were tried is made of, and whether chance has a part in it."""
+    if goodput.between is None:
+        return []
+    good, bad = goodput.between
+    lines = [
+        f"interpolated between {good.rate:.2f} ({good.attainment:.1%} inside) and {bad.rate:.2f} ({bad.attainment:.1%})"
+    ]
+    if again := [
+        f"{each.rate:.2f}" for each in points if each.rate > bad.rate and each.attainment >= config.attainment
+    ]:
+        lines.append(
+            f"at {', '.join(again)} enough were inside again: {config.num_prompts} requests at each rate leave it to "
+            "chance (--num-prompts)"
+        )
+    return lines
+
+
 def run(config: BenchGoodputConfig) -> int:
     """Prints the curve and the goodput; exit code 1 if no rate was good enough."""
     console = Console(stderr=True, highlight=False)
@@ -196,6 +216,8 @@ def run(config: BenchGoodputConfig) -> int:
     points = curve(found)
     goodput = highest(points, config.attainment)
     print(f"goodput: {goodput} with {config.attainment:.0%} inside {shown}")
+    for line in remarks(goodput, points, config):
+        print(line)
     telling = _telling(points, config.attainment)
     if short := ", ".join(f"{point.rate:.2f}" for point in points if point not in telling):
         print(
@@ -219,6 +241,6 @@ def run(config: BenchGoodputConfig) -> int:
     if config.plot:
         from bench import plots
 
-        line = [(point.rate, point.attainment) for point in points]
-        plots.draw_attainment({prepared.target.model: line}, Path(config.plot), config.attainment, shown)
+        attained = [(point.rate, point.attainment) for point in points]
+        plots.draw_attainment({prepared.target.model: attained}, Path(config.plot), config.attainment, shown)
     return 0 if goodput.rate else 1

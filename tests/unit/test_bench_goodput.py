@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.goodput import NEAR, Goodput, Point, highest, next_rate
+from bench.goodput import NEAR, Goodput, Point, highest, next_rate, remarks
+from common.config import BenchGoodputConfig
 from deploy import cli
 
 
@@ -60,6 +62,17 @@ def test_the_search_ends_where_a_run_is_too_short_to_tell_anything() -> None:
         points.append(Point(rate, 1.0, 20 / max(20 / rate, 20 / 3)))
     assert [point.rate for point in points] == [1.0, 2.0, 4.0, 8.0]
     assert highest(points, 0.9) == Goodput(4.0, at_least=True)
+
+
+def test_what_lies_between_two_rates_is_said_to() -> None:
+    config = replace(BenchGoodputConfig(), num_prompts=8)
+    points = [Point(1.0, 1.0), Point(2.0, 0.8), Point(4.0, 0.9)]
+    lines = remarks(highest(points, 0.9), points, config)
+    assert lines[0] == "interpolated between 1.00 (100.0% inside) and 2.00 (80.0%)"
+    assert lines[1].startswith("at 4.00 enough were inside again: 8 requests at each rate")
+    assert len(remarks(highest(points[:2], 0.9), points[:2], config)) == 1
+    for told in (points[:1], points[1:2]):  # nothing failed, everything did
+        assert remarks(highest(told, 0.9), told, config) == []
 
 
 def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
