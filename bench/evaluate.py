@@ -23,7 +23,7 @@ from rich.table import Table
 from bench import results
 from common.builtin.checks import Answer, Verdict, check
 from common.config import EvalConfig
-from common.errors import StartError
+from common.errors import StartError, reason
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "builtin.jsonl"
 MAX_TOKENS = 256
@@ -93,7 +93,7 @@ class Report:
             skills = {name: Figures(**figures) for name, figures in data["skills"].items()}
             return cls(data["model"], data["golden"], data["fingerprint"], skills, data["failures"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StartError(f"cannot read the baseline {path}", str(error), "make one with --save") from error
+            raise StartError(f"cannot read the baseline {path}", reason(error), "make one with --save") from error
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], s
         if not records:
             raise ValueError("it is empty")
     except (OSError, ValueError) as error:
-        raise StartError(f"cannot read the golden set {path}", str(error), "name another with --golden") from error
+        raise StartError(f"cannot read the golden set {path}", reason(error), "name another with --golden") from error
     known = {record["skill"] for record in records}
     if unknown := sorted(set(skills) - known):
         raise StartError(
@@ -166,9 +166,7 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        raise StartError(
-            f"no model answers at {base}", str(error) or type(error).__name__, "start one: tandem up"
-        ) from error
+        raise StartError(f"no model answers at {base}", reason(error), "start one: tandem up") from error
 
 
 async def _ask(session: aiohttp.ClientSession, base: str, report: Report, record: Record) -> tuple[Answer | None, str]:
@@ -187,7 +185,7 @@ async def _ask(session: aiohttp.ClientSession, base: str, report: Report, record
         report.fingerprint = data.get("system_fingerprint") or report.fingerprint
         return _answer(data["choices"][0]["message"]), ""
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        return None, str(error) or type(error).__name__
+        return None, reason(error)
 
 
 def _answer(message: Record) -> Answer:

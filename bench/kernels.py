@@ -195,7 +195,7 @@ def measure(
 
         shown = ", ".join(f"{each.count} of {each.inputs} to {each.outputs}" for each in layers)
         words = f"{dtype}, {heads.query} heads over {heads.kv} of {heads.dim}, linear layers {shown}"
-        say(f"{device.cpu_name()}, {threads} threads, {words}")
+        say(f"{device.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {words}")
         attention = []
         for batch in BATCHES:
             for context in CONTEXTS:
@@ -261,7 +261,7 @@ def _sizes(option: str, given: str, count: int, what: str, example: str) -> list
         sizes = []
     if len(sizes) != count or min(sizes) < 1:
         why = f"they are {what}, each at least 1"
-        raise StartError(f"--{option} {given} cannot be", why, f"give them as in {example}")
+        raise StartError(f"--{option} {given} cannot be used", why, f"give them as in {example}")
     return sizes
 
 
@@ -273,12 +273,12 @@ def run(config: BenchKernelsConfig) -> int:
     heads = Heads(*_sizes("heads", config.heads, 3, what, defaults.heads))
     if heads.query % heads.kv:
         why = "query heads are a multiple of key-value heads"
-        raise StartError(f"--heads {config.heads} cannot be", why, f"give them as in {defaults.heads}")
+        raise StartError(f"--heads {config.heads} cannot be used", why, f"give them as in {defaults.heads}")
     what = "hidden and intermediate size, layers and words of the vocabulary"
     hidden, inner, layers, words = _sizes("layers", config.layers, 4, what, defaults.layers)
     if hidden % 2 or inner % 2 or heads.query * heads.dim % 2:
         why = "the kernels take rows of an even number of elements"
-        raise StartError(f"layers of {config.heads} and {config.layers} cannot be", why, "give even sizes")
+        raise StartError(f"layers of {config.heads} and {config.layers} cannot be used", why, "give even sizes")
     model = {
         "hidden_size": hidden, "num_attention_heads": heads.query, "num_key_value_heads": heads.kv,
         "head_dim": heads.dim, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words,

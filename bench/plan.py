@@ -35,7 +35,7 @@ from common import builtin
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.client import Server
 from common.config import BenchPlanConfig, UpConfig
-from common.errors import StartError
+from common.errors import StartError, reason
 from common.kv.budget import human_bytes
 from common.options import Parser, add_options, options
 
@@ -66,7 +66,8 @@ def run(config: BenchPlanConfig) -> int:
     cost, origin = _cost(config, checkpoint, tokenizer)
     terms = ", ".join(f"{count} streams {seconds:.3g}" for count, seconds in cost.streams)
     terms += "".join(f", {name} {getattr(cost, name):.3g}" for name in ("context", "token", "square", "turn"))
-    print(f"costs in seconds ({cost.threads} threads, {cost.dtype}, median error {cost.error:.1%}): {terms}")
+    of = f"{cost.threads} thread{'s' if cost.threads > 1 else ''}"
+    print(f"costs in seconds ({of}, {cost.dtype}, median error {cost.error:.1%}): {terms}")
     limits = Limits(
         config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
         checkpoint.position_limit, config.link_rate, config.lend_cores,
@@ -240,7 +241,7 @@ def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> di
                 for key in CHECKED.values():
                     float(each[key])
     except OSError as error:
-        raise StartError(f"cannot check against {path}", error.strerror or str(error), todo) from error
+        raise StartError(f"cannot check against {path}", reason(error), todo) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartError(f"cannot check against {path}", f"it is no such file ({error!r})", todo) from error
     of_workers = {each.name: getattr(config, each.name) for each in options(UpConfig) if hasattr(config, each.name)}

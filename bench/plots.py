@@ -14,7 +14,7 @@ import numpy as np
 from bench.client import Record
 from bench.load import Run
 from bench.metrics import Objective
-from common.errors import StartError
+from common.errors import StartError, reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,4 +193,4 @@ def _write(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise StartError(f"cannot draw {path}", str(error), "name a PNG or SVG file with --plot") from error
+        raise StartError(f"cannot draw {path}", reason(error), "name a PNG or SVG file with --plot") from error

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TypeVar
 
-from common.errors import StartError
+from common.errors import StartError, reason
 
 STOP_S, POLL_S = 60.0, 0.05
 _PR_SET_PDEATHSIG = 1
@@ -90,7 +90,7 @@ def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None =
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
-            raise StartError(f"{name} cannot be started", str(error), "correct its path") from error
+            raise StartError(f"{name} cannot be started", reason(error), "correct its path") from error
         process = Process(name, popen, log)
         try:
             yield process

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import device, threads
-from common.errors import StartError
+from common.errors import StartError, reason
 
 PICTURES = (".png", ".svg")
 SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), "--up-flags"
@@ -151,7 +151,9 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StartError(f"cannot save the figures in {path}", str(error), "name another file with --save") from error
+        raise StartError(
+            f"cannot save the figures in {path}", reason(error), "name another file with --save"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.client import Refused, Server
-from common.errors import StartError
+from common.errors import StartError, reason
 
 PROSE_CHARACTERS = 100_000
 _TODO = "give --tokenizer FILE, the model's tokenizer.json"
@@ -43,7 +43,7 @@ class ServerTokenizer:
         try:
             return self._server.post(path, body)[field]
         except (OSError, Refused, LookupError, TypeError) as error:
-            why = str(error) or type(error).__name__
+            why = reason(error)
             raise StartError(f"{self._server.url}{path} gave no answer", why, _TODO) from error
 
 
@@ -57,7 +57,7 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exceptions for files that it does not understand
-            raise StartError(f"cannot read the tokenizer {file}", str(error), "correct --tokenizer") from error
+            raise StartError(f"cannot read the tokenizer {file}", reason(error), "correct --tokenizer") from error
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from common.config import LONGEST_TOKENS
-from common.errors import StartError
+from common.errors import StartError, reason
 
 MOONCAKE_BLOCK_TOKENS = 512
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024, 2048
@@ -187,7 +187,7 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
             if not math.isfinite(at):
                 raise ValueError(f"it came at {at}")
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise _bad(path, f"line {number}: {type(error).__name__}: {error}") from error
+            raise _bad(path, f"line {number}: {_wrong(error)}") from error
         _check_lengths(path, number, length, output)
         began = at if began is None else began
         prompt: list[int] = []
@@ -196,6 +196,12 @@ def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[
             prompt += _some(block, ids, MOONCAKE_BLOCK_TOKENS)
         prompt += _some(own, ids, max(0, length - len(prompt)))
         yield Ask(prompt[:length], length, output, at=(at - began) / 1000)
+
+
+def _wrong(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error})"
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
@@ -209,7 +215,7 @@ def _lines(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read the dataset {path}", str(error), "correct --dataset-path") from error
+        raise StartError(f"cannot read the dataset {path}", reason(error), "correct --dataset-path") from error
 
 
 def _bad(path: Path, what: str) -> StartError:

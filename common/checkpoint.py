@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import StartError
+from common.errors import StartError, reason
 from common.kv.layout import KvDtype, LayerLayout
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
@@ -203,7 +203,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StartError(f"cannot read {path}", str(error), RESTORE) from error
+        raise StartError(f"cannot read {path}", reason(error), RESTORE) from error
     if not isinstance(content, dict):
         raise StartError(f"cannot read {path}", "it is not a JSON object", RESTORE)
     return content

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.errors import StartError, TandemError
+from common.errors import StartError, TandemError, reason
 
 
 class Refused(TandemError):
@@ -90,7 +90,7 @@ class Server:
         try:
             status, body = self.get("/v1/models")
         except OSError as error:
-            why = error.strerror or str(error) or type(error).__name__
+            why = reason(error)
             raise StartError(f"cannot reach {self.url}", why, "start it with `tandem up`, or give --url") from error
         if status != 200 or not isinstance(body, dict) or not body.get("data"):
             why, closed = _message(body) or f"HTTP status {status}", status in (401, 403)

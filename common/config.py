@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from common.errors import StartError
+from common.errors import StartError, reason
 from common.hosts import is_loopback
 from common.ids import MAX_NAME_BYTES, WorkerName
 from common.keys import PARTIES, ClusterKeys, Party
@@ -23,12 +23,14 @@ from common.options import (
     ADDRESS,
     CPUS,
     DEADLINE,
+    FLAGS,
     JSON_OBJECT,
     LIST,
     NUMBERS,
     PAIRS,
     PORT,
     RATE,
+    RATES,
     SECONDS,
     SIZE,
     SWITCH,
@@ -235,7 +237,7 @@ class ServingOptions:
             try:
                 lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise StartError(f"cannot read {self.api_key_file}", str(error), "correct --api-key-file") from error
+                raise StartError(f"cannot read {self.api_key_file}", reason(error), "correct --api-key-file") from error
             found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
             if not found:  # a file emptied by mistake must not open the door
                 raise StartError(f"{self.api_key_file} holds no key", "every line is empty or a comment", "add a key")
@@ -577,7 +579,7 @@ class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
     metadata: dict[str, str] | None = option(None, "more to save with them", PAIRS, "results")
     percentile_metrics: str = option(
         "ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue",
-        "metrics that are shown, the last two with --max-concurrency",
+        "metrics that are shown, the last two with --max-concurrency, the last with a rate besides",
         TEXT,
         "results",
     )
@@ -612,13 +614,11 @@ class BenchGoodputConfig(TargetOptions, LoadOptions):
     )
     attainment: float = option(0.9, "share of requests that must be inside them", decimal(0.01, 1), "results")
     rates: tuple[float, ...] | None = option(
-        None, "requests per second to try", NUMBERS, "load", shown_default="searched for"
+        None, "requests per second to try", RATES, "load", shown_default="searched for"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(not 0 < rate < math.inf for rate in self.rates or ()):
-            raise StartError("--rates has one that cannot be", "a rate is more than 0 and finite", "correct --rates")
         if self.max_concurrency is not None:
             why = "no objective counts what waits in the client, so no rate would ever be too high"
             raise StartError("--max-concurrency cannot be given here", why, "limit the server (--max-num-seqs)")
@@ -638,7 +638,7 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
         "systems",
         shown_default="1p1d,1c,2c; on more than two cores 2p1d,1p2d,3c as well",
     )
-    up_flags: str | None = option(None, "flags for each tandem up, in one word", TEXT, "systems")
+    up_flags: str | None = option(None, "flags for each tandem up, in one word", FLAGS, "systems")
     runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")
     url: str | None = option(None, "a running server to compare with, too", TEXT, "systems")
     api_key: str | None = option(None, "key to send it", TEXT, "systems", secret=True)

@@ -10,10 +10,18 @@ TandemError
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 NOT_OURS = "give an address of this machine (ip addr lists them)"
 """What to do when a socket cannot be bound because its address belongs to nobody here."""
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in as few words as tell it: of an error of the system no number, and no path again."""
+    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 class TandemError(Exception):

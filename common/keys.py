@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from common.errors import StartError
+from common.errors import StartError, reason
 
 Party = Literal["coordinator", "prefill", "decode", "colocated"]
 PARTIES: tuple[Party, ...] = get_args(Party)
@@ -96,7 +96,7 @@ def _read(path: Path) -> tuple[dict[Party, str], dict[Party, str]]:
             text = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise StartError(
-            f"cannot read {path}", error.strerror or str(error), "correct --cluster-key-file, or run tandem keygen"
+            f"cannot read {path}", reason(error), "correct --cluster-key-file, or run tandem keygen"
         ) from error
     try:
         content = json.loads(text)
@@ -152,4 +152,4 @@ def _write(path: Path, public: dict[Party, str], secret: dict[Party, str], overw
             "choose another --out, or say --overwrite",
         ) from error
     except OSError as error:
-        raise StartError(f"cannot write {path}", error.strerror or str(error), "choose another --out") from error
+        raise StartError(f"cannot write {path}", reason(error), "choose another --out") from error

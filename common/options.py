@@ -11,13 +11,14 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from common.errors import StartError
+from common.errors import StartError, reason
 
 T = TypeVar("T")
 ENV_PREFIX = "TANDEM_"
@@ -156,6 +157,13 @@ def _parse_rate(text: str) -> float:
     return value
 
 
+def _parse_rates(text: str) -> tuple[float, ...]:
+    rates = _parse_numbers(text)
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(text)
+    return rates
+
+
 def _parse_pairs(text: str) -> dict[str, str]:
     pairs = dict(line.split("=", 1) for line in text.splitlines() if line)
     if not pairs or not all(pairs):
@@ -177,6 +185,8 @@ SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(
 SECONDS = decimal(0, 1e6, "SECONDS")
 DEADLINE = decimal(0.001, 1e6, "SECONDS")
 RATE = Kind("X", "a number more than 0, or inf", _parse_rate)
+FLAGS = Kind("FLAGS", "flags, as one word", _parse_text)
+RATES = Kind("X,X", "finite numbers of more than 0 with commas between, such as 0.5,1,2", _parse_rates)
 NUMBERS = Kind("X,X", "numbers from 0 up with commas between, such as 50,95,99", _parse_numbers)
 JSON_OBJECT = Kind("JSON", "a JSON object", _parse_object)
 SWITCH = Kind("", "true or false", _parse_switch)
@@ -220,7 +230,7 @@ class Option:
         try:
             return self.kind.parse(text)
         except (ValueError, OverflowError):
-            shown = "the value" if self.secret else repr(text)
+            shown = "what was given" if self.secret else repr(text)
             raise StartError(
                 f"{origin} cannot be {shown}", f"it takes {self.kind.expects}", f"correct {origin}"
             ) from None
@@ -297,7 +307,8 @@ def unknown(kind: str, word: str, known: Iterable[str], where: str, listed_by: s
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with StartErrors for errors, no guessing from abbreviations, and ``--a_b`` taken for ``--a-b``."""
+    """argparse with StartErrors for errors, no guesses from abbreviations, ``--a_b`` for ``--a-b``, and values that are
+    flags."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, allow_abbrev=False)
@@ -306,7 +317,15 @@ class Parser(argparse.ArgumentParser):
         raise StartError(f"{self.prog} cannot read its arguments", message, f"{self.prog} --help lists them")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(None if args is None else [_dashes(word) for word in args], namespace)
+        return super().parse_known_args(None if args is None else list(self._words(args)), namespace)
+
+    def _words(self, args: Iterable[str]) -> Iterator[str]:
+        """A value that is flags itself begins with a dash: argparse takes that for the next option, unless behind =."""
+        takes_flags = {flag for each in self._actions if each.metavar == FLAGS.metavar for flag in each.option_strings}
+        words = iter(args)
+        for word in map(_dashes, words):
+            value = next(words, None) if word in takes_flags else None
+            yield word if value is None else f"{word}={value}"
 
 
 def _dashes(word: str) -> str:
@@ -406,7 +425,7 @@ def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read {path}", str(error), "correct --config") from error
+        raise StartError(f"cannot read {path}", reason(error), "correct --config") from error
     except yaml.YAMLError as error:
         raise StartError(f"{path} is not YAML", " ".join(str(error).split()), "correct the file") from error
     if loaded is None:

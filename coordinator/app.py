@@ -23,7 +23,7 @@ from common import threads
 from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
-from common.errors import StartError
+from common.errors import StartError, reason
 from common.ids import WorkerName
 from common.times import FailureTimes
 from coordinator.backlog import Backlog
@@ -214,7 +214,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise StartError(
             f"cannot listen on {bracketed(host)}:{port}",
-            error.strerror or str(error),
+            reason(error),
             "stop what uses that port, or choose another with --port",
         ) from error
     listener.setblocking(False)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, normalizers
 
-from common.errors import RequestError, StartError
+from common.errors import RequestError, StartError, reason
 from coordinator.openai import ChatBody
 from coordinator.template import ChatTemplate, Typed, pick_template
 
@@ -217,7 +217,7 @@ def _given_template(option: str) -> str:
     try:
         return Path(option).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read the chat template {option}", str(error), "correct --chat-template") from error
+        raise StartError(f"cannot read the chat template {option}", reason(error), "correct --chat-template") from error
 
 
 # -- incremental decoding ---------------------------------------------------------------------------------------------

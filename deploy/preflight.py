@@ -9,7 +9,7 @@ from errno import EADDRNOTAVAIL
 from common import device
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import UpConfig, WorkerConfig
-from common.errors import NOT_OURS, StartError
+from common.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout
 from deploy import cores
@@ -110,6 +110,6 @@ def claim_port(host: str, port: int, flag: str) -> int:
     except OSError as error:
         raise StartError(
             f"cannot listen on {host}:{port}",
-            error.strerror or str(error),
+            reason(error),
             NOT_OURS if error.errno == EADDRNOTAVAIL else f"stop what uses that port, or choose another with {flag}",
         ) from error

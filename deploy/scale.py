@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.client import Refused, Server
 from common.config import ScaleConfig
-from common.errors import StartError
+from common.errors import StartError, reason
 
 PATIENCE_S = 1800.0
 """Loading a model, and draining a worker, may take long."""
@@ -21,7 +21,7 @@ def run(config: ScaleConfig) -> int:
     try:
         pools = Server(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
     except OSError as error:
-        why = error.strerror or str(error) or type(error).__name__
+        why = reason(error)
         raise StartError(f"cannot reach {config.url}", why, "start it with `tandem up`, or give --url") from error
     except Refused as error:
         raise StartError(

@@ -20,7 +20,7 @@ from bench.goals import checkpoint, coordinator, engine, handoff, serving
 from bench.goals.field import FULL, QUICK, Field, opened
 from bench.goals.figures import Row, as_json, of_json, table
 from bench.peers import vllm
-from common.errors import StartError
+from common.errors import StartError, reason
 
 Goal = Callable[[Field], list[Row]]
 GOALS: dict[str, Goal] = {
@@ -79,9 +79,7 @@ def resumed(save: Path, of: dict[str, Any]) -> Found:
         rows = [of_json(each) for each in kept["rows"]]
         parts, date, broken = dict(kept["parts"]), str(kept["date"]), dict(kept["broken"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StartError(
-            f"cannot go on with {save}", str(error) or type(error).__name__, "leave --resume out"
-        ) from error
+        raise StartError(f"cannot go on with {save}", reason(error), "leave --resume out") from error
     if not results.comparable(kept):
         raise StartError(
             f"cannot go on with {save}",

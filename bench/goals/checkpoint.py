@@ -23,7 +23,9 @@ def make(folder: Path) -> Path:
         return folder
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=_tokenizer(), bos_token=_SPECIALS[0], eos_token=_SPECIALS[1], model_max_length=POSITIONS
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import pytest
 from common.channel import is_local
 from common.config import (
     CONFIGS,
+    BenchCompareConfig,
     ChatConfig,
     CoordinatorConfig,
     UpConfig,
     WorkerConfig,
     load_config,
 )
-from common.errors import StartError
+from common.errors import StartError, reason
 from common.hosts import is_loopback
 from common.ids import WorkerName
 from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number, show
@@ -53,6 +56,34 @@ def test_numbers_and_sizes(text: str, value: int) -> None:
 def test_what_is_no_number(text: str) -> None:
     with pytest.raises((ValueError, OverflowError)):
         parse_number(text)
+
+
+def test_a_value_that_is_flags_may_begin_with_dashes() -> None:
+    """Behind = or as a word of its own, whatever spelling the flag has; words that follow it are none of it."""
+    parser = Parser(prog="tandem")
+    commands = parser.add_subparsers()
+    add_options(commands.add_parser("compare"), BenchCompareConfig)
+    for words in (
+        ("--up-flags", "--no-lend-cores --seed 1", "--runs", "2"),
+        ("--up_flags", "--no-lend-cores --seed 1", "--runs", "2"),
+        ("--runs", "2", "--up-flags=--no-lend-cores --seed 1"),
+    ):
+        given = vars(parser.parse_args(["compare", *words]))
+        assert given == {"up_flags": "--no-lend-cores --seed 1", "runs": "2"}
+    with pytest.raises(StartError, match="--up-flags: expected one argument"):
+        parser.parse_args(["compare", "--up-flags"])
+
+
+def test_reasons_are_words_without_numbers_and_paths(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as missing:
+        (tmp_path / "none").read_text()
+    assert reason(missing.value) == "No such file or directory"
+    connection = OSError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 9)")
+    assert reason(connection) == "Connection refused"
+    with pytest.raises(OSError) as unknown:
+        socket.getaddrinfo("nobody.invalid", 80, flags=socket.AI_NUMERICHOST)
+    assert reason(unknown.value) == str(unknown.value), "numbers of the resolver are none of the system's"
+    assert reason(ValueError("so it is")) == "so it is" and reason(TimeoutError()) == "TimeoutError"
 
 
 def test_cores_and_addresses() -> None:
