@@ -127,5 +127,22 @@ def test_every_file_that_is_named_exists() -> None:
     for path in re.findall(r"`([\w/]+(?:/|\.(?:py|md|txt|toml)))`", README):
         if path != "keys.txt" and "/" in path:
             assert (ROOT / path).exists(), path
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / path).exists(), path
+    for folder, text in ((ROOT, README), (ROOT / "bench", (ROOT / "bench" / "FIGURES.md").read_text(encoding="utf-8"))):
+        for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (folder / path).exists(), path
+
+
+def test_every_heading_that_is_linked_exists() -> None:
+    linked = [
+        (document, (document.parent / path).resolve() if path else document, anchor)
+        for document in (ROOT / "README.md", ROOT / "bench" / "FIGURES.md")
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8"))
+    ]
+    assert len(linked) > 10
+    for document, target, anchor in linked:
+        lines = target.read_text(encoding="utf-8").splitlines()
+        assert anchor in {_anchor(line) for line in lines if line.startswith("#")}, (document.name, target.name, anchor)
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lstrip("# ").lower()).replace(" ", "-")
