@@ -234,6 +234,7 @@ def run(config: BenchGoodputConfig) -> int:
             "attainment": config.attainment,
             "goodput": goodput.rate,
             "goodput_is_a_lower_bound": goodput.at_least,
+            "interpolated_between": [point.rate for point in goodput.between or ()],
             "unloaded": as_json(alone, metrics=METRICS),
             "runs": runs,
         }

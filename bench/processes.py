@@ -90,7 +90,7 @@ def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None =
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
-            raise StartError(f"{name} cannot be started", reason(error), "correct its path") from error
+            raise StartError(f"{name} cannot be started as {words[0]}", reason(error), "correct its path") from error
         process = Process(name, popen, log)
         try:
             yield process

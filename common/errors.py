@@ -19,7 +19,9 @@ NOT_OURS = "give an address of this machine (ip addr lists them)"
 
 def reason(error: BaseException) -> str:
     """Why something failed, in as few words as tell it: of an error of the system no number, and no path again."""
-    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0:
+    error = getattr(error, "os_error", error)  # of which aiohttp has made one of its own
+    own = type(error).__module__ == "builtins"  # the numbers of TLS and of the resolver are not the system's
+    if own and isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
 

@@ -329,9 +329,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _dashes(word: str) -> str:
-    if not word.startswith("--"):
-        return word
     flag, equals, value = word.partition("=")
+    if not flag.startswith("--") or " " in flag:  # several flags in one word are somebody's value
+        return word
     return flag.replace("_", "-") + equals + value
 
 

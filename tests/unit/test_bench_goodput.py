@@ -71,6 +71,7 @@ def test_what_lies_between_two_rates_is_said_to() -> None:
     assert lines[0] == "interpolated between 1.00 (100.0% inside) and 2.00 (80.0%)"
     assert lines[1].startswith("at 4.00 enough were inside again: 8 requests at each rate")
     assert len(remarks(highest(points[:2], 0.9), points[:2], config)) == 1
+    assert highest(points, 0.9).between == (points[0], points[1])
     for told in (points[:1], points[1:2]):  # nothing failed, everything did
         assert remarks(highest(told, 0.9), told, config) == []
 
@@ -88,7 +89,9 @@ def test_the_command(mock_url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [run["slo_attainment"] for run in figures["runs"]] == pytest.approx([0.8, 0.8])
     assert figures["objectives_ms"]["e2el"] == pytest.approx(50 * figures["unloaded"]["median_e2el_ms"])
     assert drawn.read_text().startswith("<?xml")
+    assert figures["interpolated_between"] == []
     assert cli.main(["bench", "goodput", "--rates", "0"]) == 1
+    assert "finite numbers of more than 0" in capsys.readouterr().err
     assert cli.main(["bench", "goodput", "--max-concurrency", "1"]) == 1
     assert "no objective counts what waits in the client" in capsys.readouterr().err
 

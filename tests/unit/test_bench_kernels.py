@@ -181,7 +181,10 @@ def test_the_tables_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {"commit", "machine", "read_bytes_per_s", "copy_bytes_per_s", "linear"} <= limits.keys()
     assert limits["copy_bytes_per_s"]["loopback socket"] == 16 * roofline.MIB
     assert limits["links"]["ZeroMQ over TCP"]["share"] == 2e6 / (16 * roofline.MIB)
-    assert all(each["share"] > 0 for each in limits["linear"])
+    assert len(limits["linear"]) == 2
+    for each in limits["linear"]:
+        assert each["share"] > 0
+        assert each["best_flops_per_s"] == max(each["square_flops_per_s"], each["flops_per_s"]), "nothing exceeds it"
     assert kernels.run(BenchKernelsConfig(heads="4/2/16", layers="48/96/1/64", save=str(saved))) == 0
     figures = json.loads(saved.read_text())
     assert [(each["outputs"], each["inputs"]) for each in figures["layers"]] == [

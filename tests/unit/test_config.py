@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.client_exceptions import ClientConnectorError
+from aiohttp.client_reqrep import ConnectionKey
 
 from common.channel import is_local
 from common.config import (
@@ -63,13 +66,14 @@ def test_a_value_that_is_flags_may_begin_with_dashes() -> None:
     parser = Parser(prog="tandem")
     commands = parser.add_subparsers()
     add_options(commands.add_parser("compare"), BenchCompareConfig)
+    flags = "--no-lend-cores --chat-template my_own.jinja"
     for words in (
-        ("--up-flags", "--no-lend-cores --seed 1", "--runs", "2"),
-        ("--up_flags", "--no-lend-cores --seed 1", "--runs", "2"),
-        ("--runs", "2", "--up-flags=--no-lend-cores --seed 1"),
+        ("--up-flags", flags, "--runs", "2"),
+        ("--up_flags", flags, "--runs", "2"),
+        ("--runs", "2", f"--up-flags={flags}"),
     ):
-        given = vars(parser.parse_args(["compare", *words]))
-        assert given == {"up_flags": "--no-lend-cores --seed 1", "runs": "2"}
+        assert vars(parser.parse_args(["compare", *words])) == {"up_flags": flags, "runs": "2"}
+    assert parser.parse_args(["compare", "--up-flags", "--no-lend-cores"]).up_flags == "--no-lend-cores"
     with pytest.raises(StartError, match="--up-flags: expected one argument"):
         parser.parse_args(["compare", "--up-flags"])
 
@@ -83,6 +87,9 @@ def test_reasons_are_words_without_numbers_and_paths(tmp_path: Path) -> None:
     with pytest.raises(OSError) as unknown:
         socket.getaddrinfo("nobody.invalid", 80, flags=socket.AI_NUMERICHOST)
     assert reason(unknown.value) == str(unknown.value), "numbers of the resolver are none of the system's"
+    assert reason(ssl.SSLError(1, "certificate verify failed")) == "certificate verify failed", "nor are those of TLS"
+    key = ConnectionKey("127.0.0.1", 9, False, None, None, None, None)
+    assert reason(ClientConnectorError(key, connection)) == "Connection refused"
     assert reason(ValueError("so it is")) == "so it is" and reason(TimeoutError()) == "TimeoutError"
 
 

@@ -941,6 +941,9 @@ def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
         worker._complain(now + tick / 10)
         assert tick > 50 or caplog.text.count(why) == 1
     assert caplog.text.count(why) == 2 and "is it started?" not in caplog.text
+    monkeypatch.setattr(Membership, "refusal", "")
+    worker._complain(now + 100)
+    assert "has not let this worker in so far" in caplog.text
 
 
 def test_a_request_that_can_never_fit_is_refused_in_words(bench: Bench) -> None:
