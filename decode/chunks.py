@@ -23,6 +23,8 @@ BETWEEN_STREAMS = 128
 """Of a chunk in a step without streams, of a worker to which some may come during it."""
 STALE_STEPS = 32
 """After so many steps with a chunk it is looked at again what those without take: contexts grow."""
+_LEAST_S = 1e-9
+"""What a token adds at least, if anything: rounding, or the average of many zeros, is no number to divide by."""
 _SIZES = 4
 """Numbers of streams that count as different, in a doubling."""
 _NEWEST = 0.1
@@ -65,7 +67,7 @@ class Chunks:
             return 0
         if not self._each:
             return FIRST_TOKENS
-        return max(1, int((TIMES - 1) * alone / self._each) // MULTIPLE) * MULTIPLE
+        return max(1, int((TIMES - 1) * alone / max(self._each, _LEAST_S)) // MULTIPLE) * MULTIPLE
 
     def _known(self, streams: int) -> float | None:
         """Seconds of a step with about so many streams and no chunk, if that was seen lately."""

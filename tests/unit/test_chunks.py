@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.ids import new_request_id, pack_tokens
@@ -89,6 +89,15 @@ def test_a_first_chunk_that_took_too_long_is_forgotten() -> None:
     assert chunks.most(10, more_come=True) in (384, 400)
 
 
+def test_tokens_that_add_nothing_for_long_are_no_error() -> None:
+    chunks = taught(linear, (10, 0), (10, 64))
+    for _ in range(20_000):  # the average halves with every seven
+        chunks.took(step(10, 0), 0.1)
+        chunks.took(step(10, 512), 0.09)
+    most = chunks.most(10, more_come=True)
+    assert most is not None and most > 10_000
+
+
 def test_what_steps_take_now_counts() -> None:
     chunks = taught(linear, (10, 0), (10, 64))
     for _ in range(60):
@@ -106,6 +115,7 @@ steps = st.lists(st.tuples(st.integers(0, 64), st.integers(0, 512), st.floats(0.
 
 
 @given(steps, st.integers(1, 64))
+@example([(0, 16, 2.2e-313)], 1)
 def test_whatever_steps_take_a_prompt_gets_on(seen: list[tuple[int, int, float]], streams: int) -> None:
     chunks = Chunks()
     for count, tokens, seconds in seen:
