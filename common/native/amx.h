@@ -9,6 +9,8 @@
 #define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
 #define BLOCK_ROWS (2 * AMX_ROWS)
 #define AHEAD (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
+#define FLOATS_AHEAD (8 << 10) /* the same where float32 is split, into the second */
+#define FLOATS_NEAR (2 << 10)  /* and from there into the first */
 
 /* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
 struct NAME(tiles) {
@@ -27,6 +29,8 @@ struct NAME(rows) {
 struct NAME(panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
+    int parts; /* as of rows: 1, or FLOAT_PARTS of both */
+    long part;
     int width;             /* vectors of LANES that are wanted */
     const char *next;      /* is brought nearer, ``lines`` cache lines per tile of steps: into second-level cache, or */
     long lines;            /* into the first for up to 16 rows of two vectors, if it is met ``soon`` */
@@ -67,14 +71,10 @@ typedef void NAME(part)(void *of, long i);
 
 INLINE void NAME(nothing)(void *, long) {}
 
-/* Up to 16 rows, or up to 32 if ``high``, and one vector or two; ``level`` of the cache to which ``next`` is brought.
- * ``count`` parts of something else stand between the products of one tile of steps and the next: neither waits for the
- * other, and the processor does both at once. */
-INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) rows, struct NAME(panel) panel,
-                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of,
-                             long count)
+/* Sums of up to 16 rows, or up to 32 if ``high``, and one vector or two, into their tiles and back. */
+INLINE void NAME(take_sums)(int high, int width, const float *sums, long sums_row, int add)
 {
-    float *below = sums + AMX_ROWS * sums_row;
+    const float *below = sums + AMX_ROWS * sums_row;
     if (add) {
         _tile_loadd(0, sums, sums_row * 4);
         if (width > 1)
@@ -89,35 +89,11 @@ INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) r
         _tile_zero(2);
         _tile_zero(3);
     }
-    const uint32_t *row = rows.words, *words = panel.words;
-    const char *next = panel.next;
-    long parts = count < 2 * tiles ? count : 2 * tiles;
-    for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += AMX_STEPS * panel.row) {
-        UNROLL for (int p = 0; p < rows.parts; p++) {
-            const uint32_t *here = row + p * rows.part;
-            _tile_loadd(4, here, rows.row * 4); /* all loads, then all products: a tenth faster than in turn */
-            if (high)
-                _tile_loadd(5, here + AMX_ROWS * rows.row, rows.row * 4);
-            if (p == 0)
-                _tile_loadd(6, words, panel.row * 4);
-            if (p == 0 && width > 1)
-                _tile_loadd(7, words + LANES, panel.row * 4);
-            if (p == 0 && 2 * t < parts)
-                do_part(of, 2 * t);
-            _tile_dpbf16ps(0, 4, 6);
-            if (width > 1)
-                _tile_dpbf16ps(1, 4, 7);
-            if (p == 0 && 2 * t + 1 < parts)
-                do_part(of, 2 * t + 1);
-            if (high)
-                _tile_dpbf16ps(2, 5, 6);
-            if (p == 0) /* behind the loads, which wait for the same places in which lines are waited for */
-                for (long line = 0; line < panel.lines; line++, next += 64)
-                    __builtin_prefetch(next, 0, level == 1 ? 3 : 2);
-            if (high && width > 1)
-                _tile_dpbf16ps(3, 5, 7);
-        }
-    }
+}
+
+INLINE void NAME(put_sums)(int high, int width, float *sums, long sums_row)
+{
+    float *below = sums + AMX_ROWS * sums_row;
     _tile_stored(0, sums, sums_row * 4);
     if (width > 1)
         _tile_stored(1, sums + LANES, sums_row * 4);
@@ -125,6 +101,49 @@ INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) r
         _tile_stored(2, below, sums_row * 4);
     if (high && width > 1)
         _tile_stored(3, below + LANES, sums_row * 4);
+}
+
+/* Up to 16 rows, or up to 32 if ``high``, and one vector or two; ``level`` of the cache to which ``next`` is brought.
+ * Where rows and panel are in parts the products of their last ones, below the last bit of a float32, are left out.
+ * ``count`` parts of something else stand between the products of one tile of steps and the next: neither waits for the
+ * other, and the processor does both at once. */
+INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) rows, struct NAME(panel) panel,
+                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of,
+                             long count)
+{
+    NAME(take_sums)(high, width, sums, sums_row, add);
+    const uint32_t *row = rows.words, *words = panel.words;
+    const char *next = panel.next;
+    long parts = count < 2 * tiles ? count : 2 * tiles;
+    for (long t = 0; t < tiles; t++, row += AMX_STEPS, words += panel.parts * AMX_STEPS * panel.row) {
+        UNROLL for (int q = 0; q < panel.parts; q++)
+            UNROLL for (int p = 0; p < rows.parts - q; p++) {
+                const uint32_t *here = row + p * rows.part, *there = words + q * panel.part;
+                int first = p == 0 && q == 0;
+                _tile_loadd(4, here, rows.row * 4); /* all loads, then all products: a tenth faster than in turn */
+                if (high)
+                    _tile_loadd(5, here + AMX_ROWS * rows.row, rows.row * 4);
+                if (p == 0)
+                    _tile_loadd(6, there, panel.row * 4);
+                if (p == 0 && width > 1)
+                    _tile_loadd(7, there + LANES, panel.row * 4);
+                if (first && 2 * t < parts)
+                    do_part(of, 2 * t);
+                _tile_dpbf16ps(0, 4, 6);
+                if (width > 1)
+                    _tile_dpbf16ps(1, 4, 7);
+                if (first && 2 * t + 1 < parts)
+                    do_part(of, 2 * t + 1);
+                if (high)
+                    _tile_dpbf16ps(2, 5, 6);
+                if (first) /* behind the loads, which wait for the same places in which lines are waited for */
+                    for (long line = 0; line < panel.lines; line++, next += 64)
+                        __builtin_prefetch(next, 0, level == 1 ? 3 : 2);
+                if (high && width > 1)
+                    _tile_dpbf16ps(3, 5, 7);
+            }
+    }
+    NAME(put_sums)(high, width, sums, sums_row);
     for (long i = parts; i < count; i++)
         do_part(of, i);
 }
@@ -168,14 +187,14 @@ INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int count, int width, struct
         for (long i = 0; i < parts; i++)
             do_part(of, i);
     rows.words += whole;
-    panel.words += whole * panel.row;
+    panel.words += panel.parts * whole * panel.row;
     if (whole < steps)
         NAME(amx_rest)(now, count, width, rows, panel, (int)(steps - whole), sums, sums_row, add || tiles);
     AMX_FENCE();
 }
 
 /* The same for all vectors of the panel, with nothing meanwhile. */
-static void NAME(amx_block)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel,
+INLINE void NAME(amx_block)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel,
                             long steps, float *sums, long sums_row, int add)
 {
     for (int v = 0; v < panel.width; v += 2, panel.words += 2 * LANES, sums += 2 * LANES)
@@ -199,4 +218,78 @@ static void NAME(split_row)(const float *from, long in, uint16_t *to)
             x = _mm512_maskz_mov_epi32((__mmask16)~odd, (__m512i)rest);
         }
     }
+}
+
+/* Two rows of float32 of a panel, ``row`` apart, to words of the same parts, ``part`` behind one another; of what is
+ * infinite the second and third are no number. */
+INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *to, long part)
+{
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
+    UNROLL for (int v = 0; v < width; v++, from += LANES, to += LANES) {
+        for (int two = 0; two < 2; two++) {
+            __builtin_prefetch((const char *)(from + two * row) + FLOATS_NEAR, 0, 3);
+            __builtin_prefetch((const char *)(from + two * row) + FLOATS_AHEAD, 0, 2);
+        }
+        __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + row);
+        UNROLL for (int p = 0; p < FLOAT_PARTS; p++) {
+            __m512i low = _mm512_srli_epi32(x, 16);
+            _mm512_storeu_si512(to + p * part, _mm512_ternarylogic_epi32(low, y, upper, 0xF8)); /* low | y & upper */
+            if (p + 1 < FLOAT_PARTS) {
+                x = (__m512i)_mm512_sub_ps((__m512)x, (__m512)_mm512_and_epi32(x, upper));
+                y = (__m512i)_mm512_sub_ps((__m512)y, (__m512)_mm512_and_epi32(y, upper));
+            }
+        }
+    }
+}
+
+/* A tile's ``steps`` of a panel of float32, [2 * steps][width * LANES], as words of its parts, a tile behind one
+ * another. */
+INLINE void NAME(split_tile)(const float *from, int width, long steps, uint32_t *to)
+{
+    const long row = width * LANES;
+    for (long s = 0; s < steps; s++)
+        NAME(split_step)(from + 2 * s * row, row, width, to + s * row, AMX_STEPS * row);
+}
+
+/* amx_square for rows and a panel of float32, of which each tile is split, to ``to``, while the one before is multiplied,
+ * in turn to ``ring`` places there. The first one has been split. */
+INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const float *panel, long tiles,
+                             uint32_t *to, long ring, float *sums, long sums_row, int add)
+{
+    const long row = width * LANES, tile = FLOAT_PARTS * AMX_STEPS * row;
+    AMX_FENCE();
+    NAME(take_sums)(high, width, sums, sums_row, add);
+    const uint32_t *words = rows.words;
+    for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
+        const uint32_t *here = to + t % ring * tile;
+        uint32_t *next = to + (t + 1) % ring * tile;
+        const float *from = t + 1 < tiles ? panel + (t + 1) * 2 * AMX_STEPS * row : NULL;
+        int step = 0;
+        UNROLL for (int q = 0; q < FLOAT_PARTS; q++)
+            UNROLL for (int p = 0; p < FLOAT_PARTS - q; p++) {
+                const uint32_t *left = words + p * rows.part, *right = here + q * AMX_STEPS * row;
+                _tile_loadd(4, left, rows.row * 4);
+                if (high)
+                    _tile_loadd(5, left + AMX_ROWS * rows.row, rows.row * 4);
+                if (p == 0)
+                    _tile_loadd(6, right, row * 4);
+                if (p == 0 && width > 1)
+                    _tile_loadd(7, right + LANES, row * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                if (width > 1)
+                    _tile_dpbf16ps(1, 4, 7);
+                if (high)
+                    _tile_dpbf16ps(2, 5, 6);
+                if (high && width > 1)
+                    _tile_dpbf16ps(3, 5, 7);
+                if (from)
+                    UNROLL for (int i = 0; i < 3; i++, step++)
+                        if (step < AMX_STEPS) {
+                            const float *two = from + 2 * step * row;
+                            NAME(split_step)(two, row, width, next + step * row, AMX_STEPS * row);
+                        }
+            }
+    }
+    NAME(put_sums)(high, width, sums, sums_row);
+    AMX_FENCE();
 }

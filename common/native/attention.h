@@ -376,7 +376,7 @@ static void NAME(score_block)(struct NAME(tiles) *now, const struct NAME(block) 
                                .parts = 1};
     for (long column = 0; column < block->here; column += 2 * LANES) {
         struct NAME(panel) keys = {.words = block->s->keys + column / PANEL * PANEL * steps + column % PANEL,
-                                   .row = PANEL};
+                                   .row = PANEL, .parts = 1};
         NAME(amx_pair)(now, block->rows, 2, query, keys, steps, block->scores + column, SPAN, 0, NAME(weigh_some),
                        other, other ? steps / AMX_STEPS * 2 : 0);
     }
@@ -390,7 +390,7 @@ static void NAME(add_block)(struct NAME(tiles) *now, const struct NAME(block) *b
     for (long column = 0; column < padded; column += 2 * LANES) {
         long start = column / PANEL * PANEL;
         struct NAME(panel) values = {.words = block->s->values + start * (SPAN / 2) + column - start,
-                                     .row = padded - start < PANEL ? padded - start : PANEL};
+                                     .row = padded - start < PANEL ? padded - start : PANEL, .parts = 1};
         NAME(amx_pair)(now, block->rows, (int)((padded - column) / LANES), weights, values, steps, block->out + column,
                        padded, 1, NAME(weigh_some), other, other ? steps / AMX_STEPS * 2 : 0);
     }

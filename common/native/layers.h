@@ -18,7 +18,7 @@ static void NAME(pack_weight)(const void *weight, long columns, long in, enum wo
     if (HAS_AMX && as == HALVES)
         as = PAIRS;
     long steps = as == PAIRS ? in / 2 : in, padded = ROUND_UP(columns, LANES);
-    long most = HAS_AMX && as == PAIRS ? AMX_PANEL : PANEL;
+    long most = HAS_AMX ? AMX_PANEL : PANEL;
     for (long first = 0; first < padded; first += most) {
         long width = padded - first < most ? padded - first : most, panel = first * steps;
         for (long c = 0; c < width; c++)
@@ -238,7 +238,7 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         int add = done || product->first;
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
 #if HAS_AMX
-        struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES)};
+        struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES), .parts = 1};
         struct NAME(rows) rows = {.row = stride, .parts = linear->type == FLOAT32 ? FLOAT_PARTS : 1, .part = steps};
         for (long row = start; row < end; row += BLOCK_ROWS) {
             rows.words = from + row * stride + done;
@@ -317,7 +317,8 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
         const uint32_t *weight = (const uint32_t *)linear->packed + column * (linear->in / 2);
         weight += width * (product->first / 2);
         const char *next = (const char *)weight + (blocks == 1 ? AHEAD : linear->in / 2 * width * 4);
-        struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next};
+        struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next,
+                                    .parts = 1};
         panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
         panel.soon = blocks == 1;
         for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
@@ -361,13 +362,82 @@ AMX_COLUMNS(gelu, 1, gelu)
 AMX_COLUMNS(any, 1, any)
 AMX_COLUMNS(split, FLOAT_PARTS, any)
 
-/* linear_panels in tile registers: for weights of bfloat16, and rows of it or split. */
-static void NAME(amx_panels)(const struct linear *linear, const struct product *product, long first, long last)
+/* amx_pair for the first block of rows that meets float32: the panel at ``weight`` is split to ``panel.words`` meanwhile,
+ * in turn to ``ring`` places for a tile. */
+INLINE void NAME(first_floats)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, const float *weight,
+                               struct NAME(panel) panel, uint32_t *to, long steps, long ring, float *sums,
+                               long sums_row, int add)
+{
+    const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS;
+    AMX_FENCE();
+    if (tiles) {
+        NAME(set_up)(now, count, AMX_STEPS);
+        NAME(split_tile)(weight, panel.width, AMX_STEPS, to);
+        if (count > AMX_ROWS && panel.width > 1)
+            NAME(amx_floats)(1, 2, rows, weight, tiles, to, ring, sums, sums_row, add);
+        else if (count > AMX_ROWS)
+            NAME(amx_floats)(1, 1, rows, weight, tiles, to, ring, sums, sums_row, add);
+        else if (panel.width > 1)
+            NAME(amx_floats)(0, 2, rows, weight, tiles, to, ring, sums, sums_row, add);
+        else
+            NAME(amx_floats)(0, 1, rows, weight, tiles, to, ring, sums, sums_row, add);
+    }
+    if (rest) {
+        to += tiles % ring * FLOAT_PARTS * panel.part;
+        panel.words = to;
+        rows.words += tiles * AMX_STEPS;
+        NAME(split_tile)(weight + tiles * 2 * panel.part, panel.width, rest, to);
+        AMX_FENCE();
+        NAME(amx_rest)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
+    }
+    AMX_FENCE();
+}
+
+/* Columns [first, last) of whole float32. The first block of rows splits a panel while it meets it; if there are others
+ * what has been split stays in second-level cache for them. */
+static __attribute__((noinline)) void NAME(columns_float)(const struct linear *linear, const struct product *product,
+                                                          long first, long last)
+{
+    static __thread uint32_t split[FLOAT_PARTS * MOST_CHUNK / 2 * AMX_PANEL] __attribute__((aligned(64)));
+    struct NAME(tiles) now = {};
+    const long steps = product->in / 2, stride = product->in_row / 2;
+    const long ring = product->rows > BLOCK_ROWS ? MOST_CHUNK / 2 / AMX_STEPS : 2;
+    const long sums_row = product->sums ? product->sums_row : AMX_PANEL;
+    float sums[BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
+    for (long column = first; column < last; column += AMX_PANEL) {
+        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
+        const float *weight = (const float *)linear->packed + column * linear->in + width * product->first;
+        struct NAME(panel) panel = {.words = split, .row = width, .width = (int)(width / LANES), .parts = FLOAT_PARTS,
+                                    .part = AMX_STEPS * width};
+        for (long row = 0; row < product->rows; row += BLOCK_ROWS) {
+            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
+            float *own = sums;
+            if (product->sums)
+                own = product->sums + row * sums_row + column - product->sums_first;
+            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
+                                      .parts = FLOAT_PARTS, .part = steps};
+            if (row)
+                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, sums_row, product->first > 0,
+                               NAME(nothing), NULL, 0);
+            else
+                NAME(first_floats)(&now, rows, from, weight, panel, split, steps, ring, own, sums_row,
+                                   product->first > 0);
+            if (NAME(is_last)(linear, product))
+                NAME(finish_tile)(linear, product, row, rows, column, panel.width, own, sums_row);
+        }
+    }
+    NAME(tear_down)();
+}
+
+/* Columns of panels [first, last) for all rows, in tile registers. */
+static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
     int plain = !linear->bias && end / (linear->activation ? 2 : 1) <= linear->out && end % AMX_PANEL == 0;
     first *= PANEL;
-    if (linear->type == FLOAT32)
+    if (linear->type == FLOAT32 && !linear->halves)
+        NAME(columns_float)(linear, product, first, end);
+    else if (linear->type == FLOAT32)
         NAME(columns_split)(linear, product, first, end);
     else if (plain && linear->activation == NONE && product->add)
         NAME(columns_added)(linear, product, first, end);
@@ -380,30 +450,19 @@ static void NAME(amx_panels)(const struct linear *linear, const struct product *
     else
         NAME(columns_any)(linear, product, first, end);
 }
-#endif
-
+#else
 /* Columns of panels [first, last) for all rows, which stay in second-level cache beside a panel; those with few tiles
  * meet some steps of the panel after the other, which stay in first-level cache. The first tiles bring what comes next
  * nearer. */
-static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
+static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    if (linear->scale) {
-        NAME(byte_panels)(linear, product, first, last);
-        return;
-    }
     enum words_as as = words_of(linear->type, linear->halves);
-#if HAS_AMX
-    if (as != FLOATS) {
-        NAME(amx_panels)(linear, product, first, last);
-        return;
-    }
-#endif
     long each = as == PAIRS ? 2 : 1, steps = product->in / each, stride = product->in_row / each;
     long word = as == HALVES ? 2 : 4; /* bytes that become one */
     long padded = linear->columns, tiles = (product->rows + TILE_ROWS - 1) / TILE_ROWS;
     long ahead = tiles <= FEW_TILES ? SOME_STEPS : linear->in / each, some = tiles > 1 && ahead < steps ? ahead : steps;
     int ahead_lines = as == HALVES || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
-    int lines = as == FLOATS && !(HAS_AMX && product->rows > 1) ? 0 : ahead_lines;
+    int lines = as == FLOATS ? 0 : ahead_lines;
     float sums[FEW_TILES][TILE_ROWS * PANEL];
     long sums_row = product->sums ? product->sums_row : PANEL;
     for (long panel = first; panel < last; panel++) {
@@ -413,7 +472,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         weight += (column * (linear->in / each) + width * LANES * (product->first / each)) * word;
         int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
         long out = column / halved;
-#if HAS_DOT && !HAS_AMX
+#if HAS_DOT
         int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
                     !(product->add && linear->activation);
 #endif
@@ -434,7 +493,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
                                     tile * ahead_lines < most ? lines : 0);
                 if (!finished)
                     continue;
-#if HAS_DOT && !HAS_AMX
+#if HAS_DOT
                 if (plain) {
                     NAME(finish_plain)(linear, product, row, rows, out, width, own, sums_row);
                     continue;
@@ -444,6 +503,15 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
             }
         }
     }
+}
+#endif
+
+static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    if (linear->scale)
+        NAME(byte_panels)(linear, product, first, last);
+    else
+        NAME(word_panels)(linear, product, first, last);
 }
 
 /* -- norm and rotary embeddings ------------------------------------------------------------------------------------ */

@@ -107,8 +107,7 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
 
 #define LEAST_RUN 96          /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
-#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is;
-                                 there float32 that goes through vectors was not tried with another */
+#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
 #define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
 #define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
 #define CHUNK 32              /* elements of which a chunk is a multiple: whole tiles, so that sums come in one order */
@@ -222,8 +221,6 @@ struct variant {
 #define TILE_ROWS 6
 #define HAS_DOT 1
 #ifdef AMX
-#undef FEW_TILES
-#define FEW_TILES 12 /* of float32 alone: all else is multiplied in other tiles */
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
 #define HAS_AMX 1
@@ -234,8 +231,6 @@ struct variant {
 #undef NAME
 #undef VARIANT_NAME
 #pragma GCC pop_options
-#undef FEW_TILES
-#define FEW_TILES 3
 #endif
 
 #define HAS_AMX 0
@@ -668,8 +663,8 @@ static struct taking take_rows(const struct linear *linear, long rows, long in_r
 {
     struct taking taking = {.panels = (linear->columns + active->panel - 1) / active->panel};
     long size = linear->type == BFLOAT16 ? 2 : 4, fits = RUN_BYTES;
-    taking.split = active->split_row && linear->type == FLOAT32 && (linear->halves || linear->scale);
-    if (active->split_row && (linear->type == BFLOAT16 || taking.split))
+    taking.split = active->split_row && linear->type == FLOAT32;
+    if (active->split_row)
         fits = AMX_RUN_BYTES;
     long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
     int least = active->split_row ? LEAST_AMX_RUN : LEAST_RUN;

@@ -8,11 +8,7 @@
 #undef ONE_TILE_TO
 #undef SOME_TILES_TO
 #undef MANY_TILES_TO
-#if HAS_AMX
-#define ONE_TILE_TO 2
-#define SOME_TILES_TO 2
-#define MANY_TILES_TO 2
-#elif AHEAD_IN_L2
+#if AHEAD_IN_L2
 #define ONE_TILE_TO 3
 #define SOME_TILES_TO 2
 #define MANY_TILES_TO 3
@@ -43,7 +39,7 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
  * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
  * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of the
- * process works on stays in the others. Not so where AHEAD_IN_L2, or HAS_AMX, where all come into the second level. */
+ * process works on stays in the others. Not so where AHEAD_IN_L2. */
 INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
@@ -117,15 +113,7 @@ static void NAME(tile_of_words)(int rows, int width, enum words_as as, const uin
         TILES_OF(HALVES, 1);
     else if (as == HALVES)
         TILES_OF(HALVES, 0);
-#if HAS_AMX
-    else if (as == FLOATS && lines > 2)
-        TILES_OF(FLOATS, 4);
-    else if (as == FLOATS && lines == 2)
-        TILES_OF(FLOATS, 2);
-    else if (as == FLOATS && lines)
-        TILES_OF(FLOATS, 1);
-#endif
-    else if (as == FLOATS) /* elsewhere fetching ahead gains nothing, as so many bytes are read for each product */
+    else if (as == FLOATS) /* fetching ahead gains nothing, as so many bytes are read for each product */
         TILES_OF(FLOATS, 0);
     else if (!lines)
         TILES_OF(PAIRS, 0);

@@ -75,7 +75,7 @@ def test_a_linear_layer(
 def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
     variant: str, threads: int, rows: int, activation: str | None
 ) -> None:
-    """And give the same bits as whole ones; in tiles, which add up otherwise, they are nearer to the exact results."""
+    """And give the same bits as whole ones."""
     torch.manual_seed(7)
     weight, x = torch.randn(2 * 112, 514).bfloat16().float(), torch.randn(rows, 514)
     more = torch.cat([weight[:112], torch.randn(16, 514), weight[112:], torch.randn(16, 514)])  # of many bits
@@ -84,14 +84,7 @@ def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
     got, expected = half.rows(x), whole.rows(x)
     if activation is None:
         expected = torch.cat([expected[:, :112], expected[:, 128:240]], dim=1)
-    expected = expected[:, : half.out_features]
-    if variant != TILES:
-        assert torch.equal(got, expected)
-        return
-    exact = x.double() @ weight.double().t()
-    if activation:
-        exact = nn.functional.silu(exact[:, :112]) * exact[:, 112:]
-    assert (got - exact).pow(2).mean() < (expected - exact).pow(2).mean()
+    assert torch.equal(got, expected[:, : half.out_features])
 
 
 def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
