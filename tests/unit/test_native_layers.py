@@ -22,7 +22,6 @@ from common.sequence import Batch, Segment
 
 library = native.library()
 VARIANTS = library.variants if library else ()
-TILES = "amx_bf16"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
