@@ -102,6 +102,33 @@ def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
     assert NativeLinear(torch.ones(32, 64), None).rows(none).isnan().all()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: str, signed: bool) -> None:
+    """Also where all products have one sign, so that what is left out of each would add up."""
+    torch.manual_seed(9)
+    weight, x = torch.randn(96, 768), torch.randn(40, 768)
+    if not signed:
+        weight, x = weight.abs(), x.abs()
+    exact = x.double() @ weight.double().t()
+    off = [(got.double() - exact).abs().mean() for got in (NativeLinear(weight, None).rows(x), x @ weight.t())]
+    assert off[0] <= 2 * off[1]
+
+
+@pytest.mark.parametrize("kept", ["whole", "bfloat16"])
+def test_an_infinite_weight_makes_its_column_infinite_or_no_number(variant: str, kept: str) -> None:
+    """And no other column anything else."""
+    torch.manual_seed(10)
+    weight, x = torch.randn(96, 64), torch.randn(40, 64)
+    weight = weight.bfloat16().float() if kept == "bfloat16" else weight
+    expected = x.double() @ weight.double().t()
+    weight[[3, 40, 95], [0, 17, 63]] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    got = NativeLinear(weight, None).rows(x)
+    odd = [3, 40, 95]
+    assert not got[:, odd].isfinite().any()
+    rest = [column for column in range(96) if column not in odd]
+    assert_near(got[:, rest], expected[:, rest])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (230, 150, 130)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
