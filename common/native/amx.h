@@ -251,19 +251,20 @@ INLINE void NAME(split_tile)(const float *from, int width, long steps, uint32_t 
         NAME(split_step)(from + 2 * s * row, row, width, to + s * row, AMX_STEPS * row);
 }
 
-/* amx_square for rows and a panel of float32, of which each tile is split, to ``to``, while the one before is multiplied,
- * in turn to ``ring`` places there. The first one has been split. */
-INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const float *panel, long tiles,
-                             uint32_t *to, long ring, float *sums, long sums_row, int add)
+/* amx_square for rows and a panel of float32, of which each tile is split while the one before is multiplied, in turn
+ * to one of ``ring`` places at ``to``. The first has been split, to place ``at``; behind the last comes the one at ``after``,
+ * if any. */
+INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const float *panel, const float *after,
+                             long tiles, uint32_t *to, long at, long ring, float *sums, long sums_row, int add)
 {
     const long row = width * LANES, tile = FLOAT_PARTS * AMX_STEPS * row;
     AMX_FENCE();
     NAME(take_sums)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
     for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
-        const uint32_t *here = to + t % ring * tile;
-        uint32_t *next = to + (t + 1) % ring * tile;
-        const float *from = t + 1 < tiles ? panel + (t + 1) * 2 * AMX_STEPS * row : NULL;
+        const uint32_t *here = to + at * tile;
+        uint32_t *next = to + (at = at + 1 < ring ? at + 1 : 0) * tile;
+        const float *from = t + 1 < tiles ? panel + (t + 1) * 2 * AMX_STEPS * row : after;
         int step = 0;
         UNROLL for (int q = 0; q < FLOAT_PARTS; q++)
             UNROLL for (int p = 0; p < FLOAT_PARTS - q; p++) {

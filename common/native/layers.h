@@ -362,28 +362,29 @@ AMX_COLUMNS(gelu, 1, gelu)
 AMX_COLUMNS(any, 1, any)
 AMX_COLUMNS(split, FLOAT_PARTS, any)
 
-/* amx_pair for the first block of rows that meets float32: the panel at ``weight`` is split to ``panel.words`` meanwhile,
- * in turn to ``ring`` places for a tile. */
+/* amx_pair for the first block of rows that meets float32: the panel at ``weight`` is split meanwhile, in turn to one of
+ * ``ring`` places at ``to``, and so is the first tile ``after`` it, if any. Of this one place ``at`` may have the first. */
 INLINE void NAME(first_floats)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, const float *weight,
-                               struct NAME(panel) panel, uint32_t *to, long steps, long ring, float *sums,
-                               long sums_row, int add)
+                               const float *after, struct NAME(panel) panel, uint32_t *to, long steps, long at,
+                               int has_first, long ring, float *sums, long sums_row, int add)
 {
     const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS;
     AMX_FENCE();
     if (tiles) {
         NAME(set_up)(now, count, AMX_STEPS);
-        NAME(split_tile)(weight, panel.width, AMX_STEPS, to);
+        if (!has_first)
+            NAME(split_tile)(weight, panel.width, AMX_STEPS, to + at * FLOAT_PARTS * panel.part);
         if (count > AMX_ROWS && panel.width > 1)
-            NAME(amx_floats)(1, 2, rows, weight, tiles, to, ring, sums, sums_row, add);
+            NAME(amx_floats)(1, 2, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
         else if (count > AMX_ROWS)
-            NAME(amx_floats)(1, 1, rows, weight, tiles, to, ring, sums, sums_row, add);
+            NAME(amx_floats)(1, 1, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
         else if (panel.width > 1)
-            NAME(amx_floats)(0, 2, rows, weight, tiles, to, ring, sums, sums_row, add);
+            NAME(amx_floats)(0, 2, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
         else
-            NAME(amx_floats)(0, 1, rows, weight, tiles, to, ring, sums, sums_row, add);
+            NAME(amx_floats)(0, 1, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
     }
     if (rest) {
-        to += tiles % ring * FLOAT_PARTS * panel.part;
+        to += (at + tiles) % ring * FLOAT_PARTS * panel.part;
         panel.words = to;
         rows.words += tiles * AMX_STEPS;
         NAME(split_tile)(weight + tiles * 2 * panel.part, panel.width, rest, to);
@@ -404,11 +405,16 @@ static __attribute__((noinline)) void NAME(columns_float)(const struct linear *l
     const long ring = product->rows > BLOCK_ROWS ? MOST_CHUNK / 2 / AMX_STEPS : 2;
     const long sums_row = product->sums ? product->sums_row : AMX_PANEL;
     float sums[BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
+    long at = 0;
+    int has_first = 0;
     for (long column = first; column < last; column += AMX_PANEL) {
         long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
         const float *weight = (const float *)linear->packed + column * linear->in + width * product->first;
         struct NAME(panel) panel = {.words = split, .row = width, .width = (int)(width / LANES), .parts = FLOAT_PARTS,
                                     .part = AMX_STEPS * width};
+        const float *after = NULL; /* the next panel, if it is as wide and its place is free while this one is met */
+        if (product->rows <= BLOCK_ROWS && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_PANEL)
+            after = weight + AMX_PANEL * linear->in;
         for (long row = 0; row < product->rows; row += BLOCK_ROWS) {
             int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
             float *own = sums;
@@ -420,11 +426,13 @@ static __attribute__((noinline)) void NAME(columns_float)(const struct linear *l
                 NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, sums_row, product->first > 0,
                                NAME(nothing), NULL, 0);
             else
-                NAME(first_floats)(&now, rows, from, weight, panel, split, steps, ring, own, sums_row,
-                                   product->first > 0);
+                NAME(first_floats)(&now, rows, from, weight, after, panel, split, steps, at, has_first, ring, own,
+                                   sums_row, product->first > 0);
             if (NAME(is_last)(linear, product))
                 NAME(finish_tile)(linear, product, row, rows, column, panel.width, own, sums_row);
         }
+        at = after ? (at + steps / AMX_STEPS) % ring : 0;
+        has_first = after != NULL;
     }
     NAME(tear_down)();
 }
