@@ -262,6 +262,7 @@ INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const 
     NAME(take_sums)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
     for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
+        AMX_FENCE(); /* what has been split is loaded now */
         const uint32_t *here = to + at * tile;
         uint32_t *next = to + (at = at + 1 < ring ? at + 1 : 0) * tile;
         const float *from = t + 1 < tiles ? panel + (t + 1) * 2 * AMX_STEPS * row : after;
