@@ -9,8 +9,8 @@
 #define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
 #define BLOCK_ROWS (2 * AMX_ROWS)
 #define AHEAD (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
-#define FLOATS_AHEAD (8 << 10) /* the same where float32 is split, into the second */
-#define FLOATS_NEAR (2 << 10)  /* and from there into the first */
+#define MADE_AHEAD (8 << 10) /* the same of a panel that becomes words, into the second */
+#define MADE_NEAR (2 << 10)  /* and from there into the first */
 
 /* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
 struct NAME(tiles) {
@@ -193,14 +193,6 @@ INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int count, int width, struct
     AMX_FENCE();
 }
 
-/* The same for all vectors of the panel, with nothing meanwhile. */
-INLINE void NAME(amx_block)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel,
-                            long steps, float *sums, long sums_row, int add)
-{
-    for (int v = 0; v < panel.width; v += 2, panel.words += 2 * LANES, sums += 2 * LANES)
-        NAME(amx_pair)(now, count, panel.width - v, rows, panel, steps, sums, sums_row, add, NAME(nothing), NULL, 0);
-}
-
 /* A row of float32 as sums of bfloat16: all first parts, then all second ones, then all third ones. 24 bits are three
  * times 8, so nothing is lost but what is below 1e-38, and products with other bfloat16 are exact as well. What is
  * infinite or not a number stays so, in the first part. */
@@ -227,8 +219,8 @@ INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *t
     const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
     UNROLL for (int v = 0; v < width; v++, from += LANES, to += LANES) {
         for (int two = 0; two < 2; two++) {
-            __builtin_prefetch((const char *)(from + two * row) + FLOATS_NEAR, 0, 3);
-            __builtin_prefetch((const char *)(from + two * row) + FLOATS_AHEAD, 0, 2);
+            __builtin_prefetch((const char *)(from + two * row) + MADE_NEAR, 0, 3);
+            __builtin_prefetch((const char *)(from + two * row) + MADE_AHEAD, 0, 2);
         }
         __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + row);
         UNROLL for (int p = 0; p < FLOAT_PARTS; p++) {
@@ -242,33 +234,54 @@ INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *t
     }
 }
 
-/* A tile's ``steps`` of a panel of float32, [2 * steps][width * LANES], as words of its parts, a tile behind one
- * another. */
-INLINE void NAME(split_tile)(const float *from, int width, long steps, uint32_t *to)
+/* A panel that becomes words while it is met: of ``as`` FLOATS in FLOAT_PARTS, of BYTES each int8 as the bfloat16 that it
+ * equals. A tile of steps goes to one of ``ring`` places at ``to``, in turn. */
+struct NAME(made) {
+    const char *from;  /* [2 * steps][columns] of float32, or [steps][columns][2] of int8 */
+    const char *after; /* the next one, whose first tile is made behind the last of this one; NULL if it is not */
+    uint32_t *to;
+    long ring, at; /* at: the place of the next tile */
+    int has_first; /* which has been made */
+};
+
+/* Two elements of each of its columns, which are ``width`` vectors; parts are ``part`` words behind one another. */
+INLINE void NAME(make_step)(enum words_as as, const char *from, int width, uint32_t *to, long part)
 {
-    const long row = width * LANES;
-    for (long s = 0; s < steps; s++)
-        NAME(split_step)(from + 2 * s * row, row, width, to + s * row, AMX_STEPS * row);
+    if (as == FLOATS)
+        NAME(split_step)((const float *)from, width * LANES, width, to, part);
+    else {
+        __builtin_prefetch(from + MADE_NEAR, 0, 3);
+        __builtin_prefetch(from + MADE_AHEAD, 0, 2);
+        NAME(words_of_line)(from, width, to);
+    }
 }
 
-/* amx_square for rows and a panel of float32, of which each tile is split while the one before is multiplied, in turn
- * to one of ``ring`` places at ``to``. The first has been split, to place ``at``; behind the last comes the one at ``after``,
- * if any. */
-INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const float *panel, const float *after,
-                             long tiles, uint32_t *to, long at, long ring, float *sums, long sums_row, int add)
+/* A tile's ``steps``. */
+INLINE void NAME(make_tile)(enum words_as as, const char *from, int width, long steps, uint32_t *to)
 {
-    const long row = width * LANES, tile = FLOAT_PARTS * AMX_STEPS * row;
+    const long row = width * LANES, step = 2 * row * (as == FLOATS ? 4 : 1);
+    for (long s = 0; s < steps; s++)
+        NAME(make_step)(as, from + s * step, width, to + s * row, AMX_STEPS * row);
+}
+
+/* amx_square for a panel of which each tile is made while the one before is multiplied. The first has been made. */
+INLINE void NAME(amx_made)(enum words_as as, int high, int width, struct NAME(rows) rows, struct NAME(made) *made,
+                           long tiles, float *sums, long sums_row, int add)
+{
+    const int theirs = as == FLOATS ? FLOAT_PARTS : 1, products = as == FLOATS ? 6 : rows.parts;
+    const long row = width * LANES, tile = theirs * AMX_STEPS * row, step_bytes = 2 * row * (as == FLOATS ? 4 : 1);
     AMX_FENCE();
     NAME(take_sums)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
     for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
-        AMX_FENCE(); /* what has been split is loaded now */
-        const uint32_t *here = to + at * tile;
-        uint32_t *next = to + (at = at + 1 < ring ? at + 1 : 0) * tile;
-        const float *from = t + 1 < tiles ? panel + (t + 1) * 2 * AMX_STEPS * row : after;
+        AMX_FENCE(); /* what has been made is loaded now */
+        const uint32_t *here = made->to + made->at * tile;
+        made->at = made->at + 1 < made->ring ? made->at + 1 : 0;
+        uint32_t *next = made->to + made->at * tile;
+        const char *from = t + 1 < tiles ? made->from + (t + 1) * AMX_STEPS * step_bytes : made->after;
         int step = 0;
-        UNROLL for (int q = 0; q < FLOAT_PARTS; q++)
-            UNROLL for (int p = 0; p < FLOAT_PARTS - q; p++) {
+        UNROLL for (int q = 0; q < theirs; q++)
+            UNROLL for (int p = 0; p < rows.parts - q; p++) {
                 const uint32_t *left = words + p * rows.part, *right = here + q * AMX_STEPS * row;
                 _tile_loadd(4, left, rows.row * 4);
                 if (high)
@@ -285,13 +298,47 @@ INLINE void NAME(amx_floats)(int high, int width, struct NAME(rows) rows, const 
                 if (high && width > 1)
                     _tile_dpbf16ps(3, 5, 7);
                 if (from)
-                    UNROLL for (int i = 0; i < 3; i++, step++)
-                        if (step < AMX_STEPS) {
-                            const float *two = from + 2 * step * row;
-                            NAME(split_step)(two, row, width, next + step * row, AMX_STEPS * row);
-                        }
+                    UNROLL16 for (int i = 0; i < (AMX_STEPS + products - 1) / products; i++, step++)
+                        if (step < AMX_STEPS)
+                            NAME(make_step)(as, from + step * step_bytes, width, next + step * row, AMX_STEPS * row);
             }
     }
     NAME(put_sums)(high, width, sums, sums_row);
     AMX_FENCE();
 }
+
+/* amx_pair for the first block of rows that meets such a panel; ``panel`` is where its words come to lie. */
+INLINE void NAME(amx_first)(enum words_as as, struct NAME(tiles) *now, int count, struct NAME(rows) rows,
+                            struct NAME(panel) panel, struct NAME(made) *made, long steps, float *sums, long sums_row,
+                            int add)
+{
+    const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS, tile = panel.parts * panel.part;
+    AMX_FENCE();
+    if (tiles) {
+        NAME(set_up)(now, count, AMX_STEPS);
+        if (!made->has_first)
+            NAME(make_tile)(as, made->from, panel.width, AMX_STEPS, made->to + made->at * tile);
+        if (count > AMX_ROWS && panel.width > 1)
+            NAME(amx_made)(as, 1, 2, rows, made, tiles, sums, sums_row, add);
+        else if (count > AMX_ROWS)
+            NAME(amx_made)(as, 1, 1, rows, made, tiles, sums, sums_row, add);
+        else if (panel.width > 1)
+            NAME(amx_made)(as, 0, 2, rows, made, tiles, sums, sums_row, add);
+        else
+            NAME(amx_made)(as, 0, 1, rows, made, tiles, sums, sums_row, add);
+    }
+    if (rest) {
+        panel.words = made->to + made->at * tile;
+        rows.words += tiles * AMX_STEPS;
+        NAME(make_tile)(as, made->from + tiles * 2 * panel.part * (as == FLOATS ? 4 : 1), panel.width, rest,
+                        made->to + made->at * tile);
+        AMX_FENCE();
+        NAME(amx_rest)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
+    }
+    AMX_FENCE();
+}
+
+#define AMX_FIRST(name, as, each)                                                                                          static __attribute__((noinline)) void NAME(first_##name)(                                                                  struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel, struct NAME(made) *made,         long steps, float *sums, long sums_row, int add)                                                                   {                                                                                                                          rows.parts = each;                                                                                                     panel.parts = as == FLOATS ? FLOAT_PARTS : 1;                                                                          NAME(amx_first)(as, now, count, rows, panel, made, steps, sums, sums_row, add);                                    }
+AMX_FIRST(floats, FLOATS, FLOAT_PARTS)
+AMX_FIRST(bytes, BYTES, 1)
+AMX_FIRST(split_bytes, BYTES, FLOAT_PARTS)

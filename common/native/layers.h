@@ -36,69 +36,15 @@ static void NAME(pack_weight)(const void *weight, long columns, long in, enum wo
 static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
 {
     long each = pairs ? 2 : 1, steps = in / each, padded = ROUND_UP(columns, LANES);
-    for (long first = 0; first < padded; first += PANEL) {
-        long width = padded - first < PANEL ? padded - first : PANEL;
+    long most = HAS_AMX ? AMX_PANEL : PANEL;
+    for (long first = 0; first < padded; first += most) {
+        long width = padded - first < most ? padded - first : most;
         int8_t *panel = to + first * steps * each;
         for (long c = 0; c < width; c++)
             for (long s = 0; s < steps; s++)
                 for (long e = 0; e < each; e++)
                     panel[(s * width + c) * each + e] =
                         first + c < columns ? weight[(first + c) * in + s * each + e] : 0;
-    }
-}
-
-#if HAS_DOT
-/* words_of_bytes for twice as many: a table gives the bfloat16 of what each byte is without its sign. */
-static __attribute__((target("avx512vbmi"))) void NAME(words_by_table)(const int8_t *from, long count, uint32_t *to)
-{
-    const __m512i *tables = (const __m512i *)bf16_of_byte;
-    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8((char)0x80);
-    for (long i = 0; i < count; i += 2 * LANES) {
-        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
-        __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + 2 * i));
-        __m512i size = _mm512_abs_epi8(bytes);
-        __m512i low = _mm512_permutex2var_epi8(tables[0], size, tables[1]);
-        __m512i high = _mm512_permutex2var_epi8(tables[2], size, tables[3]);
-        high = _mm512_ternarylogic_epi64(high, bytes, sign, 0xF8); /* high | (bytes & sign) */
-        _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, high));
-        _mm512_storeu_si512(to + i + LANES, _mm512_unpackhi_epi8(low, high));
-    }
-}
-#endif
-
-/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. Bytes further on are
- * fetched one line after the other: many at once would be waited for. */
-static void NAME(words_of_bytes)(const int8_t *from, long count, int pairs, uint32_t *to)
-{
-    long i = 0;
-    if (!pairs) {
-        for (; i < count - 63; i += 64) {
-            __builtin_prefetch(from + i + BYTES_AHEAD, 0, 2);
-            for (int byte = 0; byte < 64; byte++)
-                to[i + byte] = NAME(float_word)((float)from[i + byte]);
-        }
-        for (; i < count; i++)
-            to[i] = NAME(float_word)((float)from[i]);
-        return;
-    }
-#if HAS_DOT
-    if (__builtin_cpu_supports("avx512vbmi")) {
-        i = count / (2 * LANES) * (2 * LANES);
-        NAME(words_by_table)(from, i, to);
-    }
-#endif
-    for (; i < count; i += LANES) {
-        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
-#if HAS_DOT
-        __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
-        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-#else
-        for (long lane = i; lane < i + LANES; lane++)
-            to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
-                       (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
-#endif
     }
 }
 
@@ -212,11 +158,219 @@ INLINE int NAME(is_last)(const struct linear *linear, const struct product *prod
     return product->first + product->in == linear->in;
 }
 
+#if HAS_AMX
+/* A block of sums that is still to be finished, while the next one is computed. */
+struct NAME(finish) {
+    const struct linear *linear;
+    const struct product *product;
+    const float *sums;
+    long sums_row, row, column, out_row;
+    int width;
+    const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
+    uint16_t *to;
+};
+
+/* Its row ``r``: whole vectors of bfloat16 without bias. */
+INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum activation activation, int add, int scaled)
+{
+    long at = r * block->out_row;
+    const floats *two = (const floats *)(block->sums + r * block->sums_row);
+    floats x = two[0], y = two[1];
+    if (scaled) {
+        const floats *scale = (const floats *)(block->linear->scale + block->column);
+        x *= scale[0];
+        y *= scale[1];
+    }
+    __builtin_prefetch(block->next + at, 1, 3);
+    NAME(finish_two)(x, y, add ? block->add + at : NULL, block->to + at, activation);
+}
+
+#define FINISH(name, activation, add)                                                                                  \
+    INLINE void NAME(finish_##name)(void *block, long r) { NAME(finish_row)(block, r, activation, add, 0); }           \
+    INLINE void NAME(finish_##name##_scaled)(void *block, long r) { NAME(finish_row)(block, r, activation, add, 1); }
+FINISH(sums, NONE, 0)
+FINISH(added, NONE, 1)
+FINISH(silu, SILU, 0)
+FINISH(gelu, GELU_TANH, 0)
+
+static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
+{
+    const struct NAME(finish) *block = of;
+    NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
+                      block->sums + r * block->sums_row, 0);
+}
+
+/* Where panels become words, for a thread: for more than one block of rows all of a panel. */
+static __thread uint32_t NAME(made_words)[FLOAT_PARTS * MOST_CHUNK / 2 * AMX_PANEL] __attribute__((aligned(64)));
+
+/* Columns [first, last) for all rows, of ``each`` parts. A panel meets all rows, which stay in second-level cache beside
+ * it; meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. If it lies as PAIRS it
+ * is met there; else the first block makes words of it, which stay in second-level cache for the others. */
+INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
+                              enum words_as as, int each, NAME(part) *do_part)
+{
+    struct NAME(tiles) now = {};
+    const long size = as == FLOATS ? 4 : as == PAIRS ? 2 : 1; /* bytes of an element */
+    long steps = product->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
+    long blocks = (product->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, fetching = blocks - (as != PAIRS);
+    float sums[2][BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
+    struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
+    finish.sums_row = product->sums ? product->sums_row : AMX_PANEL;
+    struct NAME(made) made = {.to = NAME(made_words), .ring = blocks > 1 ? MOST_CHUNK / 2 / AMX_STEPS : 2};
+    for (long column = first; column < last; column += AMX_PANEL) {
+        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
+        const char *weight = (const char *)linear->packed + (column * linear->in + width * product->first) * size;
+        const char *next = weight + (blocks == 1 ? AHEAD : linear->in * width * size);
+        struct NAME(panel) panel = {.words = as == PAIRS ? (const uint32_t *)weight : made.to, .row = width,
+                                    .width = (int)(width / LANES), .next = next, .parts = as == FLOATS ? FLOAT_PARTS : 1,
+                                    .part = AMX_STEPS * width};
+        panel.lines = fetching ? (2 * AMX_STEPS * width * size / 64 + fetching - 1) / fetching : 0;
+        panel.soon = blocks == 1;
+        made.from = weight;
+        made.after = NULL;
+        if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_PANEL) /* it is as wide */
+            made.after = weight + AMX_PANEL * linear->in * size;
+        for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
+            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
+            long at = row * product->out_row + (linear->activation ? column / 2 : column);
+            float *own = sums[which];
+            if (product->sums)
+                own = product->sums + row * product->sums_row + column - product->sums_first;
+            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
+                                      .parts = each, .part = steps};
+            finish.next = (const uint16_t *)product->to + at;
+            if (as == PAIRS || row) {
+                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, finish.sums_row, product->first > 0,
+                               do_part, &finish, parts);
+                panel.next += steps / AMX_STEPS * panel.lines * 64;
+                if (panel.next >= next + steps * 2 * width * size)
+                    panel.lines = 0;
+            } else {
+                for (long i = 0; i < parts; i++)
+                    do_part(&finish, i);
+                (as == FLOATS ? NAME(first_floats)
+                 : each > 1   ? NAME(first_split_bytes)
+                              : NAME(first_bytes))(&now, rows, from, panel, &made, steps, own, finish.sums_row,
+                                                   product->first > 0);
+            }
+            finish.sums = own;
+            finish.row = row;
+            finish.column = column;
+            finish.width = panel.width;
+            finish.to = (uint16_t *)product->to + at;
+            finish.add = (const uint16_t *)product->add + at;
+            parts = NAME(is_last)(linear, product) ? rows : 0;
+        }
+        made.has_first = made.after != NULL;
+        if (!made.has_first)
+            made.at = 0;
+    }
+    NAME(tear_down)();
+    for (long i = 0; i < parts; i++)
+        do_part(&finish, i);
+}
+
+#define AMX_COLUMNS(name, as, each, way)                                                                               \
+    static __attribute__((noinline)) void NAME(columns_##name)(const struct linear *linear,                            \
+                                                               const struct product *product, long first, long last)   \
+    {                                                                                                                  \
+        NAME(amx_columns)(linear, product, first, last, as, each, NAME(finish_##way));                                 \
+    }
+AMX_COLUMNS(sums, PAIRS, 1, sums)
+AMX_COLUMNS(added, PAIRS, 1, added)
+AMX_COLUMNS(silu, PAIRS, 1, silu)
+AMX_COLUMNS(gelu, PAIRS, 1, gelu)
+AMX_COLUMNS(any, PAIRS, 1, any)
+AMX_COLUMNS(split, PAIRS, FLOAT_PARTS, any)
+AMX_COLUMNS(floats, FLOATS, FLOAT_PARTS, any)
+AMX_COLUMNS(bytes_sums, BYTES, 1, sums_scaled)
+AMX_COLUMNS(bytes_added, BYTES, 1, added_scaled)
+AMX_COLUMNS(bytes_silu, BYTES, 1, silu_scaled)
+AMX_COLUMNS(bytes_gelu, BYTES, 1, gelu_scaled)
+AMX_COLUMNS(bytes_any, BYTES, 1, any)
+AMX_COLUMNS(bytes_split, BYTES, FLOAT_PARTS, any)
+
+typedef void NAME(columns)(const struct linear *, const struct product *, long, long);
+
+/* Columns of panels [first, last) for all rows, in tile registers. */
+static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
+{
+    static NAME(columns) *const pairs[] = {NAME(columns_sums), NAME(columns_added), NAME(columns_silu),
+                                           NAME(columns_gelu), NAME(columns_any), NAME(columns_split)};
+    static NAME(columns) *const bytes[] = {NAME(columns_bytes_sums), NAME(columns_bytes_added),
+                                           NAME(columns_bytes_silu), NAME(columns_bytes_gelu),
+                                           NAME(columns_bytes_any), NAME(columns_bytes_split)};
+    first *= PANEL;
+    long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
+    if (linear->type == FLOAT32 && !linear->halves && !linear->scale) {
+        NAME(columns_floats)(linear, product, first, end);
+        return;
+    }
+    /* What is scaled and then added may be rounded once or twice: so all columns of a layer go one way. */
+    long all = linear->scale ? linear->columns : end;
+    int plain = !linear->bias && all / (linear->activation ? 2 : 1) <= linear->out && all % AMX_PANEL == 0;
+    int way = 4;
+    if (linear->type == FLOAT32)
+        way = 5;
+    else if (plain && !linear->activation)
+        way = product->add ? 1 : 0;
+    else if (plain && !product->add)
+        way = linear->activation == SILU ? 2 : 3;
+    (linear->scale ? bytes : pairs)[way](linear, product, first, end);
+}
+#else
+#if HAS_DOT
+/* words_of_bytes for twice as many. */
+static __attribute__((target("avx512vbmi"))) void NAME(words_of_lines)(const int8_t *from, long count, uint32_t *to)
+{
+    for (long i = 0; i < count; i += 2 * LANES) {
+        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
+        NAME(words_of_line)(from + 2 * i, 2, to + i);
+    }
+}
+#endif
+
+/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. Bytes further on are
+ * fetched one line after the other: many at once would be waited for. */
+static void NAME(words_of_bytes)(const int8_t *from, long count, int pairs, uint32_t *to)
+{
+    long i = 0;
+    if (!pairs) {
+        for (; i < count - 63; i += 64) {
+            __builtin_prefetch(from + i + BYTES_AHEAD, 0, 2);
+            for (int byte = 0; byte < 64; byte++)
+                to[i + byte] = NAME(float_word)((float)from[i + byte]);
+        }
+        for (; i < count; i++)
+            to[i] = NAME(float_word)((float)from[i]);
+        return;
+    }
+#if HAS_DOT
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        i = count / (2 * LANES) * (2 * LANES);
+        NAME(words_of_lines)(from, i, to);
+    }
+#endif
+    for (; i < count; i += LANES) {
+        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
+#if HAS_DOT
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+        for (long lane = i; lane < i + LANES; lane++)
+            to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
+                       (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
+#endif
+    }
+}
+
 /* A panel of bytes for rows [start, end), of which the product has sums, or at most BYTE_TILES tiles. */
 static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
                              long panel)
 {
-    int pairs = HAS_AMX || linear->type == BFLOAT16;
+    int pairs = linear->type == BFLOAT16;
     long each = pairs ? 2 : 1, steps = product->in / each, stride = product->in_row / each, column = panel * PANEL;
     long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
     const int8_t *weight = (const int8_t *)linear->packed + column * linear->in + words_wide * product->first;
@@ -227,9 +381,6 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         sums_row = product->sums_row;
         sums = product->sums + start * sums_row + column - product->sums_first;
     }
-#if HAS_AMX
-    struct NAME(tiles) tiles = {};
-#endif
     uint32_t some[BYTE_STEPS * PANEL];
     long part = end - start > 3 * TILE_ROWS ? BYTE_STEPS : SOME_STEPS; /* many rows have many sums to come back to */
     for (long done = 0; done < steps; done += part) {
@@ -237,24 +388,11 @@ static void NAME(byte_panel)(const struct linear *linear, const struct product *
         const int8_t *here = weight + words_wide * done * each;
         int add = done || product->first;
         NAME(words_of_bytes)(here, words_wide * now, pairs, some);
-#if HAS_AMX
-        struct NAME(panel) words = {.words = some, .row = words_wide, .width = (int)(words_wide / LANES), .parts = 1};
-        struct NAME(rows) rows = {.row = stride, .parts = linear->type == FLOAT32 ? FLOAT_PARTS : 1, .part = steps};
-        for (long row = start; row < end; row += BLOCK_ROWS) {
-            rows.words = from + row * stride + done;
-            NAME(amx_block)(&tiles, end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS, rows, words, now,
-                            sums + (row - start) * sums_row, sums_row, add);
-        }
-#else
         for (long row = start; row < end; row += TILE_ROWS)
             NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
                                 from + row * stride + done, stride, some, now, sums + (row - start) * sums_row,
                                 sums_row, add ? NAME(all) : NULL, NULL, 0);
-#endif
     }
-#if HAS_AMX
-    NAME(tear_down)();
-#endif
     if (NAME(is_last)(linear, product))
         NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums,
                           sums_row);
@@ -268,197 +406,6 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
             NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
 
-#if HAS_AMX
-/* A block of sums that is still to be finished, while the next one is computed. */
-struct NAME(finish) {
-    const struct linear *linear;
-    const struct product *product;
-    const float *sums;
-    long sums_row, row, column, out_row;
-    int width;
-    const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
-    uint16_t *to;
-};
-
-/* Its row ``r``: whole vectors of bfloat16 without bias and scale. */
-INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum activation activation, int add)
-{
-    long at = r * block->out_row;
-    const floats *two = (const floats *)(block->sums + r * block->sums_row);
-    __builtin_prefetch(block->next + at, 1, 3);
-    NAME(finish_two)(two[0], two[1], add ? block->add + at : NULL, block->to + at, activation);
-}
-
-INLINE void NAME(finish_sums)(void *block, long r) { NAME(finish_row)(block, r, NONE, 0); }
-INLINE void NAME(finish_added)(void *block, long r) { NAME(finish_row)(block, r, NONE, 1); }
-INLINE void NAME(finish_silu)(void *block, long r) { NAME(finish_row)(block, r, SILU, 0); }
-INLINE void NAME(finish_gelu)(void *block, long r) { NAME(finish_row)(block, r, GELU_TANH, 0); }
-
-static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
-{
-    const struct NAME(finish) *block = of;
-    NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
-                      block->sums + r * block->sums_row, 0);
-}
-
-/* Columns [first, last) for all rows. A panel meets all rows, which stay in second-level cache beside it; meanwhile the
- * next panel is fetched into it, and the block before is finished by ``do_part``. */
-INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
-                              int each, NAME(part) *do_part)
-{
-    struct NAME(tiles) now = {};
-    long steps = product->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
-    long blocks = (product->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    float sums[2][BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
-    struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
-    finish.sums_row = product->sums ? product->sums_row : AMX_PANEL;
-    for (long column = first; column < last; column += AMX_PANEL) {
-        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
-        const uint32_t *weight = (const uint32_t *)linear->packed + column * (linear->in / 2);
-        weight += width * (product->first / 2);
-        const char *next = (const char *)weight + (blocks == 1 ? AHEAD : linear->in / 2 * width * 4);
-        struct NAME(panel) panel = {.words = weight, .row = width, .width = (int)(width / LANES), .next = next,
-                                    .parts = 1};
-        panel.lines = (AMX_STEPS * width / LANES + blocks - 1) / blocks;
-        panel.soon = blocks == 1;
-        for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
-            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
-            long at = row * product->out_row + (linear->activation ? column / 2 : column);
-            float *own = sums[which];
-            if (product->sums)
-                own = product->sums + row * product->sums_row + column - product->sums_first;
-            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
-                                      .parts = each, .part = steps};
-            finish.next = (const uint16_t *)product->to + at;
-            NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, finish.sums_row, product->first > 0,
-                           do_part, &finish, parts);
-            finish.sums = own;
-            finish.row = row;
-            finish.column = column;
-            finish.width = panel.width;
-            finish.to = (uint16_t *)product->to + at;
-            finish.add = (const uint16_t *)product->add + at;
-            parts = NAME(is_last)(linear, product) ? rows : 0;
-            panel.next += steps / AMX_STEPS * panel.lines * 64;
-            if (panel.next >= next + steps * width * 4)
-                panel.lines = 0;
-        }
-    }
-    NAME(tear_down)();
-    for (long i = 0; i < parts; i++)
-        do_part(&finish, i);
-}
-
-#define AMX_COLUMNS(name, each, way)                                                                                  \
-    static __attribute__((noinline)) void NAME(columns_##name)(const struct linear *linear,                            \
-                                                               const struct product *product, long first, long last)   \
-    {                                                                                                                  \
-        NAME(amx_columns)(linear, product, first, last, each, NAME(finish_##way));                                     \
-    }
-AMX_COLUMNS(sums, 1, sums)
-AMX_COLUMNS(added, 1, added)
-AMX_COLUMNS(silu, 1, silu)
-AMX_COLUMNS(gelu, 1, gelu)
-AMX_COLUMNS(any, 1, any)
-AMX_COLUMNS(split, FLOAT_PARTS, any)
-
-/* amx_pair for the first block of rows that meets float32: the panel at ``weight`` is split meanwhile, in turn to one of
- * ``ring`` places at ``to``, and so is the first tile ``after`` it, if any. Of this one place ``at`` may have the first. */
-INLINE void NAME(first_floats)(struct NAME(tiles) *now, int count, struct NAME(rows) rows, const float *weight,
-                               const float *after, struct NAME(panel) panel, uint32_t *to, long steps, long at,
-                               int has_first, long ring, float *sums, long sums_row, int add)
-{
-    const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS;
-    AMX_FENCE();
-    if (tiles) {
-        NAME(set_up)(now, count, AMX_STEPS);
-        if (!has_first)
-            NAME(split_tile)(weight, panel.width, AMX_STEPS, to + at * FLOAT_PARTS * panel.part);
-        if (count > AMX_ROWS && panel.width > 1)
-            NAME(amx_floats)(1, 2, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
-        else if (count > AMX_ROWS)
-            NAME(amx_floats)(1, 1, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
-        else if (panel.width > 1)
-            NAME(amx_floats)(0, 2, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
-        else
-            NAME(amx_floats)(0, 1, rows, weight, after, tiles, to, at, ring, sums, sums_row, add);
-    }
-    if (rest) {
-        to += (at + tiles) % ring * FLOAT_PARTS * panel.part;
-        panel.words = to;
-        rows.words += tiles * AMX_STEPS;
-        NAME(split_tile)(weight + tiles * 2 * panel.part, panel.width, rest, to);
-        AMX_FENCE();
-        NAME(amx_rest)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
-    }
-    AMX_FENCE();
-}
-
-/* Columns [first, last) of whole float32. The first block of rows splits a panel while it meets it; if there are others
- * what has been split stays in second-level cache for them. */
-static __attribute__((noinline)) void NAME(columns_float)(const struct linear *linear, const struct product *product,
-                                                          long first, long last)
-{
-    static __thread uint32_t split[FLOAT_PARTS * MOST_CHUNK / 2 * AMX_PANEL] __attribute__((aligned(64)));
-    struct NAME(tiles) now = {};
-    const long steps = product->in / 2, stride = product->in_row / 2;
-    const long ring = product->rows > BLOCK_ROWS ? MOST_CHUNK / 2 / AMX_STEPS : 2;
-    const long sums_row = product->sums ? product->sums_row : AMX_PANEL;
-    float sums[BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
-    long at = 0;
-    int has_first = 0;
-    for (long column = first; column < last; column += AMX_PANEL) {
-        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
-        const float *weight = (const float *)linear->packed + column * linear->in + width * product->first;
-        struct NAME(panel) panel = {.words = split, .row = width, .width = (int)(width / LANES), .parts = FLOAT_PARTS,
-                                    .part = AMX_STEPS * width};
-        const float *after = NULL; /* the next panel, if it is as wide and its place is free while this one is met */
-        if (product->rows <= BLOCK_ROWS && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_PANEL)
-            after = weight + AMX_PANEL * linear->in;
-        for (long row = 0; row < product->rows; row += BLOCK_ROWS) {
-            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
-            float *own = sums;
-            if (product->sums)
-                own = product->sums + row * sums_row + column - product->sums_first;
-            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
-                                      .parts = FLOAT_PARTS, .part = steps};
-            if (row)
-                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, sums_row, product->first > 0,
-                               NAME(nothing), NULL, 0);
-            else
-                NAME(first_floats)(&now, rows, from, weight, after, panel, split, steps, at, has_first, ring, own,
-                                   sums_row, product->first > 0);
-            if (NAME(is_last)(linear, product))
-                NAME(finish_tile)(linear, product, row, rows, column, panel.width, own, sums_row);
-        }
-        at = after ? (at + steps / AMX_STEPS) % ring : 0;
-        has_first = after != NULL;
-    }
-    NAME(tear_down)();
-}
-
-/* Columns of panels [first, last) for all rows, in tile registers. */
-static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
-{
-    long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
-    int plain = !linear->bias && end / (linear->activation ? 2 : 1) <= linear->out && end % AMX_PANEL == 0;
-    first *= PANEL;
-    if (linear->type == FLOAT32 && !linear->halves)
-        NAME(columns_float)(linear, product, first, end);
-    else if (linear->type == FLOAT32)
-        NAME(columns_split)(linear, product, first, end);
-    else if (plain && linear->activation == NONE && product->add)
-        NAME(columns_added)(linear, product, first, end);
-    else if (plain && linear->activation == NONE)
-        NAME(columns_sums)(linear, product, first, end);
-    else if (plain && linear->activation == SILU && !product->add)
-        NAME(columns_silu)(linear, product, first, end);
-    else if (plain && linear->activation == GELU_TANH && !product->add)
-        NAME(columns_gelu)(linear, product, first, end);
-    else
-        NAME(columns_any)(linear, product, first, end);
-}
-#else
 /* Columns of panels [first, last) for all rows, which stay in second-level cache beside a panel; those with few tiles
  * meet some steps of the panel after the other, which stay in first-level cache. The first tiles bring what comes next
  * nearer. */
@@ -512,7 +459,6 @@ static void NAME(word_panels)(const struct linear *linear, const struct product 
         }
     }
 }
-#endif
 
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
@@ -521,6 +467,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     else
         NAME(word_panels)(linear, product, first, last);
 }
+#endif
 
 /* -- norm and rotary embeddings ------------------------------------------------------------------------------------ */
 

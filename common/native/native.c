@@ -30,7 +30,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
-enum words_as { FLOATS, PAIRS, HALVES }; /* float32; two bfloat16; float32 that lie in memory as one bfloat16 */
+enum words_as { FLOATS, PAIRS, HALVES, BYTES }; /* float32; two bfloat16; float32 that lie in memory as one bfloat16; int8 */
 
 static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
@@ -222,7 +222,7 @@ struct variant {
 #define HAS_DOT 1
 #ifdef AMX
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
 #define HAS_AMX 1
 #define NAME(x) x##_amx_bf16
 #define VARIANT_NAME "amx_bf16"
@@ -330,7 +330,7 @@ static int runs_here(const struct variant *variant)
     int dot = avx512 && __builtin_cpu_supports("avx512bf16");
 #ifdef AMX
     if (variant == &variant_amx_bf16)
-        return dot && tiles_are_ours();
+        return dot && __builtin_cpu_supports("avx512vbmi") && tiles_are_ours();
 #endif
     if (variant == &variant_avx512_bf16_zen4)
         return dot && __builtin_cpu_is("amdfam19h");

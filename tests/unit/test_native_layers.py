@@ -130,7 +130,7 @@ def test_an_infinite_weight_makes_its_column_infinite_or_no_number(variant: str,
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (230, 150, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (75, 96, 130), (230, 150, 130)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool) -> None:
     rows, out, in_features = shape
@@ -182,12 +182,37 @@ def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dty
             assert torch.equal(linear.rows(x[-rows:]), together[-rows:])
 
 
-def test_a_gate_of_int8(variant: str) -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", linears.ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [9, 45, 77])
+def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool, rows: int) -> None:
     torch.manual_seed(5)
-    weight, x, offset = torch.randn(2 * 48, 64), torch.randn(9, 64), torch.randn(2 * 48)
+    weight, x = torch.randn(2 * 48, 64).to(dtype), torch.randn(rows, 64).to(dtype)
+    offset = torch.randn(2 * 48).to(dtype) if bias else None
     rounded, scale = quantize(weight)
-    gate, up = (x.double() @ (rounded.double() * scale.double()[:, None]).t() + offset.double()).chunk(2, dim=-1)
-    assert_near(NativeLinear(weight, offset, "silu", int8=True).rows(x), nn.SiLU()(gate) * up)
+    exact = x.double() @ (rounded.double() * scale.double()[:, None]).t()
+    gate, up = (exact + (0 if offset is None else offset.double())).chunk(2, dim=-1)
+    activation = nn.SiLU() if name == "silu" else nn.GELU("tanh")
+    assert_near(NativeLinear(weight, offset, name, int8=True).rows(x), activation(gate) * up)
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [288, 300, 370])
+@pytest.mark.parametrize("rows", [5, 70])
+def test_two_threads_have_the_bits_of_one(variant: str, dtype: torch.dtype, columns: int, rows: int) -> None:
+    """Of a layer that is not whole vectors of columns, too, of which one thread has the whole ones alone."""
+    torch.manual_seed(7)
+    linear = NativeLinear(torch.randn(columns, 66).to(dtype), None, int8=True)
+    x, residual = torch.randn(rows, 66).to(dtype), torch.randn(rows, columns).to(dtype)
+    before, totals = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        linear.add_to(total := residual.clone(), x)
+        totals.append(total)
+    torch.set_num_threads(before)
+    assert torch.equal(*totals)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
