@@ -234,8 +234,8 @@ INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *t
     }
 }
 
-/* A panel that becomes words while it is met: of ``as`` FLOATS in FLOAT_PARTS, of BYTES each int8 as the bfloat16 that it
- * equals. A tile of steps goes to one of ``ring`` places at ``to``, in turn. */
+/* A panel that becomes words while it is met: of ``as`` FLOATS in FLOAT_PARTS, of BYTES each int8 as the bfloat16 that
+ * it equals. A tile of steps goes to one of ``ring`` places at ``to``, in turn. */
 struct NAME(made) {
     const char *from;  /* [2 * steps][columns] of float32, or [steps][columns][2] of int8 */
     const char *after; /* the next one, whose first tile is made behind the last of this one; NULL if it is not */
@@ -338,7 +338,15 @@ INLINE void NAME(amx_first)(enum words_as as, struct NAME(tiles) *now, int count
     AMX_FENCE();
 }
 
-#define AMX_FIRST(name, as, each)                                                                                          static __attribute__((noinline)) void NAME(first_##name)(                                                                  struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel, struct NAME(made) *made,         long steps, float *sums, long sums_row, int add)                                                                   {                                                                                                                          rows.parts = each;                                                                                                     panel.parts = as == FLOATS ? FLOAT_PARTS : 1;                                                                          NAME(amx_first)(as, now, count, rows, panel, made, steps, sums, sums_row, add);                                    }
+#define AMX_FIRST(name, as, each)                                                                                      \
+    static __attribute__((noinline)) void NAME(first_##name)(                                                          \
+        struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel, struct NAME(made) *made, \
+        long steps, float *sums, long sums_row, int add)                                                               \
+    {                                                                                                                  \
+        rows.parts = each;                                                                                             \
+        panel.parts = as == FLOATS ? FLOAT_PARTS : 1;                                                                  \
+        NAME(amx_first)(as, now, count, rows, panel, made, steps, sums, sums_row, add);                                \
+    }
 AMX_FIRST(floats, FLOATS, FLOAT_PARTS)
 AMX_FIRST(bytes, BYTES, 1)
 AMX_FIRST(split_bytes, BYTES, FLOAT_PARTS)

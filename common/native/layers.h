@@ -203,9 +203,9 @@ static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
 /* Where panels become words, for a thread: for more than one block of rows all of a panel. */
 static __thread uint32_t NAME(made_words)[FLOAT_PARTS * MOST_CHUNK / 2 * AMX_PANEL] __attribute__((aligned(64)));
 
-/* Columns [first, last) for all rows, of ``each`` parts. A panel meets all rows, which stay in second-level cache beside
- * it; meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. If it lies as PAIRS it
- * is met there; else the first block makes words of it, which stay in second-level cache for the others. */
+/* Columns [first, last) for all rows, of ``each`` parts. A panel meets all rows, which stay in second-level cache
+ * beside it; meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. A panel that
+ * lies as PAIRS is met where it lies; else the first block makes words of it, which stay there for the others. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
                               enum words_as as, int each, NAME(part) *do_part)
 {
@@ -222,8 +222,8 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
         const char *weight = (const char *)linear->packed + (column * linear->in + width * product->first) * size;
         const char *next = weight + (blocks == 1 ? AHEAD : linear->in * width * size);
         struct NAME(panel) panel = {.words = as == PAIRS ? (const uint32_t *)weight : made.to, .row = width,
-                                    .width = (int)(width / LANES), .next = next, .parts = as == FLOATS ? FLOAT_PARTS : 1,
-                                    .part = AMX_STEPS * width};
+                                    .width = (int)(width / LANES), .next = next,
+                                    .parts = as == FLOATS ? FLOAT_PARTS : 1, .part = AMX_STEPS * width};
         panel.lines = fetching ? (2 * AMX_STEPS * width * size / 64 + fetching - 1) / fetching : 0;
         panel.soon = blocks == 1;
         made.from = weight;

@@ -30,7 +30,8 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
-enum words_as { FLOATS, PAIRS, HALVES, BYTES }; /* float32; two bfloat16; float32 that lie in memory as one bfloat16; int8 */
+/* float32; two bfloat16; float32 that lie in memory as one bfloat16; an int8 for each element */
+enum words_as { FLOATS, PAIRS, HALVES, BYTES };
 
 static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
