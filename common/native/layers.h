@@ -90,21 +90,6 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         }
 }
 
-/* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
-INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *product, long row, int rows,
-                             long column, int columns)
-{
-    long size = linear->type == BFLOAT16 ? 2 : 4;
-    for (int r = 0; r < rows; r++) {
-        long at = ((row + r) * product->out_row + column) * size;
-        for (long end = at + columns * size; at < end; at += 64) {
-            __builtin_prefetch((const char *)product->to + at, 1, 3);
-            if (product->add)
-                __builtin_prefetch((const char *)product->add + at, 0, 3);
-        }
-    }
-}
-
 #if HAS_DOT
 /* Two neighbouring vectors of bfloat16, without bias and scale, finished as finish_tile does it. */
 INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
@@ -148,9 +133,6 @@ static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *li
 }
 #endif
 #endif
-
-/* What of a tile's sums is kept when more steps are added to them. */
-static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
 
 /* Whether these are the last of the elements that are summed: then the sums are finished. */
 INLINE int NAME(is_last)(const struct linear *linear, const struct product *product)
@@ -319,6 +301,24 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     (linear->scale ? bytes : pairs)[way](linear, product, first, end);
 }
 #else
+/* What of a tile's sums is kept when more steps are added to them. */
+static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
+
+/* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
+INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *product, long row, int rows,
+                             long column, int columns)
+{
+    long size = linear->type == BFLOAT16 ? 2 : 4;
+    for (int r = 0; r < rows; r++) {
+        long at = ((row + r) * product->out_row + column) * size;
+        for (long end = at + columns * size; at < end; at += 64) {
+            __builtin_prefetch((const char *)product->to + at, 1, 3);
+            if (product->add)
+                __builtin_prefetch((const char *)product->add + at, 0, 3);
+        }
+    }
+}
+
 #if HAS_DOT
 /* words_of_bytes for twice as many. */
 static __attribute__((target("avx512vbmi"))) void NAME(words_of_lines)(const int8_t *from, long count, uint32_t *to)

@@ -185,11 +185,12 @@ def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", linears.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [9, 45, 77])
-def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool, rows: int) -> None:
+@pytest.mark.parametrize("shape", [(9, 48), (45, 48), (77, 48)], ids=str)
+def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool, shape: tuple[int, int]) -> None:
     torch.manual_seed(5)
-    weight, x = torch.randn(2 * 48, 64).to(dtype), torch.randn(rows, 64).to(dtype)
-    offset = torch.randn(2 * 48).to(dtype) if bias else None
+    rows, columns = shape
+    weight, x = torch.randn(2 * columns, 64).to(dtype), torch.randn(rows, 64).to(dtype)
+    offset = torch.randn(2 * columns).to(dtype) if bias else None
     rounded, scale = quantize(weight)
     exact = x.double() @ (rounded.double() * scale.double()[:, None]).t()
     gate, up = (exact + (0 if offset is None else offset.double())).chunk(2, dim=-1)
@@ -197,21 +198,25 @@ def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool,
     assert_near(NativeLinear(weight, offset, name, int8=True).rows(x), activation(gate) * up)
 
 
-@pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("columns", [288, 300, 370])
+@pytest.mark.parametrize("inputs", [64, 66])
 @pytest.mark.parametrize("rows", [5, 70])
-def test_two_threads_have_the_bits_of_one(variant: str, dtype: torch.dtype, columns: int, rows: int) -> None:
+def test_two_threads_have_the_bits_of_one(
+    variant: str, dtype: torch.dtype, columns: int, inputs: int, rows: int
+) -> None:
     """Of a layer that is not whole vectors of columns, too, of which one thread has the whole ones alone."""
     torch.manual_seed(7)
-    linear = NativeLinear(torch.randn(columns, 66).to(dtype), None, int8=True)
-    x, residual = torch.randn(rows, 66).to(dtype), torch.randn(rows, columns).to(dtype)
+    linear = NativeLinear(torch.randn(columns, inputs).to(dtype), None, int8=True)
+    x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, columns).to(dtype)
     before, totals = torch.get_num_threads(), []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        linear.add_to(total := residual.clone(), x)
-        totals.append(total)
-    torch.set_num_threads(before)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            linear.add_to(total := residual.clone(), x)
+            totals.append(total)
+    finally:
+        torch.set_num_threads(before)
     assert torch.equal(*totals)
 
 
