@@ -301,9 +301,6 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     (linear->scale ? bytes : pairs)[way](linear, product, first, end);
 }
 #else
-/* What of a tile's sums is kept when more steps are added to them. */
-static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
-
 /* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
 INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *product, long row, int rows,
                              long column, int columns)

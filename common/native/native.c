@@ -100,7 +100,8 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
-#define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run */
+#define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run, and that
+                                 are summed from zero */
 #define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
 #define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
 #define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
@@ -111,7 +112,8 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 #define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
 #define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
 #define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
-#define CHUNK 32              /* elements of which a chunk is a multiple: whole tiles, so that sums come in one order */
+#define CHUNK 128             /* elements of which a chunk is a multiple: whole tiles, and SOME_STEPS pairs, so that
+                                 sums come in one order */
 #define SUMS_BYTES (2 << 20)  /* of what chunks come to, for a thread */
 #define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
 

@@ -36,42 +36,60 @@ INLINE floats NAME(multiply)(floats sum, uint32_t a, words b, enum words_as as)
 #endif
 }
 
+/* What of a tile's sums is kept when more steps are added to them. */
+static const float NAME(all)[TILE_ROWS] = {[0 ... TILE_ROWS - 1] = 1};
+
 /* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
- * of sums are ``sums_row`` apart. ``next`` is brought nearer, ``lines`` cache lines per step (of HALVES as many as a
- * step has, if any); more than one are not kept beyond first-level cache, since few rows want them: what the rest of the
- * process works on stays in the others. Not so where AHEAD_IN_L2. */
+ * of sums are ``sums_row`` apart. Every SOME_STEPS steps are summed from zero and then added to the sums: the error of a
+ * sum of n steps grows as the root of SOME_STEPS + n / SOME_STEPS instead of that of n, and a caller that comes back to
+ * its sums after whole blocks of steps gets the same bits as one that does not. ``next`` is brought nearer, ``lines``
+ * cache lines per step (of HALVES as many as a step has, if any); more than one are not kept beyond first-level cache,
+ * since few rows want them: what the rest of the process works on stays in the others. Not so where AHEAD_IN_L2. */
 INLINE void NAME(tile)(int rows, int width, enum words_as as, const uint32_t *row, long row_stride, const void *panel,
                        long steps, float *sums, long sums_row, const float *keep, const char *next, int lines)
 {
-    floats acc[TILE_ROWS][TILE_VECTORS];
     const int step = width * LANES * (as == HALVES ? 2 : 4);
-    if (keep) {
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < width; v++)
-                acc[r][v] = *(const floats *)(sums + r * sums_row + v * LANES) * keep[r];
-    } else {
+    long s = 0;
+    do {
+        floats acc[TILE_ROWS][TILE_VECTORS];
+        const long end = steps - s < SOME_STEPS ? steps : s + SOME_STEPS;
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < width; v++)
                 acc[r][v] = (floats){};
-    }
-    for (long s = 0; s < steps; s++) {
-        words b[TILE_VECTORS];
-        UNROLL for (int v = 0; v < width; v++)
-            b[v] = NAME(load_words)(panel, (s * width + v) * LANES, as);
-        if (as != HALVES)
-            UNROLL for (int line = 0; line < lines; line++)
-                __builtin_prefetch(next + (s * lines + line) * 64, 0,
-                                   lines > 2 ? ONE_TILE_TO : lines > 1 ? SOME_TILES_TO : MANY_TILES_TO);
-        else if (lines)
-            UNROLL for (int byte = 0; byte < step; byte += 64)
-                __builtin_prefetch(next + s * step + byte, 0, 3);
-        UNROLL for (int r = 0; r < rows; r++)
+        for (; s < end; s++) {
+            words b[TILE_VECTORS];
             UNROLL for (int v = 0; v < width; v++)
-                acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], as);
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < width; v++)
-            *(floats *)(sums + r * sums_row + v * LANES) = acc[r][v];
+                b[v] = NAME(load_words)(panel, (s * width + v) * LANES, as);
+            if (as != HALVES)
+                UNROLL for (int line = 0; line < lines; line++) {
+                    const char *at = next + (s * lines + line) * 64;
+                    if (lines > 2)
+                        __builtin_prefetch(at, 0, ONE_TILE_TO);
+                    else if (lines > 1)
+                        __builtin_prefetch(at, 0, SOME_TILES_TO);
+                    else
+                        __builtin_prefetch(at, 0, MANY_TILES_TO);
+                }
+            else if (lines)
+                UNROLL for (int byte = 0; byte < step; byte += 64)
+                    __builtin_prefetch(next + s * step + byte, 0, 3);
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int v = 0; v < width; v++)
+                    acc[r][v] = NAME(multiply)(acc[r][v], row[r * row_stride + s], b[v], as);
+        }
+        if (keep) {
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int v = 0; v < width; v++) {
+                    floats *sum = (floats *)(sums + r * sums_row + v * LANES);
+                    *sum = *sum * keep[r] + acc[r][v];
+                }
+        } else {
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int v = 0; v < width; v++)
+                    *(floats *)(sums + r * sums_row + v * LANES) = acc[r][v];
+        }
+        keep = NAME(all);
+    } while (s < steps);
 }
 
 #define TILE_CASE(r, v)                                                                                               \

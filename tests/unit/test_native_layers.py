@@ -102,16 +102,29 @@ def test_no_bit_of_a_float32_is_lost(variant: str) -> None:
     assert NativeLinear(torch.ones(32, 64), None).rows(none).isnan().all()
 
 
+@pytest.mark.parametrize("features", [768, 4096])
 @pytest.mark.parametrize("signed", [True, False])
-def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: str, signed: bool) -> None:
-    """Also where all products have one sign, so that what is left out of each would add up."""
+def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: str, signed: bool, features: int) -> None:
+    """Also where all products have one sign, so that what is left out of each would add up.
+
+    Rounding errors of a sum of n numbers of size s come to about sqrt(n) u s (Higham and Mary, "A new approach to
+    probabilistic rounding error analysis", 2019), which the largest of some thousand such sums hardly exceeds; where b
+    at a time are summed from zero and m such sums are then added up, to sqrt(b + m) u s. No other library's luck is the
+    measure: what torch calls depends on the machine. Vectors sum 64 products from zero (SOME_STEPS of native.c); tiles
+    16 even and 16 odd ones, of six pairs of parts each, and leave out what is below 2^-22 of a product."""
+    if variant == "amx_bf16" and features > 768:
+        pytest.skip("the smallest parts are lost alike in a large sum, not at random")
     torch.manual_seed(9)
-    weight, x = torch.randn(96, 768), torch.randn(40, 768)
+    weight, x = torch.randn(96, features), torch.randn(40, features)
     if not signed:
         weight, x = weight.abs(), x.abs()
     exact = x.double() @ weight.double().t()
-    off = [(got.double() - exact).abs().mean() for got in (NativeLinear(weight, None).rows(x), x @ weight.t())]
-    assert off[0] <= 2 * off[1]
+    size = x.double().abs() @ weight.double().abs().t()
+    error = ((NativeLinear(weight, None).rows(x).double() - exact).abs() / size).max()
+    if variant == "amx_bf16":
+        assert error <= (16 + 6 * features / 32) ** 0.5 * 2**-24 + 2**-22
+    else:
+        assert error <= (64 + features / 64) ** 0.5 * 2**-24
 
 
 @pytest.mark.parametrize("kept", ["whole", "bfloat16"])
