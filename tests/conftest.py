@@ -27,13 +27,14 @@ import zmq
 from hypothesis import HealthCheck, settings
 
 from tests.chaos.host import TAKEN, TRIES, Taken
+from tests.pace import scaled
 
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
 GRACE_S = 3.0
-"""How long what was told to end may take to be gone."""
+"""How long what was told to end may take to be gone; longer on a slower machine."""
 
 _sockets: weakref.WeakSet[zmq.Socket[Any]] = weakref.WeakSet()
 _taken = pytest.StashKey[Taken]()
@@ -164,7 +165,7 @@ def nothing_left_behind() -> Iterator[None]:
     _abandoned.clear()
     before = Belongings.now()
     yield
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + scaled(GRACE_S)
     while left := Belongings.now().since(before):
         if time.monotonic() > deadline:
             pytest.fail("the test left behind\n  " + "\n  ".join(left), pytrace=False)
@@ -172,9 +173,14 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.02)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that bounds times closely is run again if it fails while the host took the cores; the summary says so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that bounds times closely is run again if it fails while the host took the cores; the summary says so.
+    Every test may take longer on a slower machine, unless ``--timeout`` says how long."""
     for item in items:
+        if config.getoption("timeout") is None:
+            marker = item.get_closest_marker("timeout")
+            seconds = marker.args[0] if marker else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
         if item.get_closest_marker("alone"):
             condition = partial(_host_took_cores, item)
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1, condition=condition))

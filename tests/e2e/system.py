@@ -27,10 +27,11 @@ import psutil
 
 from common.request import SamplingParams
 from tests.models import EOS
+from tests.pace import scaled
 
 ROOT = Path(__file__).parents[2]
-READY_S = 90.0
-STOP_S = 30.0
+READY_S = scaled(90.0)
+STOP_S = scaled(30.0)
 MODEL_LEN = 2048
 SMALL = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "600", "--max-model-len", str(MODEL_LEN))
 """Flags of a system that is quick to start and has room for what tests ask."""
@@ -275,6 +276,7 @@ class Client:
     async def until_idle(self, within_s: float, *, since_now: bool = False) -> None:
         """Until no worker holds a block or has work; AssertionError with the state after ``within_s``. ``since_now``:
         by what its heart has told since, not by what it told half a second ago."""
+        within_s = scaled(within_s)
         began = asked = time.monotonic()
         deadline = began + within_s
 

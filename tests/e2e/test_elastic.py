@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.system import MODEL_LEN, READY_S, Client, Process, System, sampling_of
 from tests.e2e.test_tokens import prompt_of
+from tests.pace import scaled
 from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +57,7 @@ class Cluster:
             await asyncio.sleep(0.05)
 
     async def until_gone(self, client: Client, name: str) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10.0)
         while (worker := (await client.workers()).get(name)) and worker["state"] == "ready":
             assert time.monotonic() < deadline, f"{name} is still there: {worker}"
             await asyncio.sleep(0.05)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.system import SMALL, Client, System, events, sampling_of
 from tests.e2e.test_tokens import TWO_TWO, metrics, prompt_of
+from tests.pace import scaled
 from tests.reference import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> 
 
 async def _until_running(client: Client) -> None:
     """Until a worker has the only request there is."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(5.0)
     while not sum([value for name, value in (await metrics(client)).items() if name.startswith(_RUNNING)]):
         assert time.monotonic() < deadline, "the request never ran"
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.system import Client, System
 from tests.e2e.test_tokens import COLOCATED, ONE_ONE, SAMPLED, check, metrics, prompt_of
+from tests.pace import scaled
 from tests.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +41,7 @@ async def test_a_pool_that_is_too_small_for_all_serves_all(
         async with system.client() as client:
             answers = [await asyncio.gather(*(client.complete(p, **f) for p, f in part)) for part in (long, short)]
             await client.until_idle(within_s=2)
-            told_by = time.monotonic() + 5  # a heartbeat tells of it
+            told_by = time.monotonic() + scaled(5.0)  # a heartbeat tells of it
             while not await preemptions(client):
                 assert time.monotonic() < told_by, "nobody was parked"
                 await asyncio.sleep(0.05)

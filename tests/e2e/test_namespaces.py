@@ -31,6 +31,7 @@ from tests.chaos.house import Ask, oracle_checkpoint
 from tests.chaos.worker import FIRST_FAULT
 from tests.e2e.relay import enter as enter_namespace
 from tests.fakes.oracle import oracle_layout
+from tests.pace import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 HERE, THERE = "10.87.0.1", "10.87.0.2"
 DELAY_MS = 5
 PARTITION_S = 5.0
-WAIT_S = 30.0
+WAIT_S = scaled(30.0)
 _SERVING = re.compile(r"serving \S+ at (http://\S+), workers at tcp://(\S+)")
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e.system import Answer, Client, System, sampling_of
 from tests.models import EOS, SPECIALS, VOCAB
+from tests.pace import scaled
 from tests.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -182,7 +183,7 @@ async def test_kv_travels_over_the_link_that_was_asked_for(setup: Setup, system:
             await client.until_idle(within_s=2, since_now=True)  # nor does it still report what others have asked
             before = await travelled(client)
             answer = await client.complete(prompt_of(100, 7), **fields)
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + scaled(2.0)
             while (now := await travelled(client)) == before and answer.path == "disagg":
                 assert time.monotonic() < deadline, "no hand-off was reported"
                 await asyncio.sleep(0.02)
@@ -207,7 +208,7 @@ async def test_what_shows_of_a_hand_off_is_exported(setup: Setup, system: System
         before = await seconds()
         answer = await client.complete(prompt_of(100, 17), temperature=0.0, max_tokens=200, ignore_eos=True)
         assert answer.path == ("colocated" if setup.flags == COLOCATED else "disagg")
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + scaled(2.0)
         while (shown := await seconds() - before) == 0 and answer.path == "disagg":
             assert time.monotonic() < deadline, "no hand-off was reported"
             await asyncio.sleep(0.02)

@@ -25,6 +25,7 @@ from bench.handoff_cost import cpu_seconds
 from common import builtin
 from common.client import Refused, Server
 from deploy.up import ONE_SIGNAL_S
+from tests.pace import scaled
 
 pytestmark = pytest.mark.e2e
 START_S = 90.0
@@ -67,7 +68,7 @@ class Up:
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.05)

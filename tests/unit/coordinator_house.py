@@ -22,6 +22,7 @@ from coordinator.app import SERVICES, create_app
 from coordinator.dispatch import Dispatcher
 from coordinator.http import Services, serving
 from tests.fakes.worker import FakeWorker
+from tests.pace import scaled
 
 _SCHEMAS = Path(__file__).parent.parent / "golden" / "openai_schemas.json"
 
@@ -40,7 +41,7 @@ def valid(name: str, body: Any) -> Any:
 
 async def until(condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
     """Waits for something that another thread or task does."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(scaled(seconds)):
         while not condition():  # noqa: ASYNC110 - what is waited for knows no event loop
             await asyncio.sleep(0.005)
     assert condition(), what

@@ -20,6 +20,7 @@ from common.messages import Role
 from coordinator.registry import Worker
 from tests.chaos.house import state_of
 from tests.fakes.checkpoint import fake_checkpoint
+from tests.pace import scaled
 from tests.unit.coordinator_house import House, open_house, until
 
 STEP_S = 0.005
@@ -131,7 +132,7 @@ def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=ROOT,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(10.0)
     with suppress(FileNotFoundError):
         while state_of(int(ended.stdout)) != "Z":
             assert time.monotonic() < deadline

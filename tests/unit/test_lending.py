@@ -27,6 +27,7 @@ from common.sequence import Sequence
 from common.worker import WorkerSettings
 from decode.worker import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of
+from tests.pace import scaled
 from tests.unit.test_attention import random_spans
 
 library = native.library()
@@ -157,7 +158,7 @@ def helped(lent: LentCores) -> Iterator[LentCores]:
 def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
     """Works until a helper has done a part of it; every result is ``expected``."""
     assert library is not None
-    before, deadline = library.borrowed_s(), time.monotonic() + 30
+    before, deadline = library.borrowed_s(), time.monotonic() + scaled(30.0)
     while library.borrowed_s() == before:
         assert time.monotonic() < deadline, "nobody helps"
         assert torch.equal(work(), expected)

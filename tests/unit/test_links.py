@@ -43,6 +43,7 @@ from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
 from kvtransfer.session import Limits
 from kvtransfer.sources import PAUSE_S
+from tests.pace import scaled
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
 TRANSFER = TransferId(RequestId(b"t" * 16), 1)
@@ -698,7 +699,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
 
         def answered() -> nixl.NixlPool:
             visit, pool = knock()
-            until = time.monotonic() + 20
+            until = time.monotonic() + scaled(20.0)
             while visit.answer() is None:
                 assert time.monotonic() < until
             visit.close()

@@ -25,6 +25,7 @@ from kvtransfer.links.base import Payload, SendLink
 from kvtransfer.proof import proof
 from kvtransfer.sender import Lost, Sender
 from kvtransfer.session import Limits
+from tests.pace import scaled
 
 LAYOUT = KvLayout(tuple(LayerLayout(2, 16, 16) for _ in range(4)), "float32", 16)
 TOKENS, FRAME_BYTES = 256, 16384
@@ -87,7 +88,7 @@ class Meeting:
 
     def read(self) -> tuple[bytes, Any]:
         """The next message or frame header that the peer gets."""
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + scaled(20.0)
         while time.monotonic() < give_up:
             self.sender.pump(self.now)
             if self.router.poll(10):
@@ -105,7 +106,7 @@ class Meeting:
     def grant(self, transfer: TransferId) -> None:
         """The peer reads until this announcement, and grants it; again if it came over a connection that has ended."""
         grant = encode(Grant(*transfer, 0, "zmq", 1 << 30, 0, proof(TOKEN, transfer, "grant")))
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + scaled(20.0)
         while True:
             with contextlib.suppress(zmq.ZMQError):  # nobody is there any more
                 self.router.send_multipart([self.hear(transfer), grant])

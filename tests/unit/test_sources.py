@@ -20,6 +20,7 @@ from kvtransfer.proof import proof
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.session import Limits
 from kvtransfer.sources import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
+from tests.pace import scaled
 
 LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
 TOKEN = b"known to both ends"
@@ -80,7 +81,7 @@ class Meeting:
 
     def answer(self, transfer: TransferId) -> Any:
         """What comes next about ``transfer``, while the clock of the receiver stands still."""
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + scaled(20.0)
         while time.monotonic() < give_up:
             self.ended += self.receiver.pump(self._clock, 1.0)
             while (message := receive(self.line, ToPrefill)) is not None:
