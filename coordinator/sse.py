@@ -15,10 +15,13 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, web
 
 KEEPALIVE_S = 15.0
+"""The longest silence of a stream: nginx cuts one after 60 s by default, Debian's HAProxy after 50 s."""
 MAX_BUFFERED_BYTES = 1 << 20
 LOOKS = 4
 """At a reader within the time that it may take nothing."""
-_COMMENT = b": keep-alive\n\n"
+KEEPALIVE = b"\n\n"
+"""Two empty lines between two events, which the event-stream format ignores. Clients that split at two line breaks
+ignore them too, whereas they glue a comment, or a single line break, to the next event."""
 log = logging.getLogger("tandem.http")
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -70,7 +73,7 @@ class EventStream:
         transport.abort()
 
     async def until(self, finished: asyncio.Future[None]) -> None:
-        """Waits for the end of the stream; an idle one gets a comment every 15 s, and its reader is looked at."""
+        """Waits for the end of the stream; an idle one is kept alive, and its reader is looked at."""
         while not finished.done():
             idle = self._loop.time() - self._sent_at
             await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / LOOKS)))
@@ -79,7 +82,7 @@ class EventStream:
                 continue
             self._check_reader(transport, self._loop.time())
             if self._loop.time() - self._sent_at >= KEEPALIVE_S:
-                self.send(_COMMENT)
+                self.send(KEEPALIVE)
 
     async def close(self) -> web.StreamResponse:
         """Ends the response; a reader that does not take the rest in time is cut."""
