@@ -9,6 +9,7 @@ names the role is none. After it every chunk is a token, but for those that only
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from bench.connections import Connector, StaleConnection
 from bench.workloads import Ask
 
 Backend = Literal["openai", "openai-chat"]
@@ -81,6 +83,8 @@ class Record:
     stages: dict[str, Any] | None = None
     error: str = ""
     cached_tokens: int = 0
+    resent: bool = False
+    """Whether it was sent a second time; all times count from the first."""
 
     @property
     def ok(self) -> bool:
@@ -176,14 +180,14 @@ class Target:
     extra: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
 
-    def session(self) -> aiohttp.ClientSession:
-        """A client session without a limit of connections of its own."""
+    def session(self, *, keep: bool = True) -> aiohttp.ClientSession:
+        """A client session without a limit of connections of its own; each is used once unless they are kept."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         headers |= self.headers
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=Connector(kept_s=60) if keep else aiohttp.TCPConnector(force_close=True),
             timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=30),
             headers=headers,
             read_bufsize=1 << 20,
@@ -202,21 +206,31 @@ class Target:
     async def send(
         self, session: aiohttp.ClientSession, body: bytes, record: Record, clock: Clock = time.perf_counter
     ) -> None:
-        """Sends one request and fills ``record``; what goes wrong is its error."""
-        events = Events(record)
+        """Sends one request and fills ``record``; what goes wrong is its error. On a kept connection that the server
+        has closed, no byte of the answer comes: then it is sent again, once, on a new one."""
         record.sent_at = clock()
         try:
-            async with session.post(self.url + PATHS[self.backend], data=body) as response:
-                if response.status != 200:
-                    record.error = _refusal(response.status, await response.read())
-                    return
-                async for data in response.content.iter_any():
-                    events.feed(data, clock())
-            events.close()
+            async with asyncio.timeout(self.timeout_s):
+                try:
+                    await self._exchange(session, body, record, clock)
+                except StaleConnection:
+                    record.resent = True
+                    async with self.session(keep=False) as fresh:
+                        await self._exchange(fresh, body, record, clock)
         except TimeoutError:
             record.error = f"no answer within {self.timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
             record.error = shortened(str(error) or type(error).__name__)
+
+    async def _exchange(self, session: aiohttp.ClientSession, body: bytes, record: Record, clock: Clock) -> None:
+        events = Events(record)
+        async with session.post(self.url + PATHS[self.backend], data=body) as response:
+            if response.status != 200:
+                record.error = _refusal(response.status, await response.read())
+                return
+            async for data in response.content.iter_any():
+                events.feed(data, clock())
+        events.close()
 
 
 def message(error: Any) -> str:

@@ -117,7 +117,8 @@ async def evaluate(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limit = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(force_close=True)  # a kept one may be closed when the next item is asked on it
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
         report = Report(model or await _first_model(session, base), digest)
         with _progress(console) as progress:
             task = progress.add_task("asking", total=len(records))

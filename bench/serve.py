@@ -86,11 +86,14 @@ def absolute_objectives(text: str | None) -> tuple[Objective, ...]:
 
 
 def show_remarks(console: Console, records: list[Record]) -> None:
-    """What makes figures other than they look: why requests failed, each reason once, the most frequent ones first; and
-    how much of the prompts the server need not compute, which also happens where a seed is used for a second time."""
+    """What makes figures other than they look: why requests failed, each reason once, the most frequent ones first; how
+    many were sent twice; and how much of the prompts the server need not compute, which also happens where a seed is
+    used for a second time."""
     cached = sum(record.cached_tokens for record in records) / max(1, sum(record.prompt_tokens for record in records))
     if cached >= CACHED:
         console.print(f"note: {cached:.0%} of prompt tokens came from the server's prefix cache", markup=False)
+    if resent := sum(record.resent for record in records):
+        console.print(f"note: {resent} sent again: the server had closed a kept connection", markup=False)
     counts: dict[str, int] = {}
     for record in records:
         if record.error:

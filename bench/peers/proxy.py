@@ -19,6 +19,8 @@ import uvloop
 from aiohttp import web
 
 MAX_BODY_BYTES = 64 << 20
+KEPT_S = 2.0
+"""vLLM's server closes an idle connection after 5 s, also while a request is on its way to it."""
 _WHOLE_ANSWER = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
 """Fields that say how an answer is given; prefill gives none."""
 _STAYS: dict[str, Any] = {
@@ -50,7 +52,8 @@ class Proxy:
 
     async def _sessions(self, _: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             yield
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

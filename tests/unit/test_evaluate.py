@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -172,3 +174,25 @@ def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytes
     assert json.loads(Path(base).read_text())["label"] == "tandem up --quantization int8"
     assert cli.main(["eval", "--compare", base]) == 0
     assert cli.main(["eval", "--compare", base]) == 1
+
+
+async def test_a_server_that_closes_its_connections_costs_no_item() -> None:
+    """Each item has a connection of its own: a kept one may be closed while the next question is on its way."""
+    connections = []
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b'{"data": [{"id": "tiny"}], "choices": [{"message": {"content": "?"}}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
+        writer.write(body)
+        if head.startswith(b"POST"):
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")  # a second request is not answered
+        writer.close()
+
+    server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    async with server:
+        report = await evaluate(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", concurrency=1)
+    assert all("Server disconnected" not in failure["why"] for failure in report.failures)
+    assert len(connections) == report.total.items + 1
