@@ -26,6 +26,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, settings
 
+from tests import leaked_keys
 from tests.chaos.host import TAKEN, TRIES, Taken
 from tests.pace import scaled
 
@@ -70,6 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leaked_keys, "leaked_keys")
     if path := config.getoption("--kernels"):
         from common import native  # torch: not for tests that need none
 

@@ -26,6 +26,7 @@ import aiohttp
 import psutil
 
 from common.request import SamplingParams
+from tests import leaked_keys
 from tests.models import EOS
 from tests.pace import scaled
 
@@ -35,7 +36,7 @@ STOP_S = scaled(30.0)
 MODEL_LEN = 2048
 SMALL = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "600", "--max-model-len", str(MODEL_LEN))
 """Flags of a system that is quick to start and has room for what tests ask."""
-_URL = re.compile(r"http://127\.0\.0\.1:\d+")
+_URL = re.compile(r"http://(?:127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Process:
 
     @classmethod
     def start(cls, log: Path, *words: str | Path) -> Process:
+        leaked_keys.watch(log)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         with log.open("ab") as out:
             popen = subprocess.Popen(
@@ -104,6 +106,7 @@ class Process:
             except psutil.NoSuchProcess:
                 pass
         self.popen.wait()
+        leaked_keys.search(self.log)
 
 
 @dataclass

@@ -1,0 +1,62 @@
+"""The search of logs for keys can fail: in each place where a key can show, alone and under xdist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INNER = """
+import logging
+from tests import leaked_keys
+
+def test_clean():
+    leaked_keys.new_key()
+    logging.warning("nothing")
+
+def test_record():
+    logging.warning("key %s", leaked_keys.new_key())
+
+def test_traceback():
+    try:
+        raise ValueError(leaked_keys.new_key())
+    except ValueError:
+        logging.exception("failed")
+
+def test_output():
+    print("said", leaked_keys.new_key())
+
+def test_process_that_has_ended(tmp_path):
+    log = tmp_path / "ended.log"
+    leaked_keys.watch(log)
+    log.write_text(leaked_keys.new_key())
+    leaked_keys.search(log)
+
+def test_process_that_lives_on(tmp_path):
+    log = tmp_path / "alive.log"
+    leaked_keys.watch(log)
+    log.write_text(leaked_keys.new_key())
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "test_it.py").write_text(INNER)
+    without = ("-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:hypothesispytest")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.leaked_keys", *without, "-c", os.devnull, "-n", workers,
+         "--rootdir", tmp_path, f"--basetemp={tmp_path / 'base'}", tmp_path],
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    failed = set(re.findall(r"^ERROR \S*::test_(\w+)", done.stdout, re.MULTILINE))
+    assert failed == {"record", "traceback", "output", "process_that_has_ended"}, done.stdout
+    assert done.returncode == 1
+    leaks = done.stdout.partition("keys in logs")[2].partition("short test summary")[0]
+    for where in ("logger root: key KEY", "ValueError: KEY", "said KEY", "ended.log: KEY", "alive.log: KEY"):
+        assert leaks.count(where) == 1, done.stdout
+    assert "sk-" not in leaks
