@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from common.errors import StartError, reason
+from common.errors import StartError
 from common.hosts import is_loopback
 from common.ids import MAX_NAME_BYTES, WorkerName
 from common.keys import PARTIES, ClusterKeys, Party
@@ -25,6 +25,7 @@ from common.options import (
     DEADLINE,
     FLAGS,
     JSON_OBJECT,
+    KEY,
     LIST,
     NUMBERS,
     PAIRS,
@@ -42,8 +43,10 @@ from common.options import (
     one_of,
     option,
     parse_cpus,
+    parse_key,
     positional,
 )
+from common.secret_files import read_secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
@@ -221,28 +224,26 @@ class ServingOptions:
         30.0, "how long a client may not read, or take to send its body, before it is cut", DEADLINE, "queue"
     )
     max_body_bytes: int = option(8 << 20, "largest request body", SIZE, "queue", shown_default="8MiB")
-    api_key: str | None = option(None, "key that clients must send", TEXT, "network and keys", secret=True)
-    api_key_file: str | None = option(None, "file with such keys, one per line", TEXT, "network and keys")
+    api_key: str | None = option(None, "key that clients must send", KEY, "network and keys", secret=True)
+    api_key_file: str | None = option(
+        None, "file with such keys, one per line, that no other user can read", TEXT, "network and keys"
+    )
     admin_api_key: str | None = option(
-        None, "key for /admin", TEXT, "network and keys", secret=True, shown_default="a client's key"
+        None, "key for /admin", KEY, "network and keys", secret=True, shown_default="a client's key"
     )
     insecure_http: bool = option(
         False, "listen on other addresses than loopback without a key", SWITCH, "network and keys"
     )
+    keys_from_file: tuple[str, ...] = field(default=(), repr=False)
+    """What ``api_key_file`` holds. It is read once: it may be a pipe, and other processes of ``tandem up`` get this."""
+
+    def __post_init__(self) -> None:
+        if self.api_key_file and not self.keys_from_file:
+            object.__setattr__(self, "keys_from_file", _keys_in(Path(self.api_key_file)))
 
     def api_keys(self) -> tuple[str, ...]:
         """Every key a client may use, from the flag and from the file."""
-        keys = [self.api_key] if self.api_key else []
-        if self.api_key_file:
-            try:
-                lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise StartError(f"cannot read {self.api_key_file}", reason(error), "correct --api-key-file") from error
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not found:  # a file emptied by mistake must not open the door
-                raise StartError(f"{self.api_key_file} holds no key", "every line is empty or a comment", "add a key")
-            keys += found
-        return tuple(keys)
+        return (*((self.api_key,) if self.api_key else ()), *self.keys_from_file)
 
     def _check_http(self) -> None:
         if not (is_loopback(self.host) or self.insecure_http or self.api_keys()):
@@ -355,7 +356,8 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        EngineOptions.__post_init__(self)
+        ServingOptions.__post_init__(self)
         if self.colocated is not None and (self.prefill or self.decode):
             raise StartError(
                 "--colocated excludes --prefill and --decode",
@@ -395,7 +397,7 @@ class ClientOptions:
     """What every client of a running server takes."""
 
     url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client", aliases=("--base-url",))
-    api_key: str | None = option(None, "key to send", TEXT, "client", secret=True)
+    api_key: str | None = option(None, "key to send", KEY, "client", secret=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,7 +643,7 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
     up_flags: str | None = option(None, "flags for each tandem up, in one word", FLAGS, "systems")
     runs: int = option(3, "rounds, each with all systems", count(1, 1000), "systems")
     url: str | None = option(None, "a running server to compare with, too", TEXT, "systems")
-    api_key: str | None = option(None, "key to send it", TEXT, "systems", secret=True)
+    api_key: str | None = option(None, "key to send it", KEY, "systems", secret=True)
     served_model_name: str | None = option(
         None, "which of its models is compared", TEXT, "systems", shown_default="the first"
     )
@@ -781,6 +783,25 @@ def _shared(config: UpConfig, other: type[Any], changes: Mapping[str, Any]) -> d
     """The fields of ``other`` that ``config`` has too, with ``changes`` over them."""
     mine = {item.name for item in fields(config)}
     return {item.name: getattr(config, item.name) for item in fields(other) if item.name in mine} | dict(changes)
+
+
+def _keys_in(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one per line. A file that was emptied by mistake must not open the server."""
+    try:
+        lines = read_secret(path, "--api-key-file").decode().splitlines()
+    except UnicodeDecodeError:
+        raise StartError(f"cannot read {path}", "it is no UTF-8 text", "correct --api-key-file") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            keys.append(parse_key(line))
+        except ValueError:
+            raise StartError(f"line {number} of {path} is no key", f"it takes {KEY.expects}", "correct it") from None
+    if not keys:
+        raise StartError(f"{path} holds no key", "every line is empty or a comment", "add a key")
+    return tuple(keys)
 
 
 def _check_cluster(host: str, flag: str, cluster: ClusterOptions) -> None:

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.errors import StartError, reason
+from common.secret_files import read_secret
 
 Party = Literal["coordinator", "prefill", "decode", "colocated"]
 PARTIES: tuple[Party, ...] = get_args(Party)
 _FORMAT = "tandem_cluster_keys"
 _VERSION = 1
 _KEY_CHARACTERS = 40
-_MAX_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -84,20 +83,7 @@ def load(path: Path, party: Party) -> ClusterKeys:
 
 def _read(path: Path) -> tuple[dict[Party, str], dict[Party, str]]:
     """Public and secret keys by role."""
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if stat.S_IMODE(status.st_mode) & 0o077:
-                raise StartError(
-                    f"will not use {path}", "other users can read or write it", f"chmod 600 {path}, or make new keys"
-                )
-            if status.st_uid not in (0, os.geteuid()):
-                raise StartError(f"will not use {path}", "it belongs to another user", "make it yours with chown")
-            text = file.read(_MAX_FILE_BYTES)
-    except OSError as error:
-        raise StartError(
-            f"cannot read {path}", reason(error), "correct --cluster-key-file, or run tandem keygen"
-        ) from error
+    text = read_secret(path, "--cluster-key-file, or run tandem keygen")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -178,8 +178,17 @@ def _parse_object(text: str) -> dict[str, Any]:
     return value
 
 
+def parse_key(text: str) -> str:
+    """A key as it can stand in a header."""
+    key = text.strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise ValueError("no key")  # without its text: it may be one with a character too many
+    return key
+
+
 TEXT = Kind("TEXT", "some text", _parse_text)
 LIST = Kind("TEXT", "some text", _parse_text, ",")
+KEY = Kind("TEXT", "printable ASCII characters", parse_key)
 PAIRS = Kind("NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n")
 SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")

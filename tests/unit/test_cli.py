@@ -20,6 +20,7 @@ from common import client
 from common.errors import StartError
 from deploy import cli
 from tests.fakes.checkpoint import fake_checkpoint
+from tests.leaked_keys import new_key
 from tests.pace import scaled
 
 LIMIT_S = scaled(20.0)
@@ -241,14 +242,15 @@ def _answer_rubbish(server: socket.socket) -> None:
 
 
 def test_config_says_where_each_value_comes_from() -> None:
-    result = tandem("config", "up", "--port", "7", TANDEM_MAX_NUM_SEQS="3", TANDEM_API_KEY="sesame", TANDEM_POTR="1")
+    key = new_key()
+    result = tandem("config", "up", "--port", "7", TANDEM_MAX_NUM_SEQS="3", TANDEM_API_KEY=key, TANDEM_POTR="1")
     assert result.returncode == 0
     rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
     assert rows["port"] == ["7", "--port"]
     assert rows["max_num_seqs"] == ["3", "TANDEM_MAX_NUM_SEQS"]
     assert rows["block_size"] == ["16", "default"]
     assert rows["api_key"] == ["(hidden)", "TANDEM_API_KEY"]
-    assert "sesame" not in result.stdout
+    assert key not in result.stdout
     assert "did you mean TANDEM_PORT?" in result.stderr
     assert "coordinator " in tandem("config", "decode").stdout
     assert "port " in tandem("config").stdout

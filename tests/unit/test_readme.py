@@ -18,6 +18,7 @@ from common.options import options
 from deploy.cli import COMMANDS, FAMILIES, build_parser
 from deploy.flags import flag_table, with_table
 from tests.chaos.cells import CELLS
+from tests.leaked_keys import new_key
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,11 +48,13 @@ def test_every_flag_in_the_text_exists() -> None:
         assert flag in known, flag
 
 
-def test_every_command_that_is_shown_is_understood(tmp_path: Path) -> None:
+def test_every_command_that_is_shown_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its flags, and with leave to bind where it says: none would be refused before it opens its model."""
     _, commands = build_parser()
+    monkeypatch.chdir(tmp_path)
     keys.make(tmp_path / "cluster.key")
-    ours = {"coordinator": {"api_key_file": None, "api_key": "k"}}
+    (tmp_path / "keys.txt").touch(0o600)
+    (tmp_path / "keys.txt").write_text(new_key())
     shown = re.findall(r"^\w?\$ (?:\.venv/bin/)?tandem (\w+) ?(.*?)(?: +#.*)?$", README, re.MULTILINE)
     assert {name for name, _ in shown} == {"chat", "coordinator", "prefill", "decode", "eval", "keygen", "bench"}
     for first, rest in shown:
@@ -62,7 +65,7 @@ def test_every_command_that_is_shown_is_understood(tmp_path: Path) -> None:
         fixed = {"role": name} if config is WorkerConfig else {}
         loaded = load_config(config, given, {}, **fixed).config
         if isinstance(loaded, CoordinatorConfig | WorkerConfig):
-            replace(loaded, cluster_key_file=str(tmp_path / "cluster.key"), **ours.get(name, {})).check_binds()
+            replace(loaded, cluster_key_file=str(tmp_path / "cluster.key")).check_binds()
 
 
 def test_what_a_newcomer_must_be_told_is_told() -> None:

@@ -1,0 +1,101 @@
+"""What an attacker has: a coordinator that somebody else runs, and a socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.e2e.system import System
+
+PATIENCE_S = 30.0
+
+
+@contextmanager
+def coordinator(directory: Path, *flags: str) -> Iterator[System]:
+    """``tandem coordinator`` with the built-in model, no worker, and ``flags``."""
+    words = ("coordinator", "--port", "0", "--control-port", "0", *flags)
+    with System.running(directory / "coordinator.log", *words, until_ready=False) as system:
+        yield system
+
+
+@dataclass
+class Answer:
+    """One response as it came over the wire."""
+
+    raw: bytes
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> Any:
+        """``code`` of an error in the shape of all errors."""
+        assert self.headers["content-type"].startswith("application/json"), self.raw
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error["code"]
+
+
+class Connection:
+    """A raw connection to ``url``; a context."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._socket = socket.create_connection((parts.hostname or "", parts.port or 80), timeout=PATIENCE_S)
+        self._stream = self._socket.makefile("rb")
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def answer(self, *, to_head: bool = False) -> Answer:
+        """The next response, interim ones (100 Continue) too. One to HEAD has no body, whatever its length."""
+        raw = line = self._stream.readline()
+        assert line, "closed without an answer"
+        headers: dict[str, str] = {}
+        status = int(line.split()[1])
+        while (line := self._stream.readline()) not in (b"\r\n", b""):
+            raw += line
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
+        body = b"" if to_head else self._stream.read(int(headers.get("content-length", "0")))
+        return Answer(raw + body, status, headers, body)
+
+    def closed(self) -> bool:
+        """Waits for the server to close the connection; False if it sends something before."""
+        try:
+            return self._stream.read(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def ask(url: str, *parts: bytes) -> Answer:
+    """The answer to bytes on a connection of their own."""
+    with Connection(url) as connection:
+        for part in parts:
+            connection.send(part)
+        return connection.answer(to_head=parts[0].startswith(b"HEAD "))
+
+
+def request(method: str, path: str, *headers: str, host: str | None = "localhost", body: bytes = b"") -> bytes:
+    """A well-formed request of HTTP/1.1."""
+    lines: Sequence[str] = [f"{method} {path} HTTP/1.1", *([f"Host: {host}"] if host is not None else []), *headers]
+    if body:
+        lines = [*lines, f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

@@ -1,0 +1,195 @@
+"""Files with keys that others could read or change are refused, in words; pipes are taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.system import ROOT, SMALL, Process, System
+from tests.leaked_keys import new_key, watch
+from tests.security.outside import ask, coordinator, request
+
+NOBODY = 65_534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+
+
+def _file(directory: Path, key: str, mode: int) -> Path:
+    path = directory / "keys.txt"
+    path.write_text(f"# ours\n\n{key}\n")
+    path.chmod(mode)
+    return path
+
+
+def _start(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Loads a configuration, as the start of every command does."""
+    return _run("-m", "deploy.cli", "config", *map(str, words))
+
+
+AS_NOBODY = f"""
+import os, sys
+from deploy import cli
+cli.version = lambda: ""
+os.setgroups([int(word) for word in sys.argv[1].split(",") if word])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def _start_as_nobody(groups: list[int], *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same as another user, who need not be able to read the installation."""
+    return _run("-c", AS_NOBODY, ",".join(map(str, groups)), "config", *map(str, words))
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+def _refused(done: subprocess.CompletedProcess[str], path: Path, why: str, todo: str) -> None:
+    assert done.returncode == 1, done.stdout
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"error: will not use {path}" and why in lines[1] and todo in lines[2] and len(lines) == 3
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory that another user can enter; pytest's own are closed."""
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [("up", 0o644), *(("coordinator", mode) for mode in (0o644, 0o640, 0o604, 0o620, 0o602, 0o601, 0o777, 0o440))],
+)
+def test_a_file_that_others_can_open_is_refused(tmp_path: Path, command: str, mode: int) -> None:
+    path = _file(tmp_path, new_key(), mode)
+    _refused(_start(command, "--api-key-file", path), path, "other users can read or write it", f"chmod 600 {path}")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_file_of_its_owner_alone_is_taken(tmp_path: Path, mode: int) -> None:
+    assert _start("coordinator", "--api-key-file", _file(tmp_path, new_key(), mode)).returncode == 0
+
+
+def test_what_a_link_leads_to_counts(tmp_path: Path) -> None:
+    path, link = _file(tmp_path, new_key(), 0o644), tmp_path / "link"
+    link.symlink_to(path)
+    _refused(_start("coordinator", "--api-key-file", link), link, "other users", f"chmod 600 {link}")
+    path.chmod(0o600)
+    assert _start("coordinator", "--api-key-file", link).returncode == 0
+
+
+@as_root
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, new_key(), 0o600)
+    os.chown(path, NOBODY, NOBODY)
+    _refused(_start("coordinator", "--api-key-file", path), path, "belongs to another user", "chown")
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("mode", "gid", "groups", "taken"),
+    [
+        (0o440, 2000, [2000], True),  # a Kubernetes secret with fsGroup and defaultMode 0440
+        (0o640, 2000, [2000], True),
+        (0o644, 2000, [2000], False),  # the same with the default mode
+        (0o444, 0, [], False),
+        (0o660, 2000, [2000], False),
+        (0o440, NOBODY, [], True),
+    ],
+)
+def test_root_may_hand_a_file_to_a_group(shared: Path, mode: int, gid: int, groups: list[int], taken: bool) -> None:
+    path = _file(shared, new_key(), mode)
+    os.chown(path, 0, gid)
+    done = _start_as_nobody(groups, "coordinator", "--api-key-file", path)
+    if taken:
+        assert done.returncode == 0, done.stderr
+    else:
+        _refused(done, path, "other users can read or write it", "chmod 600")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640])
+def test_files_of_cluster_keys_have_the_same_rule(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "cluster.key"
+    command = [sys.executable, "-m", "deploy.cli"]
+    subprocess.run([*command, "keygen", "--out", str(path)], check=True, capture_output=True, cwd=ROOT)
+    path.chmod(mode)
+    for role in ("coordinator", "prefill"):
+        done = subprocess.run(
+            [*command, role, "--cluster-key-file", str(path)],
+            capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+        )  # fmt: skip
+        _refused(done, path, "other users can read or write it", f"chmod 600 {path}")
+
+
+@pytest.mark.parametrize("line", ["KEY\x01", "KEY\u20ac", "KEY\x7f"])
+def test_a_line_that_can_be_no_key_is_named_and_not_shown(tmp_path: Path, line: str) -> None:
+    key = new_key()
+    path = tmp_path / "keys.txt"
+    path.write_text(f"{new_key()}\n{line.replace('KEY', key)}\n")
+    path.chmod(0o600)
+    done = _start("coordinator", "--api-key-file", path)
+    assert done.returncode == 1 and f"line 2 of {path} is no key" in done.stderr and key not in done.stderr
+
+
+def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_text("# none\n\n")
+    path.chmod(0o600)
+    assert "holds no key" in _start("coordinator", "--api-key-file", path).stderr
+
+
+@contextmanager
+def _with_pipe(directory: Path, key: str, *words: str) -> Iterator[str]:
+    """The URL of a server that was started with ``--api-key-file <(printf KEY)``."""
+    reading, writing = os.pipe()
+    os.write(writing, f"{key}\n".encode())
+    os.close(writing)
+    command = [sys.executable, "-m", "deploy.cli", *words, "--port", "0", "--control-port", "0"]
+    log = directory / "pipe.log"
+    watch(log)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--api-key-file", f"/dev/fd/{reading}"], pass_fds=[reading], stdout=out, stderr=out, cwd=ROOT
+        )
+    os.close(reading)
+    started = Process(log, process)
+    try:
+        yield System._find_url(started)
+    finally:
+        started.stop()
+
+
+def _opens(url: str, key: str) -> bool:
+    refused = ask(url, request("GET", "/v1/models"))
+    return (
+        refused.status == 401 and ask(url, request("GET", "/v1/models", f"Authorization: Bearer {key}")).status == 200
+    )
+
+
+def test_a_named_pipe_is_read_once(tmp_path: Path) -> None:
+    key, pipe = new_key(), tmp_path / "pipe"
+    os.mkfifo(pipe, 0o644)
+    writer = threading.Thread(target=lambda: pipe.write_text(f"{key}\n"))
+    writer.start()
+    with coordinator(tmp_path, "--host", "0.0.0.0", "--api-key-file", str(pipe)) as system:
+        assert _opens(system.url, key)
+    writer.join()
+
+
+@pytest.mark.parametrize("words", [("coordinator",), ("up", "--colocated", "1", *SMALL)], ids=["coordinator", "up"])
+def test_a_pipe_of_the_shell_is_read_once(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Also where the process that serves is a child of the one that was given the pipe."""
+    key = new_key()
+    with _with_pipe(tmp_path, key, *words) as url:
+        assert _opens(url, key)
