@@ -22,6 +22,7 @@ from rich.table import Table
 
 from bench import results
 from common.builtin.checks import Answer, Verdict, check
+from common.client import shown
 from common.config import EvalConfig
 from common.errors import StartError, reason
 
@@ -113,7 +114,7 @@ async def evaluate(
     """Asks the server at ``url`` (with or without ``/v1``) every golden item of these skills; all if none is named.
     StartError if it answers none: that says nothing of what it knows."""
     records, digest = read_golden(golden, skills)
-    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    base = shown(url).rstrip("/").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limit = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=timeout_s)

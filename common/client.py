@@ -48,9 +48,13 @@ class Server:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise _no_address(url, "http://HOST:PORT is, and http://HOST:PORT/PATH")
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url, self._host = f"{parts.scheme}://{parts.netloc}{self._path}", host
+        self.url, self._host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}", host
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
+        for name, value in self._headers.items():
+            if not (value.isascii() and value.isprintable()):  # http.client would show it
+                why = "its value has a character that no header can carry"
+                raise StartError(f"the header {name} cannot be sent", why, "correct --header, or --api-key")
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -138,8 +142,15 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise Refused("the answer was cut: the server went away")
 
 
+def shown(url: str) -> str:
+    """``url`` without what may be a secret: a password, and a query."""
+    before, slashes, rest = url.partition("?")[0].partition("//")
+    host, slash, path = rest.partition("/")
+    return f"{before}{slashes}{host.rpartition('@')[2]}{slash}{path}"
+
+
 def _no_address(url: str, why: str) -> StartError:
-    return StartError(f"{url} is no address of a server", why, "correct --url: it takes http://HOST:PORT")
+    return StartError(f"{shown(url)} is no address of a server", why, "correct --url: it takes http://HOST:PORT")
 
 
 def _parse(data: bytes) -> Any:

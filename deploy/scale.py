@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.client import Refused, Server
+from common.client import Refused, Server, shown
 from common.config import ScaleConfig
 from common.errors import StartError, reason
 
@@ -22,7 +22,9 @@ def run(config: ScaleConfig) -> int:
         pools = Server(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
     except OSError as error:
         why = reason(error)
-        raise StartError(f"cannot reach {config.url}", why, "start it with `tandem up`, or give --url") from error
+        raise StartError(
+            f"cannot reach {shown(config.url)}", why, "start it with `tandem up`, or give --url"
+        ) from error
     except Refused as error:
         raise StartError(
             "the pools were not changed as asked", str(error), error.todo("see GET /admin/workers")
