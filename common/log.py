@@ -1,7 +1,8 @@
 """Log lines on standard error, for people (text) or for programs (json, one object per line).
 
 The text form is short because the launcher mixes several processes into one terminal. What is passed as ``extra``
-becomes fields of the json form. Secrets and request contents are never logged; that is up to the callers.
+becomes fields of the json form. Secrets and request contents are never logged; that is up to the callers. One record is
+one line, whatever its message holds: a client that sends a line end forges no other record.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Literal, TextIO
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _LOUD = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock", "huggingface_hub", "transformers")
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    ord(end): ascii(end)[1:-1] for end in "\n\r\t\u2028\u2029"
+}
+"""Control characters, and what shows them."""
 
 
 class TextFormatter(logging.Formatter):
@@ -26,7 +31,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         severity = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
-        text = f"{clock} {self.process}{severity}: {record.getMessage()}"
+        text = f"{clock} {self.process}{severity}: {record.getMessage().translate(_CONTROL)}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 

@@ -1,7 +1,8 @@
 """What every HTTP request passes: its id, its right to be here, and the shape of errors.
 
-Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser here
- (only without keys), and the translation of every exception to OpenAI's error object. A stack trace never leaves.
+Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser here (only
+without keys), the limit of the body, and the translation of every exception to OpenAI's error object. A stack trace
+never leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import secrets
 from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
 from common.config import CoordinatorConfig
@@ -23,6 +24,7 @@ from common.errors import RequestError
 from coordinator.answers import encode
 from coordinator.fields import Json
 from coordinator.reply import error_body
+from coordinator.server import EXPECTATION, internal_error
 
 log = logging.getLogger("tandem.http")
 
@@ -35,6 +37,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
+_CLOSING = ("server_shutting_down", "request_too_large", "malformed_request")
+"""Codes of errors that end the connection: what a client sends after them would be the rest of its body, or wasted."""
 
 
 def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -49,9 +53,10 @@ def error_response(error: RequestError) -> web.Response:
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.code == "server_shutting_down":
-        headers["Connection"] = "close"
-    return json_response(error_body(error), status=error.status, headers=headers)
+    response = json_response(error_body(error), status=error.status, headers=headers)
+    if error.code in _CLOSING or error.status == 408:
+        response.force_close()
+    return response
 
 
 def guard(config: CoordinatorConfig) -> Middleware:
@@ -64,6 +69,7 @@ def guard(config: CoordinatorConfig) -> Middleware:
         request.app[HEARD].add(request.protocol)
         try:
             gate.check(request)
+            _check_body(request)
             response = await handler(request)
         except RequestError as error:
             response = error_response(error)
@@ -74,20 +80,39 @@ def guard(config: CoordinatorConfig) -> Middleware:
         except asyncio.CancelledError:
             written = request.get(WRITTEN)
             if request.transport is None and not (written and written.done()):
-                log.info("499 %s %s: the client has left (%s)", request.method, request.path, request[REQUEST_ID])
+                log.info("499 %s %s: the client has left (%s)", request.method, route(request), request[REQUEST_ID])
             raise
         except Exception:
-            log.exception("%s %s failed", request.method, request.path)
-            response = error_response(
-                RequestError(
-                    "The server failed on this request.", status=500, type="server_error", code="internal_error"
-                )
-            )
+            log.exception("%s %s failed", request.method, route(request))
+            response = error_response(internal_error())
         if not response.prepared:
             response.headers["x-request-id"] = request[REQUEST_ID]
+            if EXPECTATION in request:
+                response.force_close()  # the body was not asked for: what comes next is that, or another request
         return response
 
     return middleware
+
+
+def route(request: web.Request) -> str:
+    """The path of the handler that ``request`` has reached, which is ours; the client's where there is none."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else request.path
+
+
+def _check_body(request: web.Request) -> None:
+    """RequestError 413 or 417 if the headers of ``request`` announce a body that will not be read."""
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large(request)
+    if request.get(EXPECTATION, "100-continue").lower() != "100-continue":
+        raise RequestError("Only 100-continue can be expected.", status=417, code="unsupported_expectation")
+
+
+def announce_reading(request: web.Request) -> None:
+    """Lets a client send its body that waits to hear that it is wanted (``Expect: 100-continue``)."""
+    waits = request.pop(EXPECTATION, None) is not None and not request.content.is_eof()
+    if waits and request.version >= HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _request_id(request: web.Request) -> str:
@@ -180,6 +205,11 @@ def _foreign(header: str, value: str) -> RequestError:
     )
 
 
+def _too_large(request: web.Request) -> RequestError:
+    text = f"The request body has more than {request.client_max_size:,} bytes, which --max-body-bytes allows."
+    return RequestError(text, status=413, code="request_too_large")
+
+
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestError:
     """aiohttp's own refusals in OpenAI's shape."""
     match error.status:
@@ -192,8 +222,7 @@ def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestErro
             text = f"{request.path[:128]} does not take {request.method[:16]}."
             return RequestError(text, status=405, code="method_not_allowed")
         case 413:
-            text = f"The request body has more than {request.client_max_size:,} bytes, which --max-body-bytes allows."
-            return RequestError(text, status=413, code="request_too_large")
+            return _too_large(request)
         case status:
             kind = "server_error" if status >= 500 else "invalid_request_error"
             return RequestError(error.reason or "The request was refused.", status=status, type=kind)

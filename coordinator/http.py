@@ -23,7 +23,7 @@ from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
-from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, guard, json_response
+from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
 from coordinator.metrics import Metrics
 from coordinator.openai import Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
@@ -31,13 +31,15 @@ from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
+from coordinator.server import MAX_HEADER_BYTES, SERVER, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.ticket import Ticket
 
 INLINE_BYTES = 64 << 10
 """Bodies up to here are parsed in the event loop."""
-MAX_HEADER_BYTES = 16 << 10
 KEEPALIVE_CONNECTION_S = 75.0
+LINGER_S = 2.0
+"""For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
 BACKLOG = 4_096
 _LAST_WORDS_S = 1.0
 
@@ -90,6 +92,7 @@ def make_app(services: Services) -> web.Application:
         middlewares=[guard(services.config)],
         client_max_size=services.config.max_body_bytes,
     )
+    app.on_response_prepare.append(_name_server)
     app[SERVICES] = services
     app[HEARD] = set()
     app.router.add_post("/v1/chat/completions", chat_completions)
@@ -98,15 +101,22 @@ def make_app(services: Services) -> web.Application:
     return app
 
 
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Without versions: whoever looks for weak ones learns nothing."""
+    response.headers["Server"] = SERVER
+
+
 def make_runner(app: web.Application) -> web.AppRunner:
     """How the application is served: a client that leaves cancels its handler."""
-    return web.AppRunner(
+    return Runner(
         app,
+        error_response,
         handler_cancellation=True,
         access_log=None,
         keepalive_timeout=KEEPALIVE_CONNECTION_S,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
+        lingering_time=LINGER_S,
         shutdown_timeout=_LAST_WORDS_S,
     )
 
@@ -152,12 +162,17 @@ async def read_body(request: web.Request) -> Json:
             code="unsupported_content_encoding",
         )
     all_there = request.content.is_eof()  # a timer would be for nothing
+    announce_reading(request)
     try:
         async with asyncio.timeout(None if all_there else request.app[SERVICES].config.client_timeout):
             body = await request.read()
     except TimeoutError:
         request.app[SERVICES].metrics.cut_off("sending")
         raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
+    except web.RequestPayloadError as error:
+        found = malformed_request(error)
+        assert found is not None
+        raise found[1] from None
     if len(body) <= INLINE_BYTES:
         return parse_json(body)
     return await request.app[SERVICES].model.in_thread(len(body), lambda: parse_json(body))

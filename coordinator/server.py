@@ -1,0 +1,221 @@
+"""The HTTP server below the application: connections, and requests that are none.
+
+aiohttp logs a malformed request with the bytes that it read (keys among them) and a traceback, repeats them to the
+client as plain text, and names its own version. Here such a request is counted, logged at most every ten seconds
+without a byte of it, and answered with an error in our shape. ``Expect`` is handled by the application, not before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import http_exceptions, web
+from aiohttp.http_parser import RawRequestMessage
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from common.errors import RequestError
+
+log = logging.getLogger("tandem.http")
+
+EXPECTATION = web.RequestKey("expectation", str)
+"""The ``Expect`` header of a request that has one."""
+MAX_HEADER_BYTES = 16 << 10
+COMPLAIN_EVERY_S = 10.0
+SERVER = "tandem"
+
+ErrorResponse = Callable[[RequestError], web.Response]
+
+_MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
+    (
+        http_exceptions.LineTooLong,
+        "too long",
+        f"The request line or a header has more than {MAX_HEADER_BYTES:,} bytes.",
+    ),
+    (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
+    (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
+    (http_exceptions.InvalidURLError, "bad target", "The target of the request is malformed."),
+    (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
+    (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
+    (web.RequestPayloadError, "bad body", "The request body is malformed."),
+    (http_exceptions.HttpProcessingError, "bad HTTP", "The request is not well-formed HTTP/1.1."),
+)
+"""What a request can be instead of HTTP: kind for the log, words for the client. The first that fits counts."""
+
+
+def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
+    """The kind of a malformed request, and the answer to it; None if ``error`` is not about what a client sent."""
+    for kind, name, text in _MALFORMED:
+        if isinstance(error, kind):
+            return name, RequestError(text, code="malformed_request")
+    return None
+
+
+class MalformedLog:
+    """Logs malformed requests: the first at once, those after it counted, in at most one line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def add(self, kind: str, peer: str | None) -> None:
+        if self._pause is not None:
+            self._counts[kind] += 1
+            return
+        log.warning("a malformed request from %s is refused: %s", peer or "an unknown peer", kind)
+        self._wait()
+
+    def close(self) -> None:
+        """Logs what was counted and not logged yet."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        self._log_counts()
+
+    def _wait(self) -> None:
+        self._pause = asyncio.get_running_loop().call_later(COMPLAIN_EVERY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self._counts:
+            self._log_counts()
+            self._wait()
+
+    def _log_counts(self) -> None:
+        if self._counts:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self._counts.most_common())
+            log.warning("%d more malformed requests were refused: %s", self._counts.total(), kinds)
+            self._counts.clear()
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client."""
+
+    __slots__ = ("_error_response", "_malformed")
+
+    def __init__(
+        self, manager: web.Server, *, malformed: MalformedLog, error_response: ErrorResponse, **arguments: Any
+    ) -> None:
+        super().__init__(manager, **arguments)
+        self._malformed, self._error_response = malformed, error_response
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except Exception as error:  # asyncio would log it, with all that its text says
+            self._log(error)
+            self.force_close()
+            return
+        self._end_malformed_body()
+
+    def _end_malformed_body(self) -> None:
+        """Fails the body that is being read if what has come cannot be parsed: its reader would wait for the rest."""
+        request = self._current_request
+        malformed = self._messages and not isinstance(self._messages[-1][0], RawRequestMessage)
+        if malformed and request is not None and not request.content.is_eof():
+            request.content.set_exception(web.RequestPayloadError())
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a malformed request, or to one that failed outside of the application."""
+        if exc is not None:
+            self._log(exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of another answer was sent already")
+        found = malformed_request(exc) if exc is not None else None
+        error = found[1] if found else internal_error()
+        response = self._error_response(error)
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        error = kw.get("exc_info")
+        self._log(error if isinstance(error, BaseException) else sys.exc_info()[1])
+
+    def log_debug(self, *args: Any, **kw: Any) -> None:
+        """Nothing: aiohttp's own details."""
+
+    def _log(self, error: BaseException | None) -> None:
+        """One line without the text of ``error``, which may hold what a client has sent."""
+        if error is not None and (found := malformed_request(error)):
+            peer = self.peername
+            self._malformed.add(found[0], str(peer[0]) if isinstance(peer, tuple) else None)
+        else:
+            log.error("a connection failed: %s", place_of(error))
+
+
+def place_of(error: BaseException | None) -> str:
+    """Type and place of ``error``, without its text."""
+    if error is None:
+        return "for an unknown reason"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return type(error).__name__ + where
+
+
+def internal_error() -> RequestError:
+    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
+
+
+class Server(web.Server):
+    """Makes the connections."""
+
+    def __init__(self, handler: Any, connection: dict[str, Any], **arguments: Any) -> None:
+        super().__init__(handler, **arguments)
+        self._connection = connection
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._connection)
+
+
+class Runner(web.AppRunner):
+    """Runs an application on such connections."""
+
+    __slots__ = ("_error_response", "_malformed")
+
+    def __init__(self, app: web.Application, error_response: ErrorResponse, **arguments: Any) -> None:
+        super().__init__(app, **arguments)
+        self._error_response, self._malformed = error_response, MalformedLog()
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        connection = {**made._kwargs, "malformed": self._malformed, "error_response": self._error_response}
+        return Server(
+            made.request_handler,
+            connection,
+            request_factory=_without_expect(made.request_factory),
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+        )
+
+    async def _cleanup_server(self) -> None:
+        await super()._cleanup_server()
+        self._malformed.close()
+
+
+def _without_expect(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """``factory`` of requests whose ``Expect`` header stands under EXPECTATION instead: aiohttp would answer it before
+    anything has looked at the key or at the length of the body."""
+
+    def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
+        expectation = message.headers.get("Expect")
+        if expectation is None:
+            return factory(message, *arguments)
+        headers = CIMultiDict(message.headers)
+        del headers["Expect"]
+        request = factory(message._replace(headers=CIMultiDictProxy(headers)), *arguments)
+        request[EXPECTATION] = expectation
+        return request
+
+    return make
