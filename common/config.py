@@ -54,6 +54,7 @@ KvTransport = Literal["auto", "shm", "zmq", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 KvEncryption = Literal["curve", "none"]
+MetricsAccess = Literal["open", "key"]
 Backend = Literal["openai", "openai-chat"]
 RampStrategy = Literal["linear", "exponential"]
 Dataset = Literal["random", "prefix_repetition", "sharegpt", "azure", "mooncake"]
@@ -234,6 +235,13 @@ class ServingOptions:
     insecure_http: bool = option(
         False, "listen on other addresses than loopback without a key", SWITCH, "network and keys"
     )
+    metrics_access: MetricsAccess | None = option(
+        None,
+        "whether /metrics needs a key",
+        one_of("open", "key"),
+        "network and keys",
+        shown_default="open on loopback; elsewhere key if clients need one",
+    )
     keys_from_file: tuple[str, ...] = field(default=(), repr=False)
     """What ``api_key_file`` holds. It is read once: it may be a pipe, and other processes of ``tandem up`` get this."""
 
@@ -245,6 +253,12 @@ class ServingOptions:
         """Every key a client may use, from the flag and from the file."""
         return (*((self.api_key,) if self.api_key else ()), *self.keys_from_file)
 
+    @property
+    def metrics_need_a_key(self) -> bool:
+        if self.metrics_access is not None:
+            return self.metrics_access == "key"
+        return bool(self.api_keys()) and not is_loopback(self.host)
+
     def _check_http(self) -> None:
         if not (is_loopback(self.host) or self.insecure_http or self.api_keys()):
             raise StartError(
@@ -252,6 +266,8 @@ class ServingOptions:
                 "anybody who reaches that address could use the model",
                 "set --api-key or --api-key-file, or say --insecure-http",
             )
+        if self.metrics_access == "key" and not (self.api_keys() or self.admin_api_key):
+            raise StartError("--metrics-access key needs a key", "there is none", "set --api-key or --api-key-file")
 
 
 # -- one per role -----------------------------------------------------------------------------------------------------

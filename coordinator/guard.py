@@ -1,8 +1,8 @@
 """What every HTTP request passes: its id, its right to be here, and the shape of errors.
 
-Owns authentication (default-deny as soon as any key is set), the check against web sites in a browser here (only
-without keys), the limit of the body, and the translation of every exception to OpenAI's error object. A stack trace
-never leaves.
+Owns authentication (default-deny as soon as clients have keys), the check against web sites in a browser here (on every
+route that asks for no key), the limit of the body, and the translation of every exception to OpenAI's error object. A
+stack trace never leaves.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 import logging
 import re
 import secrets
-from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
 from common.config import CoordinatorConfig
 from common.errors import RequestError
+from common.hosts import is_loopback
 from coordinator.answers import encode
 from coordinator.fields import Json
 from coordinator.reply import error_body
@@ -37,6 +36,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{0,5})?")
+_WITH_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _CLOSING = ("server_shutting_down", "request_too_large", "malformed_request")
 """Codes of errors that end the connection: what a client sends after them would be the rest of its body, or wasted."""
 
@@ -68,7 +69,8 @@ def guard(config: CoordinatorConfig) -> Middleware:
         request[REQUEST_ID] = _request_id(request)
         request.app[HEARD].add(request.protocol)
         try:
-            gate.check(request)
+            gate.check_site(request)
+            gate.check_key(request)
             _check_body(request)
             response = await handler(request)
         except RequestError as error:
@@ -124,67 +126,76 @@ class _Gate:
     """Who may call what."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        keys = config.api_keys()
         self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
-        self._keys = [key.encode() for key in keys]
-        self._checks_site = not (self._keys or self._admin_keys or config.insecure_http)
-        self._own_host = config.host.lower()
+        self._client_keys = [key.encode() for key in config.api_keys()]
+        self._metrics_need_a_key = config.metrics_need_a_key
+        self._own_host = config.host.lower().strip("[]")
+        # elsewhere every route without a key was opened in words
+        self._checks_site = is_loopback(config.host) and not config.insecure_http
         self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
 
-    def check(self, request: web.Request) -> None:
-        """RequestError 401 or 403 unless the request may go on."""
-        if self._checks_site and request.path not in _OPEN_PATHS:
-            self._check_site(request)
-        if (not self._keys and not self._admin_keys) or request.path in _OPEN_PATHS:
+    def _keys_of(self, path: str) -> list[bytes]:
+        """The keys with which ``path`` may be called; without any it needs none."""
+        if path in _OPEN_PATHS:
+            return []
+        if path.startswith("/admin"):
+            return self._admin_keys or self._client_keys
+        needed = self._metrics_need_a_key if path == "/metrics" else bool(self._client_keys)
+        return self._client_keys + self._admin_keys if needed else []
+
+    def check_site(self, request: web.Request) -> None:
+        """RequestError 403 if ``request`` may come from a web page of another site, and needs no key.
+
+        A web page in a browser on this machine could post here, or read what a name that it has made point here shows:
+        its Host or Origin gives it away. A request of HTTP/1.0 without a Host comes from no browser.
+        """
+        path = route(request)
+        if not self._checks_site or path in _OPEN_PATHS or self._keys_of(path):
             return
-        admin = request.path.startswith("/admin")
-        if not admin and not self._keys:
-            return  # only /admin has a key
-        token = _bearer(request)
-        if admin and self._admin_keys:
-            if not _matches(token, self._admin_keys):
-                if _matches(token, self._keys):
-                    raise RequestError("This key has no right to /admin.", status=403, code="insufficient_permissions")
-                raise _unauthorized(token)
-        elif not _matches(token, self._keys + self._admin_keys):
+        hosts = request.headers.getall("Host", ())
+        if target := _WITH_SCHEME.match(request.raw_path):  # wins over the header, for whoever takes it from there
+            hosts = (*hosts, target[1])
+        for host in hosts:
+            if not self._is_here(host):
+                raise _foreign("Host", host)
+        for origin in request.headers.getall("Origin", ()):
+            site = _WITH_SCHEME.fullmatch(origin)  # "null" names no host
+            if not (site and self._is_here(site[1])):
+                raise _foreign("Origin", origin)
+
+    def check_key(self, request: web.Request) -> None:
+        """RequestError 401 or 403 unless ``request`` has a key for what it calls."""
+        path = route(request)
+        keys = self._keys_of(path)
+        if not keys:
+            return
+        token = _token(request)
+        if not _matches(token, keys):
+            if path.startswith("/admin") and _matches(token, self._client_keys):
+                raise RequestError("This key has no right to /admin.", status=403, code="insufficient_permissions")
             raise _unauthorized(token)
 
-    def _check_site(self, request: web.Request) -> None:
-        """Without a key a web page in a browser on this machine could post here, or read what a name that it has made
-        point here shows: its Host or Origin gives it away."""
-        host = request.headers.get("Host", "")
-        if host and not self._is_here(f"//{host}"):
-            raise _foreign("Host", host)
-        origin = request.headers.get("Origin")
-        if origin is not None and not self._is_here(origin):  # "null" names no host either
-            raise _foreign("Origin", origin)
-
-    def _names_here(self, url: str) -> bool:
-        """Whether the host that ``url`` names, if any, is this machine."""
-        name = _host_of(url)
-        if name is None:
+    def _names_here(self, authority: str) -> bool:
+        """Whether ``authority`` (a host, perhaps with a port) is this machine."""
+        match = _AUTHORITY.fullmatch(authority)
+        if match is None:
             return False
-        if name in _LOCAL_NAMES or name == self._own_host:
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return False
+        name = match[1].lower().strip("[]").removesuffix(".")
+        return name in _LOCAL_NAMES or name == self._own_host or is_loopback(name)
 
 
-def _host_of(url: str) -> str | None:
-    """The host that ``url`` names; None when it names none, or is malformed."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _bearer(request: web.Request) -> bytes | None:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not token.strip():
-        return None
-    return token.strip().encode("utf-8", "surrogateescape")
+def _token(request: web.Request) -> bytes | None:
+    """The key of a request: a bearer token (OpenAI's clients), or x-api-key (Anthropic's)."""
+    tokens = set()
+    for value in request.headers.getall("Authorization", ()):
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() == "bearer":
+            tokens.add(token.strip())
+    tokens.update(value.strip() for value in request.headers.getall("x-api-key", ()))
+    tokens.discard("")
+    if len(tokens) > 1:
+        raise RequestError("The request has several keys that differ.", status=401, code="invalid_api_key")
+    return tokens.pop().encode("utf-8", "surrogateescape") if tokens else None
 
 
 def _matches(token: bytes | None, keys: list[bytes]) -> bool:
@@ -193,13 +204,16 @@ def _matches(token: bytes | None, keys: list[bytes]) -> bool:
 
 
 def _unauthorized(token: bytes | None) -> RequestError:
-    text = "No API key was given: send 'Authorization: Bearer KEY'." if token is None else "The API key is wrong."
+    text = "The API key is wrong."
+    if token is None:
+        text = "No API key was given: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
     return RequestError(text, status=401, code="invalid_api_key")
 
 
 def _foreign(header: str, value: str) -> RequestError:
     return RequestError(
-        f"The {header} {value[:128]!r} is not this machine. Set --api-key to serve other names.",
+        f"The {header} {value[:128]!r} is not this machine, and no key is needed here. Set --api-key, or open"
+        " the server to every web page with --insecure-http.",
         status=403,
         code="forbidden_origin",
     )

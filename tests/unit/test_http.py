@@ -56,6 +56,7 @@ from coordinator.sse import deliver
 from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
+from tests.leaked_keys import new_key
 from tests.pace import scaled
 from tests.unit.coordinator_house import House, open_house, until, valid
 
@@ -1531,10 +1532,11 @@ async def test_other_web_sites_can_neither_post_nor_read_here(house: House) -> N
 
 
 async def test_with_a_key_everything_is_closed(model: Path) -> None:
-    async with open_house(model, "colocated", api_key="s3cret", admin_api_key="root") as house:
-        good, admin = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer root"}
-        bad = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}, {"Authorization": "Bearer é"}]
-        for path in ("/", "/v1/models", "/metrics", "/version", "/nowhere", "/admin/workers"):
+    key, root = new_key(), new_key()
+    async with open_house(model, "colocated", api_key=key, admin_api_key=root) as house:
+        good, admin = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {root}"}
+        bad = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}, {"Authorization": "Bearer é"}]
+        for path in ("/", "/v1/models", "/version", "/nowhere", "/admin/workers"):
             for headers in bad:
                 response, body = await house.get(path, headers=headers)
                 assert response.status == 401 and body["error"]["code"] == "invalid_api_key"
