@@ -28,6 +28,7 @@ from common.options import (
     KEY,
     LIST,
     NUMBERS,
+    ORIGINS,
     PAIRS,
     PORT,
     RATE,
@@ -234,6 +235,13 @@ class ServingOptions:
     )
     insecure_http: bool = option(
         False, "listen on other addresses than loopback without a key", SWITCH, "network and keys"
+    )
+    allowed_origins: tuple[str, ...] | None = option(
+        None,
+        "origins whose web pages may call this server from a browser; * for all",
+        ORIGINS,
+        "network and keys",
+        shown_default="none",
     )
     metrics_access: MetricsAccess | None = option(
         None,

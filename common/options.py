@@ -38,7 +38,8 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 @dataclass(frozen=True)
 class Kind:
     """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none).
-    ``between``: its flag takes several words, too, which are one text with this between them."""
+    ``between``: its flag takes several words, too, which are one text with this between them; it is given several times
+    where a word that follows a flag is a positional one. In a file it may be a list."""
 
     metavar: str
     expects: str
@@ -186,9 +187,40 @@ def parse_key(text: str) -> str:
     return key
 
 
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def _parse_origins(text: str) -> tuple[str, ...]:
+    """Origins in lines, in words, with commas between, or as JSON lists; as browsers spell them."""
+    try:
+        words = json.loads(text)
+    except ValueError:
+        words = []
+        for line in filter(str.strip, text.splitlines()):
+            words += json.loads(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()
+    origins = [_parse_origin(word) for word in words] if isinstance(words, list) else []
+    if not origins:
+        raise ValueError(text)
+    return ("*",) if "*" in origins else tuple(dict.fromkeys(origins))
+
+
+def _parse_origin(word: object) -> str:
+    if word == "*":
+        return "*"
+    match = _ORIGIN.fullmatch(word.strip().lower()) if isinstance(word, str) else None
+    if match is None:
+        raise ValueError(word)
+    scheme, host, port = match.groups()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
+
+
 TEXT = Kind("TEXT", "some text", _parse_text)
 LIST = Kind("TEXT", "some text", _parse_text, ",")
 KEY = Kind("TEXT", "printable ASCII characters", parse_key)
+ORIGINS = Kind(
+    "ORIGINS", "origins such as https://a.example,http://b.example:3000 (or a JSON list), or *", _parse_origins, "\n"
+)
 PAIRS = Kind("NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n")
 SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
@@ -363,7 +395,9 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
             action = argparse.BooleanOptionalAction
             group.add_argument(*flags, dest=item.name, action=action, default=argparse.SUPPRESS, help=text)
         else:
-            words: Any = {"nargs": "+"} if last and item.kind.between is not None else {}
+            words: Any = {}
+            if item.kind.between is not None:
+                words = {"nargs": "+"} if last else {"action": "append"}
             group.add_argument(
                 *flags, dest=item.name, metavar=item.kind.metavar, default=argparse.SUPPRESS, help=text, **words
             )
@@ -413,6 +447,10 @@ def _find(
     if environ.get(item.env):
         return item.parse(environ[item.env], item.env), item.env
     if (value := file.get(item.name)) is not None:
+        if isinstance(value, list):
+            if item.kind.between is None:
+                raise StartError(f"{path}: {item.name} is no single value", "it takes one", "correct the file")
+            value = item.kind.between.join(map(str, value))
         text = str(value).lower() if isinstance(value, bool) else str(value)
         return item.parse(text, f"{item.name} in {path}"), str(path)
     return None
@@ -445,6 +483,8 @@ def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
     for key, value in values.items():
         if key not in everything:
             raise unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
-        if isinstance(value, (dict, list)):
+        if isinstance(value, dict) or (
+            isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
+        ):
             raise StartError(f"{path}: {key} is no single value", "each key takes one", "correct the file")
     return values

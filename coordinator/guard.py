@@ -21,6 +21,7 @@ from common.config import CoordinatorConfig
 from common.errors import RequestError
 from common.hosts import is_loopback
 from coordinator.answers import encode
+from coordinator.cors import Cors
 from coordinator.fields import Json
 from coordinator.reply import error_body
 from coordinator.server import EXPECTATION, internal_error
@@ -60,9 +61,9 @@ def error_response(error: RequestError) -> web.Response:
     return response
 
 
-def guard(config: CoordinatorConfig) -> Middleware:
+def guard(config: CoordinatorConfig, cors: Cors) -> Middleware:
     """The one middleware."""
-    gate = _Gate(config)
+    gate = _Gate(config, cors)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -70,9 +71,12 @@ def guard(config: CoordinatorConfig) -> Middleware:
         request.app[HEARD].add(request.protocol)
         try:
             gate.check_site(request)
-            gate.check_key(request)
-            _check_body(request)
-            response = await handler(request)
+            if cors.is_preflight(request):
+                response: web.StreamResponse = cors.preflight(request)
+            else:
+                gate.check_key(request)
+                _check_body(request)
+                response = await handler(request)
         except RequestError as error:
             response = error_response(error)
         except web.HTTPException as error:
@@ -125,13 +129,14 @@ def _request_id(request: web.Request) -> str:
 class _Gate:
     """Who may call what."""
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    def __init__(self, config: CoordinatorConfig, cors: Cors) -> None:
         self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
         self._client_keys = [key.encode() for key in config.api_keys()]
         self._metrics_need_a_key = config.metrics_need_a_key
         self._own_host = config.host.lower().strip("[]")
         # elsewhere every route without a key was opened in words
         self._checks_site = is_loopback(config.host) and not config.insecure_http
+        self._cors = cors
         self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
 
     def _keys_of(self, path: str) -> list[bytes]:
@@ -160,7 +165,7 @@ class _Gate:
                 raise _foreign("Host", host)
         for origin in request.headers.getall("Origin", ()):
             site = _WITH_SCHEME.fullmatch(origin)  # "null" names no host
-            if not (site and self._is_here(site[1])):
+            if not (self._cors.allows(origin) or (site and self._is_here(site[1]))):
                 raise _foreign("Origin", origin)
 
     def check_key(self, request: web.Request) -> None:
@@ -211,8 +216,9 @@ def _unauthorized(token: bytes | None) -> RequestError:
 
 
 def _foreign(header: str, value: str) -> RequestError:
+    other = ", name the page's origin with --allowed-origins" if header == "Origin" else ""
     return RequestError(
-        f"The {header} {value[:128]!r} is not this machine, and no key is needed here. Set --api-key, or open"
+        f"The {header} {value[:128]!r} is not this machine, and no key is needed here. Set --api-key{other}, or open"
         " the server to every web page with --insecure-http.",
         status=403,
         code="forbidden_origin",

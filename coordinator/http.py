@@ -21,6 +21,7 @@ from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
+from coordinator.cors import Cors
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
 from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
@@ -88,11 +89,13 @@ def make_app(services: Services) -> web.Application:
     """The aiohttp application over running services."""
     from coordinator.pages import routes
 
+    cors = Cors(services.config.allowed_origins or ())
     app = web.Application(
-        middlewares=[guard(services.config)],
+        middlewares=[guard(services.config, cors)],
         client_max_size=services.config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(cors.add_headers)
     app[SERVICES] = services
     app[HEARD] = set()
     app.router.add_post("/v1/chat/completions", chat_completions)

@@ -157,6 +157,8 @@ def test_bad_values_are_refused_in_words(words: tuple[str, ...], said: str) -> N
     [
         ("prot: 1", "did you mean port?"),
         ("port: [1]", "no single value"),
+        ("allowed_origins: [[a]]", "no single value"),
+        ("allowed_origins: [a]", "allowed_origins in "),
         ("- port", "no mapping"),
         ("port: {", "is not YAML"),
         ("port: x", "port in "),

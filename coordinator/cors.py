@@ -1,0 +1,71 @@
+"""Cross-origin requests (CORS): which web pages of other origins may call this server from a browser, and read answers.
+
+Off unless origins are allowed. A page sends its key in a header: requests with a browser's own credentials (cookies)
+are never allowed, so that ``*`` gives no page more than what its key gives it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from aiohttp import web
+
+PREFLIGHT_AGE_S = 600
+METHODS = "GET, POST, OPTIONS"
+EXPOSED = ", ".join(
+    (
+        "x-request-id", "retry-after", "retry-after-ms", "www-authenticate",
+        "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored",
+    )
+)  # fmt: skip
+"""Headers of answers that a page may read."""
+HEADERS = "Authorization, Content-Type, x-api-key, x-request-id"
+"""What a page may send if it does not ask."""
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
+_MAX_HEADER_NAMES = 2048
+
+
+class Cors:
+    """The rules for ``origins``, spelled as browsers do; ``*`` among them allows all."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        self._origins = frozenset(origins)
+        self._all = "*" in self._origins
+
+    def allows(self, origin: str) -> bool:
+        return self._all or origin in self._origins
+
+    def is_preflight(self, request: web.Request) -> bool:
+        """Whether a browser asks for leave to send a page's request. It does so without the page's key."""
+        headers = request.headers
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in headers
+        return asks and self._allowed_origin(request) is not None
+
+    def preflight(self, request: web.Request) -> web.Response:
+        """The answer to :meth:`is_preflight`."""
+        wanted = request.headers.get("Access-Control-Request-Headers", "").strip()
+        sane = len(wanted) <= _MAX_HEADER_NAMES and _HEADER_NAMES.fullmatch(wanted)
+        headers = {
+            "Access-Control-Allow-Methods": METHODS,
+            "Access-Control-Allow-Headers": wanted if sane else HEADERS,
+            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+            "Vary": "Access-Control-Request-Method, Access-Control-Request-Headers",
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Tells the browser that the page of an allowed origin may read ``response``, also if it is an error or a
+        stream; a signal receiver of ``on_response_prepare``."""
+        if not self._origins:
+            return
+        if not self._all:  # caches must not give one origin's answer to another
+            vary = response.headers.get("Vary")
+            response.headers["Vary"] = f"{vary}, Origin" if vary else "Origin"
+        if (origin := self._allowed_origin(request)) is not None:
+            response.headers["Access-Control-Allow-Origin"] = "*" if self._all else origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+
+    def _allowed_origin(self, request: web.Request) -> str | None:
+        origins = request.headers.getall("Origin", ())
+        return origins[0] if len(origins) == 1 and self.allows(origins[0]) else None
