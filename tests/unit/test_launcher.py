@@ -303,6 +303,14 @@ def test_endings_in_words() -> None:
     assert how_it_ended(-11) == "SIGSEGV"
 
 
+def test_a_record_is_one_line_whatever_it_says() -> None:
+    """What a client sends forges no other record, and reaches no terminal."""
+    record = logging.LogRecord("tandem", logging.INFO, "file", 1, "%s", ("a\n12:00:00 b\r\x1b[2J\x9b\u2028\t",), None)
+    text = TextFormatter("decode-0").format(record)
+    assert text.endswith(r"decode-0: a\n12:00:00 b\r\x1b[2J\x9b\u2028\t") and len(text.splitlines()) == 1
+    assert len(JsonFormatter("decode-0").format(record).splitlines()) == 1
+
+
 def test_log_formats() -> None:
     record = logging.LogRecord("tandem", logging.WARNING, "file", 1, "said %s", ("so",), None)
     record.request = "r1"
