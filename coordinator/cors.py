@@ -31,10 +31,10 @@ class Cors:
 
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origins)
-        self._all = "*" in self._origins
+        self.allows_all = "*" in self._origins
 
     def allows(self, origin: str) -> bool:
-        return self._all or origin in self._origins
+        return self.allows_all or origin in self._origins
 
     def is_preflight(self, request: web.Request) -> bool:
         """Whether a browser asks for leave to send a page's request. It does so without the page's key."""
@@ -59,11 +59,11 @@ class Cors:
         stream; a signal receiver of ``on_response_prepare``."""
         if not self._origins:
             return
-        if not self._all:  # caches must not give one origin's answer to another
+        if not self.allows_all:  # caches must not give one origin's answer to another
             vary = response.headers.get("Vary")
             response.headers["Vary"] = f"{vary}, Origin" if vary else "Origin"
         if (origin := self._allowed_origin(request)) is not None:
-            response.headers["Access-Control-Allow-Origin"] = "*" if self._all else origin
+            response.headers["Access-Control-Allow-Origin"] = "*" if self.allows_all else origin
             response.headers["Access-Control-Expose-Headers"] = EXPOSED
 
     def _allowed_origin(self, request: web.Request) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import time
@@ -36,6 +37,7 @@ from coordinator.server import MAX_HEADER_BYTES, SERVER, Runner, malformed_reque
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.ticket import Ticket
 
+log = logging.getLogger("tandem.http")
 INLINE_BYTES = 64 << 10
 """Bodies up to here are parsed in the event loop."""
 KEEPALIVE_CONNECTION_S = 75.0
@@ -89,10 +91,13 @@ def make_app(services: Services) -> web.Application:
     """The aiohttp application over running services."""
     from coordinator.pages import routes
 
-    cors = Cors(services.config.allowed_origins or ())
+    config = services.config
+    cors = Cors(config.allowed_origins or ())
+    if cors.allows_all and not config.api_keys():
+        log.warning("every web page in a browser that reaches this server may use it: set --api-key")
     app = web.Application(
-        middlewares=[guard(services.config, cors)],
-        client_max_size=services.config.max_body_bytes,
+        middlewares=[guard(config, cors)],
+        client_max_size=config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
     app.on_response_prepare.append(cors.add_headers)

@@ -141,7 +141,8 @@ def test_compressed_bodies_are_not_unpacked(server: System, encoding: str) -> No
 
 def test_no_answer_names_a_version(server: System) -> None:
     for data in (
-        request("GET", "/health"), request("GET", "/v1/models", f"Authorization: Bearer {KEY}"), request("GET", "/v1/models"),
+        request("GET", "/health"), request("GET", "/v1/models"),
+        request("GET", "/v1/models", f"Authorization: Bearer {KEY}"),
         request("GET", "/metrics"), request("OPTIONS", "*"), b"\0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0",
         _post("Content-Length: 99000000000"), _post("Expect: x"),
     ):  # fmt: skip
