@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from common.errors import StartError
-from common.hosts import is_loopback
+from common.hosts import is_loopback, is_unspecified
 from common.ids import MAX_NAME_BYTES, WorkerName
 from common.keys import PARTIES, ClusterKeys, Party
 from common.keys import load as load_keys
+from common.keys import mint as mint_keys
 from common.messages import Role
 from common.options import (
     ADDRESS,
@@ -119,7 +120,10 @@ class ClusterOptions:
         None, "file of tandem keygen: the parts know each other by its keys and encrypt", TEXT, "network and keys"
     )
     insecure_cluster: bool = option(
-        False, "let the parts talk in plain text over other addresses than loopback", SWITCH, "network and keys"
+        False,
+        "let the parts talk in plain text over other addresses than loopback (tandem up: over NIXL on loopback)",
+        SWITCH,
+        "network and keys",
     )
 
     def keys_of(self, party: Party) -> ClusterKeys | None:
@@ -313,34 +317,38 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
                 "give a shorter one",
             )
 
-    def check_binds(self) -> None:
-        """Refuses to talk in plain text beyond this machine unless told so."""
-        if self.kv_encryption == "curve" and not self.cluster_key_file:
+    def check_binds(self, keys: ClusterKeys | None = None) -> None:
+        """Refuses to talk in plain text beyond this machine unless told so. ``keys``: those that a launcher has given
+        this process."""
+        keys = keys or self.keys_of(self.role)
+        if self.kv_encryption == "curve" and keys is None:
             raise StartError(
                 "--kv-encryption curve needs keys",
                 "workers without keys cannot tell each other from strangers",
                 "make some with tandem keygen and give --cluster-key-file",
             )
-        if self.kv_transport == "nixl" and self.encrypts_kv:
+        accepted = self.insecure_cluster and is_loopback(self.host) and is_loopback(self._dialled)
+        if self.kv_transport == "nixl" and self.encrypts_kv(keys) and not accepted:
             raise StartError(
                 "--kv-transport nixl cannot encrypt KV",
                 "UCX sends it in plain text, and there are cluster keys",
                 "give --kv-encryption none on all prefill and decode workers, or another --kv-transport",
             )
-        self.keys_of(self.role)
-        dialled = self.coordinator.rpartition(":")[0]
-        for host, flag in ((self.host, "--host"), (dialled, "--coordinator")):
-            _check_cluster(host, flag, self)
+        for host, flag in ((self.host, "--host"), (self._dialled, "--coordinator")):
+            _check_cluster(host, flag, self.insecure_cluster or keys is not None)
 
     @property
     def out_of_reach(self) -> bool:
         """Whether other machines take part, whose prefill workers could not send KV here."""
-        others = not is_loopback(self.coordinator.rpartition(":")[0])
-        return self.role != "prefill" and others and is_loopback(self.host)
+        return self.role != "prefill" and is_loopback(self.host) and not is_loopback(self._dialled)
 
     @property
-    def encrypts_kv(self) -> bool:
-        return bool(self.cluster_key_file) and self.kv_encryption != "none"
+    def _dialled(self) -> str:
+        return self.coordinator.rpartition(":")[0]
+
+    def encrypts_kv(self, keys: ClusterKeys | None) -> bool:
+        """Whether KV travels encrypted, of a worker that has these keys."""
+        return keys is not None and self.kv_encryption != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,17 +362,21 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
         0, "colocated workers that must join once before /ready says yes", count(), "routing"
     )
 
-    def check_binds(self) -> None:
-        """Refuses to be open to other machines unless told so."""
+    def check_binds(self, keys: ClusterKeys | None = None) -> None:
+        """Refuses to be open to other machines unless told so. ``keys``: those that a launcher has given this
+        process."""
         self._check_http()
-        self.keys_of("coordinator")
-        _check_cluster(self.control_host, "--control-host", self)
+        keys = keys or self.keys_of("coordinator")
+        _check_cluster(self.control_host, "--control-host", self.insecure_cluster or keys is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
+class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, ProcessOptions):
     """A coordinator and its workers on this machine. ``prefill`` and ``decode`` None: 1 each, unless ``colocated``."""
 
+    control_host: str = option(
+        "127.0.0.1", "address that workers dial, and that hand-offs to workers here arrive on", TEXT, "network and keys"
+    )
     prefill: int | None = option(None, "prefill workers", count(0, 4096), "pools", shown_default="1")
     decode: int | None = option(None, "decode workers", count(0, 4096), "pools", shown_default="1")
     colocated: int | None = option(
@@ -396,8 +408,36 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
             )
 
     def check_binds(self) -> None:
-        """Refuses to be open to other machines unless told so."""
+        """Refuses to be open to other machines, or to other users of this one, unless told so. The parts have keys in
+        any case: ``insecure_cluster`` is for what keys cannot close."""
         self._check_http()
+        if self.kv_transport == "nixl" and not (self.insecure_cluster and is_loopback(self.control_host)):
+            raise StartError(
+                "--kv-transport nixl lets strangers in",
+                "UCX listens without keys: every user of this machine could read and write the workers' memory",
+                "give another --kv-transport, or, where all users are trusted, --insecure-cluster on loopback",
+            )
+        if is_loopback(self.control_host):
+            return
+        if not self.cluster_key_file:
+            raise StartError(
+                f"--control-host {self.control_host} would let nobody in",
+                "workers of other machines join with the keys of a file, and there is none",
+                "run tandem keygen, and give --cluster-key-file here and to those workers",
+            )
+        if is_unspecified(self.control_host):
+            raise StartError(
+                f"--control-host {self.control_host} is no address that others can dial",
+                "decode workers of this machine take hand-offs at the same address, and say so to the others",
+                "give the address by which the other machines reach this one",
+            )
+
+    def keys(self, *parties: Party) -> dict[Party, ClusterKeys]:
+        """The keys of each of these roles: the file's, else new ones, which nobody else has. StartError as of
+        :meth:`ClusterOptions.keys_of`."""
+        if not self.cluster_key_file:
+            return mint_keys()
+        return {party: load_keys(Path(self.cluster_key_file), party) for party in parties}
 
     def pools(self, cores: int) -> tuple[int, int, int]:
         """How many prefill, decode and colocated workers, on a machine with ``cores`` usable cores."""
@@ -408,12 +448,13 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ProcessOptions):
         return 1 if self.prefill is None else self.prefill, 1 if self.decode is None else self.decode, 0
 
     def for_coordinator(self, **changes: Any) -> CoordinatorConfig:
-        """The configuration of this system's coordinator."""
-        return CoordinatorConfig(**_shared(self, CoordinatorConfig, changes))
+        """The configuration of this system's coordinator, which gets its keys from the launcher, not from the file."""
+        return CoordinatorConfig(**_shared(self, CoordinatorConfig, {"cluster_key_file": None, **changes}))
 
     def for_worker(self, role: Role, name: WorkerName, **changes: Any) -> WorkerConfig:
-        """The configuration of one of this system's workers; its data socket stays on loopback."""
-        return WorkerConfig(**_shared(self, WorkerConfig, {"role": role, "name": name, "host": "127.0.0.1", **changes}))
+        """The configuration of one of this system's workers; its data socket is where the control socket is."""
+        mine = {"role": role, "name": name, "host": self.control_host, "cluster_key_file": None, **changes}
+        return WorkerConfig(**_shared(self, WorkerConfig, mine))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -828,8 +869,8 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _check_cluster(host: str, flag: str, cluster: ClusterOptions) -> None:
-    if not (is_loopback(host) or cluster.cluster_key_file or cluster.insecure_cluster):
+def _check_cluster(host: str, flag: str, allowed: bool) -> None:
+    if not (is_loopback(host) or allowed):
         raise StartError(
             f"will not use {flag} {host} in plain text",
             "the parts would talk over the network without encryption or keys",

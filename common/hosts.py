@@ -22,6 +22,11 @@ def is_unspecified(host: str) -> bool:
     return host == "*" or (address is not None and address.is_unspecified)
 
 
+def bracketed(host: str) -> str:
+    """``host`` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))

@@ -1,4 +1,5 @@
-"""The keys of a cluster: one CURVE key pair per role, in a file that only its owner can read.
+"""The keys of a cluster: one CURVE key pair per role, in a file that only its owner can read, or minted by a launcher
+for its children and never written anywhere.
 
 A key *is* a role: whoever proves to hold the prefill key is a prefill worker and nothing else. The file that `tandem
 keygen` makes holds the secrets of all roles and can be copied to every host; a file made with ``--role`` holds the
@@ -42,16 +43,20 @@ class ClusterKeys:
         return next((party for party, key in self.public.items() if key.decode() == public), None)
 
 
+def mint() -> dict[Party, ClusterKeys]:
+    """New keys of every role, in memory."""
+    import zmq  # only a process with keys pays for it
+
+    pairs = {party: zmq.curve_keypair() for party in PARTIES}
+    public = {party: shown for party, (shown, _) in pairs.items()}
+    return {party: ClusterKeys(party, secret, public) for party, (_, secret) in pairs.items()}
+
+
 def make(path: Path, *, overwrite: bool = False) -> None:
     """Writes a file with new keys for every role, mode 0600. StartError if it exists or cannot be written."""
-    import zmq  # only who has keys pays for it
-
-    public: dict[Party, str] = {}
-    secret: dict[Party, str] = {}
-    for party in PARTIES:
-        shown, hidden = zmq.curve_keypair()
-        public[party], secret[party] = shown.decode(), hidden.decode()
-    _write(path, public, secret, overwrite)
+    minted = mint()
+    public = {party: key.decode() for party, key in minted["coordinator"].public.items()}
+    _write(path, public, {party: keys.secret.decode() for party, keys in minted.items()}, overwrite)
 
 
 def narrow(source: Path, party: Party, path: Path, *, overwrite: bool = False) -> None:

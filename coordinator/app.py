@@ -24,11 +24,13 @@ from common.channel import Channels
 from common.checkpoint import open_checkpoint
 from common.config import CoordinatorConfig
 from common.errors import StartError, reason
+from common.hosts import bracketed
 from common.ids import WorkerName
+from common.keys import ClusterKeys
 from common.times import FailureTimes
 from coordinator.backlog import Backlog
 from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Gateway, bracketed
+from coordinator.gateway import Gateway
 from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
 from coordinator.limits import Admission
 from coordinator.metrics import Load, Metrics
@@ -63,16 +65,18 @@ def run(
     launcher: Launcher | None = None,
     workers: Mapping[WorkerName, int] | None = None,
     at_once: bool = False,
+    keys: ClusterKeys | None = None,
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
     ``workers`` are those of ``launcher`` that serve already, with their process ids: one that does not join hangs.
-    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.threads.answer`.
+    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.threads.answer`. ``keys``: those that
+    ``launcher`` has minted; without them those of the configured file.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with threads.answering(threads.URGENT, at_once=at_once), loop as runner:
-        return runner.run(_serve(config, on_ready, launcher, workers or {}, at_once))
+        return runner.run(_serve(config, on_ready, launcher, workers or {}, at_once, keys))
 
 
 async def _serve(
@@ -81,13 +85,14 @@ async def _serve(
     launcher: Launcher | None,
     workers: Mapping[WorkerName, int],
     at_once: bool,
+    keys: ClusterKeys | None,
 ) -> int:
-    config.check_binds()
+    config.check_binds(keys)
     stop = _Stop(alone=launcher is None)
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         scale = launcher.scale if launcher else None
-        async with running(config, scale, at_once) as services, serving(make_app(services), listener):
+        async with running(config, scale, at_once, keys) as services, serving(make_app(services), listener):
             if launcher is not None:
                 services.dispatcher.gateway.supervise(launcher.replace, workers)
                 services.dispatcher.backlog = Backlog(launcher.tell_backlog)
@@ -104,7 +109,7 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def running(
-    config: CoordinatorConfig, scale: Scale | None = None, at_once: bool = False
+    config: CoordinatorConfig, scale: Scale | None = None, at_once: bool = False, keys: ClusterKeys | None = None
 ) -> AsyncIterator[Services]:
     """Everything but HTTP, in the running event loop."""
     checkpoint = open_checkpoint(config.model, config.revision)
@@ -115,7 +120,7 @@ async def running(
         "colocated": config.expect_colocated,
     }
     model = ServedModel(checkpoint, config, registry)
-    channels = Channels(config.keys_of("coordinator"), at_once=at_once)
+    channels = Channels(keys or config.keys_of("coordinator"), at_once=at_once)
     gateway = Gateway(
         registry,
         config.control_host,

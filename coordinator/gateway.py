@@ -21,6 +21,7 @@ import zmq
 from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
 from common.errors import Damaged, StartError, WireError
 from common.handshake import EVENT
+from common.hosts import bracketed
 from common.ids import REQUEST_ID_BYTES, Incarnation, RequestId, WorkerName, new_incarnation
 from common.keys import Party
 from common.messages import (
@@ -523,11 +524,6 @@ class Gateway:
         for worker in list(self.registry):
             if self._loop is not None:
                 self.send(worker, _NOBODY)
-
-
-def bracketed(host: str) -> str:
-    """``host`` as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,7 +37,7 @@ def check_up(config: UpConfig, workers: int) -> UpConfig:
 def _ports(config: UpConfig) -> tuple[int, int]:
     return (
         claim_port(config.host, config.port, "--port"),
-        claim_port("127.0.0.1", config.control_port, "--control-port"),
+        claim_port(config.control_host, config.control_port, "--control-port"),
     )
 
 

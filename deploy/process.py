@@ -1,8 +1,9 @@
 """What a child process of the launcher does before anything else, and how the launcher starts one.
 
-A child gets its configuration through its standard input (not the command line: keys must not show in ``ps``), its
-status pipe by number, ignores Ctrl-C (the launcher decides who stops when) and dies with the launcher, however that
-dies: the kernel kills it, and a launcher that was gone before the kernel was told is noticed by its process id.
+A child gets its configuration and the keys of its role through its standard input (not through the command line, the
+environment or a file: keys must not show in ``ps``), its status pipe by number, ignores Ctrl-C (the launcher decides
+who stops when) and dies with the launcher, however that dies: the kernel kills it, and a launcher that was gone before
+the kernel was told is noticed by its process id.
 
     python -m deploy.process LABEL PARENT_PID STATUS_FD [LINE_FD]  < {"kind": "worker", "config": {...}}
 """
@@ -26,6 +27,7 @@ import msgspec
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
 from common.ids import WorkerName
+from common.keys import ClusterKeys
 from common.lending import Lending
 from common.log import setup_logging
 from deploy import status
@@ -36,13 +38,14 @@ _MEBIBYTE = 1 << 20
 
 class Launch(msgspec.Struct, frozen=True):
     """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
-    process ids; and ``at_once`` as of :func:`coordinator.app.run`. ``lending``, for a worker."""
+    process ids; and ``at_once`` as of :func:`coordinator.app.run`. ``lending``, for a worker. ``keys`` of its role."""
 
     kind: str
     config: dict[str, Any]
     workers: dict[WorkerName, int] = {}
     lending: Lending | None = None
     at_once: bool = False
+    keys: ClusterKeys | None = None
 
 
 def die_with(parent: int) -> None:
@@ -63,6 +66,7 @@ async def start(
     workers: Mapping[WorkerName, int] | None = None,
     lending: Lending | None = None,
     at_once: bool = False,
+    keys: ClusterKeys | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
     ``line`` is the child's end of a socket pair for :mod:`deploy.line`, the others are as in :class:`Launch`."""
@@ -86,7 +90,7 @@ async def start(
     finally:
         os.close(writing)
     assert child.stdin is not None
-    launch = Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once)
+    launch = Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
     child.stdin.write(msgspec.json.encode(launch))
     child.stdin.close()
     stream = asyncio.StreamReader(limit=_MEBIBYTE)
@@ -110,12 +114,13 @@ def run(launch: Launch, label: str, line: int | None = None) -> int:
                 Asker(line) if line is not None else None,
                 launch.workers,
                 launch.at_once,
+                launch.keys,
             )
         config = WorkerConfig(**launch.config)
         setup_logging(config.log_level, config.log_format, label)
         from deploy.worker import run as run_worker
 
-        return run_worker(config, launch.lending)
+        return run_worker(config, launch.lending, launch.keys)
     except StartError as error:
         if launch.config.get("debug"):
             traceback.print_exc()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from common.config import CoordinatorConfig, WorkerConfig
 from common.errors import StartError
+from common.keys import ClusterKeys
 from common.lending import Lending
 from deploy import cores, process, status
 from deploy.line import Launcher, serve
@@ -29,7 +30,8 @@ class Unit:
     """One child process, and every process that replaces it.
 
     ``facts`` is what it said when it first became ready; before that, dying is a failed start. ``config`` may be
-    replaced and is then the next process's. ``launcher`` is for a child that has a line to it.
+    replaced and is then the next process's. ``keys`` are those of its role, and of every process that replaces it.
+    ``launcher`` is for a child that has a line to it.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class Unit:
         config: WorkerConfig | CoordinatorConfig,
         share: cores.Share,
         screen: Screen,
+        keys: ClusterKeys | None = None,
         launcher: Launcher | None = None,
         lending: Lending | None = None,
     ) -> None:
         self.label, self.config, self.share = label, config, share
-        self._lending = lending
+        self._keys, self._lending = keys, lending
         self._cores: Sequence[int] | None = None
         self._at_once = False
         self._launcher = launcher
@@ -147,7 +150,7 @@ class Unit:
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
             self._process, reports = await process.start(
-                self.label, self.config, environment, theirs, workers, self._lending, self._at_once
+                self.label, self.config, environment, theirs, workers, self._lending, self._at_once, self._keys
             )
         if self._leaving.is_set():  # told to stop while it was being started
             self._process.kill()

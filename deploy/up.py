@@ -27,6 +27,7 @@ from common.checkpoint import open_checkpoint
 from common.client import Server
 from common.config import CoordinatorConfig, UpConfig, WorkerConfig
 from common.errors import StartError
+from common.hosts import bracketed
 from common.ids import WorkerName
 from common.lending import Lending, LentCores
 from common.log import setup_logging
@@ -69,8 +70,7 @@ def run(config: UpConfig) -> int:
 
 def reachable(host: str) -> str:
     """How a client on this machine writes the address of a socket bound to ``host``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - looked up, not bound
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104 - looked up, not bound
 
 
 def leaves_first(unit: Unit) -> tuple[bool, bool, int]:
@@ -115,6 +115,9 @@ class Supervisor:
 
     def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
         self._config, self._fleet, self._screen = config, fleet, screen
+        colocated = any(member.role == "colocated" for member in fleet)
+        self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
+        """Of this system, as long as it runs: a child that replaces another gets the same."""
         self._units: list[Unit] = []
         self._lent = LentCores.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
@@ -178,7 +181,7 @@ class Supervisor:
             expect_decode=roles.count("decode"),
             expect_colocated=roles.count("colocated"),
         )
-        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self)
+        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self._keys["coordinator"], self)
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
         self._settle_cores(coordinator, workers)
         return [coordinator, *workers]
@@ -188,7 +191,7 @@ class Supervisor:
         config = self._config.for_worker(
             member.role,
             WorkerName(member.label),
-            coordinator=f"127.0.0.1:{self._config.control_port}",
+            coordinator=f"{bracketed(self._config.control_host)}:{self._config.control_port}",
             workers_on_host=workers,
             threads=member.share.threads,
             cpus=member.share.cpus or self._config.cpus,
@@ -196,7 +199,7 @@ class Supervisor:
         lending = None
         if self._lent is not None and member.share.cores is not None:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
-        return Unit(member.label, config, member.share, self._screen, lending=lending)
+        return Unit(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
 
     def _settle_cores(self, coordinator: Unit, workers: Sequence[Unit]) -> None:
         """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and the

@@ -20,6 +20,7 @@ from common.channel import Channels, is_local, nearby
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import WorkerConfig
 from common.ids import WorkerName, new_incarnation
+from common.keys import ClusterKeys
 from common.kv.memory import host_id
 from common.lending import MAX_CORES, Lending, LentCores
 from common.messages import PROTOCOL, Hello
@@ -38,10 +39,11 @@ DECODE_ROWS_HINT = 16
 """Rows that a decode step typically has: weights are packed for it."""
 
 
-def run(config: WorkerConfig, lending: Lending | None = None) -> int:
+def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys | None = None) -> int:
     """Serves one role; 0 after a drain. StartError says in words why it cannot start. ``lending``: who its cores are
-    lent to, and whose it borrows."""
-    config.check_binds()
+    lent to, and whose it borrows. ``keys``: those that a launcher has minted; without them those of the configured
+    file."""
+    config.check_binds(keys)
     lent, others = None, list[int]()
     if lending is not None and config.cores:
         lent = LentCores(lending.descriptor, config.cores)
@@ -51,7 +53,7 @@ def run(config: WorkerConfig, lending: Lending | None = None) -> int:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
     heap.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-    worker = build(config, checkpoint)
+    worker = build(config, checkpoint, keys or config.keys_of(config.role))
     with _borrowing(lent, others) as worker.cores:
         gc.freeze()  # the model and its modules live for ever: later collections need not walk them
         worker.run()
@@ -59,7 +61,7 @@ def run(config: WorkerConfig, lending: Lending | None = None) -> int:
     return 0
 
 
-def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
+def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None) -> Worker:
     """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
@@ -88,7 +90,9 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
     paces = engine.warm_up()
     address = f"tcp://{config.coordinator}"
     if is_local(config.host) and is_local(address):
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # like our own sockets: nobody else can reach what UCX opens
+        os.environ.setdefault(
+            "UCX_NET_DEVICES", "lo"
+        )  # like our own sockets: no other machine can reach what UCX opens
     settings = WorkerSettings(
         coordinator=nearby(address) if status.supervised() else address,
         host_id=host_id(),
@@ -122,10 +126,10 @@ def build(config: WorkerConfig, checkpoint: Checkpoint) -> Worker:
         max_num_batched_tokens=batched_tokens,
         device=machine.kind,
         dtype=engine.layout.dtype,
-        kv_encryption="curve" if config.encrypts_kv else "none",
+        kv_encryption="curve" if config.encrypts_kv(keys) else "none",
     )
     pinned = own is not None  # else what interrupts one core might have gone to an idle one
-    channels = Channels(config.keys_of(config.role), encrypt_kv=config.encrypts_kv, at_once=pinned)
+    channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
     for pace in paces:
         worker.pace.took(*pace)

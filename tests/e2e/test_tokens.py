@@ -78,6 +78,7 @@ def system(
 ) -> Iterator[System]:
     # never: what should travel must travel, or the test would prove less than it says
     flags = (*setup.flags, "--kv-transport", setup.link, "--local-prefill", "never")
+    flags += ("--insecure-cluster",) if setup.link == "nixl" else ()
     with System.up(tmp_path_factory.mktemp(str(setup)), checkpoint(setup.kind), *flags) as running:
         yield running
 

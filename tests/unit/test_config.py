@@ -13,6 +13,7 @@ import pytest
 from aiohttp.client_exceptions import ClientConnectorError
 from aiohttp.client_reqrep import ConnectionKey
 
+from common import keys
 from common.channel import is_local
 from common.config import (
     CONFIGS,
@@ -216,6 +217,44 @@ def test_other_addresses_than_loopback_need_a_word() -> None:
     with pytest.raises(StartError, match="plain text"):
         WorkerConfig(role="decode", model="m", host="10.0.0.1").check_binds()
     WorkerConfig(role="decode", model="m", host="10.0.0.1", insecure_cluster=True).check_binds()
+
+
+def test_the_workers_of_other_machines_join_a_system_by_its_file_of_keys_alone(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.key"
+    keys.make(file)
+    open_to_all = up("--control-host", "10.0.0.1", "--cluster-key-file", str(file)).config
+    open_to_all.check_binds()
+    worker = open_to_all.for_worker("decode", WorkerName("decode-0"), coordinator="10.0.0.1:8001")
+    assert (worker.host, worker.cluster_key_file) == ("10.0.0.1", None), "others reach it; it is given its keys"
+    worker.check_binds(keys.load(file, "decode"))
+    open_to_all.for_coordinator().check_binds(keys.load(file, "coordinator"))
+    for words in ((), ("--insecure-cluster",)):
+        with pytest.raises(StartError, match="would let nobody in"):
+            up("--control-host", "10.0.0.1", *words).config.check_binds()
+    with pytest.raises(StartError, match="no address that others can dial"):
+        up("--control-host", "0.0.0.0", "--cluster-key-file", str(file)).config.check_binds()
+
+
+def test_nixl_in_a_system_needs_a_word_since_it_has_no_keys() -> None:
+    up("--kv-transport", "nixl", "--insecure-cluster").config.check_binds()
+    for words in ((), ("--insecure-cluster", "--control-host", "10.0.0.1", "--cluster-key-file", "f")):
+        with pytest.raises(StartError, match="lets strangers in"):
+            up("--kv-transport", "nixl", *words).config.check_binds()
+
+
+def test_a_system_has_keys_of_its_own_or_those_of_the_file(tmp_path: Path) -> None:
+    minted, again = up().config.keys("coordinator"), up().config.keys("coordinator")
+    assert set(minted) == set(keys.PARTIES)
+    assert all(minted[party].secret != again[party].secret for party in keys.PARTIES)
+    whole, part = tmp_path / "cluster.key", tmp_path / "decode.key"
+    keys.make(whole)
+    keys.narrow(whole, "decode", part)
+    config = up("--cluster-key-file", str(whole)).config
+    assert config.keys("coordinator", "decode") == {
+        party: keys.load(whole, party) for party in ("coordinator", "decode")
+    }
+    with pytest.raises(StartError, match="cannot be used by a coordinator process"):
+        up("--cluster-key-file", str(part)).config.keys("coordinator", "prefill", "decode")
 
 
 @pytest.mark.parametrize(

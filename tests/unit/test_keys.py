@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import json
@@ -44,7 +45,7 @@ from common.strikes import REMEMBERED, STRIKES, Strikes
 from common.wire import seal
 from coordinator.gateway import MOST_ASKED, Gateway
 from coordinator.registry import Registry
-from deploy import cli
+from deploy import cli, process
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.proof import proof, proven, proves
 from kvtransfer.receiver import Failed, Receiver
@@ -160,9 +161,24 @@ def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
     with pytest.raises(StartError, match="needs keys"):
         WorkerConfig(role="decode", model="m", kv_encryption="curve").check_binds()
     nixl = WorkerConfig(role="decode", model="m", kv_transport="nixl", cluster_key_file=str(cluster))
-    with pytest.raises(StartError, match="cannot encrypt"):
-        nixl.check_binds()
+    for host in ("127.0.0.1", "10.0.0.1"):
+        for accepted in (False,) if host == "127.0.0.1" else (False, True):
+            with pytest.raises(StartError, match="cannot encrypt"):
+                dataclasses.replace(nixl, host=host, insecure_cluster=accepted).check_binds()
     dataclasses.replace(nixl, kv_encryption="none").check_binds()
+    dataclasses.replace(nixl, insecure_cluster=True).check_binds()
+
+
+def test_minted_keys_reach_a_child_and_no_text() -> None:
+    minted = keys.mint()
+    assert {party: each.party for party, each in minted.items()} == {party: party for party in PARTIES}
+    for each in minted.values():
+        assert zmq.curve_public(each.secret) == each.public[each.party]
+    launch = process.Launch("worker", {}, keys=minted["decode"])
+    assert msgspec.json.decode(msgspec.json.encode(launch), type=process.Launch) == launch
+    assert minted["decode"].secret.decode() not in repr(launch)
+    sent = {party for party, each in minted.items() if base64.b64encode(each.secret) in msgspec.json.encode(launch)}
+    assert sent == {"decode"}
 
 
 # -- who is let in ----------------------------------------------------------------------------------------------------
