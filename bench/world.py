@@ -26,7 +26,7 @@ from common.messages import PROTOCOL, Hello, Role
 from common.request import FinishReason, Request, SamplingParams
 from common.sequence import Batch, StepResult
 from common.sequence import Sequence as Tokens
-from coordinator.registry import Joined, Registry
+from coordinator.registry import Refused, Registry
 from coordinator.router import Need, NoWorkers, Placement, Promise, Router, Wait
 from decode.chunks import Chunks
 
@@ -282,8 +282,8 @@ class World:
             limits.max_num_batched_tokens, "cpu", "float32",
         )  # fmt: skip
         joined = self._registry.join(hello, 0.0)
-        assert isinstance(joined, Joined), joined
-        self._registry.welcome(joined.worker)
+        assert not isinstance(joined, Refused), joined
+        self._registry.welcome(joined)
         cache = KvCache(limits.kv_blocks, limits.block_size, model_fingerprint=MODEL, kv_dtype="float32")
         planner = Planner(cache, max_tokens=limits.max_num_batched_tokens, max_sequences=limits.max_num_seqs)
         self._workers[hello.incarnation] = _Worker(role, planner, name)

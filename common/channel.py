@@ -5,8 +5,10 @@ connection is still known is ignored in silence, messages to unknown peers vanis
 incarnation and go to whoever dialled last, a router's send to a peer that is gone says so, and of a message of more
 parts than any has only the first are taken (:class:`BoundedSocket`).
 
-A control socket of a worker is a DEALER with identity ``name|incarnation``; its heartbeats have a socket of their own,
-``name|incarnation|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
+A control socket of a worker is a DEALER with identity ``name|incarnation|secret``; its heartbeats have a socket of
+their own, ``name|incarnation|secret|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
+A router hands an identity over to its latest holder: the secret, which only the worker and its coordinator know, keeps
+other workers from taking it.
 
 With cluster keys every socket of the process speaks CURVE (RFC 26) and a router admits only the keys of those who have
 business there (ZAP, RFC 27): on loopback too, since a process cannot know from where the others dial it.
@@ -22,6 +24,7 @@ import contextlib
 import functools
 import itertools
 import os
+import secrets
 import sys
 import threading
 import time
@@ -80,8 +83,8 @@ _POLLIN = int(zmq.POLLIN)
 _Secure = Callable[[zmq.Socket[Any]], None]
 
 
-def identity(name: WorkerName, incarnation: Incarnation, *, beats: bool = False) -> bytes:
-    return f"{name}|{incarnation}{BEAT_SUFFIX if beats else ''}".encode()
+def identity(name: WorkerName, incarnation: Incarnation, secret: str = "", *, beats: bool = False) -> bytes:
+    return f"{name}|{incarnation}|{secret}{BEAT_SUFFIX if beats else ''}".encode()
 
 
 def is_local(address: str) -> bool:
@@ -256,6 +259,11 @@ class Channels:
     def clock() -> float:
         """Seconds, monotonic."""
         return time.monotonic()
+
+    @staticmethod
+    def secret() -> str:
+        """128 random bits, as text."""
+        return secrets.token_hex(16)
 
     def router(self, address: str, *, kv: bool = False, near: bool = False) -> tuple[BoundedSocket, str]:
         """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV. ``near``: it is

@@ -26,7 +26,7 @@ TOKEN_ID_BYTES = 4
 MAX_ATTEMPT = (1 << 32) - 1
 """Attempts travel in four bytes where many of them do."""
 MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64
-"""libzmq knows peers by at most 255 bytes, in which both stand."""
+"""libzmq knows peers by at most 255 bytes, in which both stand, and a secret."""
 CACHE = Holder("cache")
 
 

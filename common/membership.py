@@ -13,10 +13,12 @@ import msgspec
 
 from common.channel import Channels, Heart, identity, receive, send
 from common.errors import WireError
-from common.messages import Heartbeat, Hello, Lease, Message, Rejoin, ToWorker, Welcome
+from common.messages import Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
+RETRY_S = 1.0
+"""Between two Hellos under a name that another worker has."""
 KNOCK_S = 2.0
 """A Hello that is not answered for so long over a connection was lost, with an earlier one or since this one carries
 nothing any more. Where none is made, since our key is not let in, this may have been corrected by then."""
@@ -45,6 +47,7 @@ class Membership:
     def __init__(self, channels: Channels, address: str, hello: Hello) -> None:
         self._channels, self._address, self._clock = channels, address, channels.clock
         self.hello = hello
+        self._secret = channels.secret()
         self.snapshot = Snapshot()
         self.turning_since: float | None = None
         """When the running turn of the worker's loop began; None while it waits."""
@@ -56,6 +59,8 @@ class Membership:
         self.bad_messages = 0
         self._welcome: Welcome | None = None
         self._heart: Heart | None = None
+        self._name_taken = ""
+        """Why this worker has not been welcomed so far, if another one has its name."""
         self._said_hello_at = 0.0
         self._unanswered_since: float | None = None
         """Since when a Hello has not been answered, or the connection is there that it was sent over."""
@@ -76,7 +81,7 @@ class Membership:
     @property
     def refusal(self) -> str:
         """Why the coordinator does not let this worker connect, in words; "" if nothing is known to be wrong."""
-        return self._handshakes.refusal
+        return self._handshakes.refusal or self._name_taken
 
     def stood_still_s(self) -> float:
         """For how long, in all, not even the heart could beat."""
@@ -96,6 +101,9 @@ class Membership:
         elif self._unanswered_since is not None:
             if now - self._unanswered_since > KNOCK_S:
                 self._dial_again()
+        elif self._name_taken:
+            if now - self._said_hello_at > RETRY_S:
+                self._say_hello()
         elif self._welcome is not None and now - self._heard_at > self._welcome.lease_ms / 1000:
             self._dial_again()
 
@@ -106,14 +114,12 @@ class Membership:
         self._say_hello()
 
     def _dial(self) -> None:
-        name = identity(self.hello.name, self.hello.incarnation)
+        name = identity(self.hello.name, self.hello.incarnation, self._secret)
         self._socket, self._handshakes = self._channels.watched_dealer(self._address, name)
         self._channels.register(self._socket)
 
     def _hang_up(self, goodbye: Message | None = None) -> None:
-        if self._heart is not None:  # its socket is turned away as this one is
-            self._heart.stop()
-            self._heart = None
+        self._stop_heart()  # its socket is turned away as this one is
         if goodbye is not None:
             send(self._socket, goodbye)
         self._channels.unregister(self._socket)
@@ -132,7 +138,8 @@ class Membership:
         send(self._socket, message)
 
     def receive(self) -> Iterator[Any]:
-        """Every control message that has arrived. Welcome starts the heart, Rejoin says Hello; both are passed on."""
+        """Every control message that has arrived. Welcome starts the heart, NameTaken stops it, Rejoin says Hello; all
+        are passed on."""
         while self._channels.readable(self._socket):
             try:
                 message = receive(self._socket, ToWorker)
@@ -143,13 +150,16 @@ class Membership:
             if message is None:
                 return
             self._heard_at = self._clock()
-            if not isinstance(message, Rejoin):  # those are for a stranger, and nobody has counted them
+            if not isinstance(message, Rejoin | NameTaken):  # those are for a stranger, and nobody has counted them
                 self.acted_on += 1
             if isinstance(message, Lease):
                 self.acted_on = message.sent
             elif isinstance(message, Welcome):
-                self._welcome, self._unanswered_since = message, None
+                self._welcome, self._unanswered_since, self._name_taken = message, None, ""
                 self._start_heart(message.heartbeat_ms / 1000)
+            elif isinstance(message, NameTaken):
+                self._welcome, self._unanswered_since, self._name_taken = None, None, message.reason
+                self._stop_heart()
             elif isinstance(message, Rejoin):
                 if self._unanswered_since is not None and self._clock() - self._said_hello_at < REJOIN_S:
                     continue  # an answer to something we said before our Hello arrived there
@@ -164,11 +174,15 @@ class Membership:
     def _start_heart(self, interval_s: float) -> None:
         """With every Welcome another one: we may have been given up because the connection of the last carries nothing,
         and another coordinator has times of its own."""
+        self._stop_heart()
+        name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
+        self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
+
+    def _stop_heart(self) -> None:
+        """Once: whatever keeps the next one from starting."""
         if self._heart is not None:
             self._heart.stop()
-            self._heart = None  # whatever keeps the next one from starting, this one is stopped once
-        name = identity(self.hello.name, self.hello.incarnation, beats=True)
-        self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
+            self._heart = None
 
     def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot

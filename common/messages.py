@@ -6,7 +6,8 @@ no class names. Adding a field with a default at the end stays compatible; anyth
 another version are told that they are.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Renewed, Goodbye
-    coordinator ──► worker   Welcome, Turned, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend, Measure, Drain
+    coordinator ──► worker   Welcome, Turned, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
+                             Measure, Drain
     coordinator ──► heart    Ask
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
@@ -23,7 +24,7 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import KEY_BYTES
 from common.request import MAX_LOGPROBS, Id, Request
 
-PROTOCOL = 11
+PROTOCOL = 12
 Role = Literal["prefill", "decode", "colocated"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
@@ -228,6 +229,13 @@ class Turned(Message, tag="turned"):
     reason: str
 
 
+class NameTaken(Message, tag="name_taken"):
+    """A live worker has this name, in words: say Hello again in a while, it may be what is left of a process that has
+    died. Until then nothing may be held here."""
+
+    reason: str
+
+
 class Rejoin(Message, tag="rejoin"):
     """This coordinator does not know you (it restarted): drop what the last one gave you and say Hello again."""
 
@@ -318,7 +326,9 @@ class Drain(Message, tag="drain"):
 
 
 ToHeart = Ask
-ToWorker = Welcome | Turned | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
+ToWorker = (
+    Welcome | Turned | NameTaken | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
+)
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------
 

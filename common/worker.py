@@ -39,6 +39,7 @@ from common.messages import (
     Goodbye,
     Hello,
     Lease,
+    NameTaken,
     Rejoin,
     Renewed,
     Turned,
@@ -275,6 +276,8 @@ class Worker(abc.ABC):
                 self._tell("joined the coordinator at %s", self.settings.coordinator)
             case Turned(reason=reason):
                 raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
+            case NameTaken():
+                self._drop_all()
             case Rejoin():
                 why = "it was restarted, or has given this worker up and placed its requests elsewhere"
                 dropped = len(self.holdings())

@@ -2,7 +2,8 @@
 
 Owns one ROUTER and the translation between identities and incarnations. Reads everything that has arrived in one
 turn of the event loop (a message per engine step must not cost a task switch each). Bytes that are no message are
-counted and dropped; a sender that is not registered is told to say Hello again. Knows no request.
+counted and dropped; a sender that is not registered is told to say Hello again. Why a worker is refused is told to
+one that has shown a key of the cluster; without keys it stands in the log alone. Knows no request.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import functools
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +20,7 @@ from typing import Protocol, assert_never
 
 import zmq
 
-from common.channel import BEAT_SUFFIX, Channels, identity, is_local, send
+from common.channel import BEAT_SUFFIX, Channels, is_local, send
 from common.errors import Damaged, StartError, WireError
 from common.handshake import EVENT
 from common.hosts import bracketed
@@ -37,6 +39,7 @@ from common.messages import (
     Hello,
     Measured,
     Message,
+    NameTaken,
     Rejoin,
     Renewed,
     Role,
@@ -47,7 +50,7 @@ from common.messages import (
 )
 from common.strikes import STRIKES, Strikes
 from common.wire import MAX_REPORT_BYTES, decode
-from coordinator.registry import Refused, Registry, Worker, WorkerState, other_protocol
+from coordinator.registry import Refused, Registry, Worker, WorkerState, name_taken, other_protocol
 
 log = logging.getLogger("tandem.gateway")
 
@@ -57,7 +60,10 @@ MOST_ASKED = 1000
 """Messages of a stranger of another version, all dropped: what it says, tokens of every step for one, until it has read
 that it is asked for its Hello. Those after them are strikes."""
 COMPLAIN_EVERY_S = 10.0
-"""Rubbish is counted message by message, and told of at most so often."""
+"""Rubbish and refused workers are counted one by one, and logged at most so often."""
+MOST_REASONS = 8
+"""Of refusals, that are logged at a time."""
+UNSAID = "its log says why (without cluster keys it tells no stranger)"
 PROBES_S = (0.01, 0.1)
 """After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
 REJOIN_LOOKS = 4
@@ -144,6 +150,9 @@ class Gateway:
         self._last_bad = ""
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S
+        self._refusals: Counter[str] = Counter()
+        """By what is logged of them, since that was done last."""
+        self._told_refusals_at = -COMPLAIN_EVERY_S
         self.times_emptied = 0
         """How often everything that had arrived was read: older messages cannot still be waiting here."""
         self.sent: dict[Incarnation, int] = {}
@@ -202,7 +211,7 @@ class Gateway:
         """False when the worker cannot be reached; it is then gone, and ``events`` hears of it in the next turn."""
         if worker.state is WorkerState.GONE:
             return False
-        reached = send(self._socket, message, identity(worker.hello.name, worker.id))
+        reached = send(self._socket, message, worker.route)
         if reached:
             self.sent[worker.id] = self.sent.get(worker.id, 0) + 1
         else:
@@ -220,7 +229,7 @@ class Gateway:
         return self._asks
 
     def _ask(self, worker: Worker) -> None:
-        send(self._socket, Ask(self._asks), identity(worker.hello.name, worker.id, beats=True))
+        send(self._socket, Ask(self._asks), worker.route + BEAT_SUFFIX.encode())
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
@@ -280,7 +289,7 @@ class Gateway:
             return False
         for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
             log.warning("worker %s is gone: %s", worker.hello.name, how)
-            self._reply(identity(worker.hello.name, worker.id), Rejoin())  # it may live, and have nothing to say
+            self._reply(worker.route, Rejoin())  # it may live, and have nothing to say
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.lost(worker, Loss.GIVEN_UP)
@@ -327,15 +336,15 @@ class Gateway:
                 self._dispatch(party, frames, now_s)
             except WireError as error:
                 self.bad_messages += 1
-                self._last_bad = f"from {frames[0][:64]!r}: {error}"
+                self._last_bad = f"from {_shown(frames[0])}: {error}"
                 self._complain(now_s)
                 if not isinstance(error, Damaged) and self.strikes.strike(peer):
                     self._cut_off(*peer)
 
     def _cut_off(self, party: Party | None, frame: bytes) -> None:
         """Nothing that this incarnation says is read any more; its process is told, and may start again as another."""
-        log.warning("%r is cut off: %d of its messages made no sense", frame[:64], STRIKES)
-        worker = next((each for each in self.registry if identity(each.hello.name, each.id) == frame), None)
+        log.warning("%s is cut off: %d of its messages made no sense", _shown(frame), STRIKES)
+        worker = next((each for each in self.registry if each.route == frame), None)
         if worker is not None and party in (None, worker.role):  # else somebody has misused its identity
             self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
             self._remove(worker)
@@ -349,9 +358,23 @@ class Gateway:
             self._told_of, self._told_at = self.bad_messages, now_s
             log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
         if self._failed_handshakes and now_s - self._told_handshakes_at >= COMPLAIN_EVERY_S:
-            why = "if they were workers, their keys do not fit: give every part the --cluster-key-file of one keygen"
+            why = "strangers, or workers whose keys do not fit: give every part the --cluster-key-file of one keygen"
             log.warning("handshakes that failed at the control port: %d; %s", self._failed_handshakes, why)
             self._failed_handshakes, self._told_handshakes_at = 0, now_s
+        if self._refusals and now_s - self._told_refusals_at >= COMPLAIN_EVERY_S:
+            for said, times in self._refusals.items():
+                log.warning("%s%s", said, f" ({times} times)" if times > 1 else "")
+            self._told_refusals_at = now_s
+            self._refusals.clear()
+
+    def _refuse(self, frame: bytes, refused: Refused, *, told: bool = False) -> None:
+        """``told``: also a stranger, since it says nothing of what is served here."""
+        said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
+        if said in self._refusals or len(self._refusals) < MOST_REASONS:
+            self._refusals[said] += 1
+        self._complain(self.clock())
+        reason = refused.reason if told or self.channels.keys is not None else UNSAID
+        self._reply(frame, NameTaken(reason) if refused.for_now else Turned(reason))
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
@@ -375,7 +398,7 @@ class Gateway:
             return
         if party not in (None, worker.role):
             raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
-        if frame.removesuffix(BEAT_SUFFIX.encode()) != identity(worker.hello.name, worker.id):
+        if frame.removesuffix(BEAT_SUFFIX.encode()) != worker.route:
             raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
         self.registry.spoke(worker, now_s)
         self._deliver(worker, message, now_s)
@@ -432,8 +455,7 @@ class Gateway:
         except WireError:
             return False
         if reason := other_protocol(hello.protocol):
-            log.warning("%r is refused: %s", frame[:64], reason)
-            self._reply(frame, Turned(reason))
+            self._refuse(frame, Refused(reason), told=True)
         return reason is not None
 
     def _asks_back(self, frame: bytes, data: bytes) -> bool:
@@ -450,13 +472,15 @@ class Gateway:
             return False
         self._asked.strike(incarnation)
         self.bad_messages += 1
-        self._last_bad = f"from {frame[:64]!r}: of another version, it is asked for its Hello"
+        self._last_bad = f"from {_shown(frame)}: of another version, it is asked for its Hello"
         self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
         return True
 
     def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
-        if frame != identity(hello.name, hello.incarnation):
+        if frame.endswith(BEAT_SUFFIX.encode()) or _who(frame) != (hello.name, hello.incarnation):
             raise WireError("a Hello under another identity than its own")
+        if (known := self._known(hello.incarnation)) is not None and known.route != frame:
+            raise WireError(f"a Hello as {known.hello.name}, which speaks under another identity")
         if party not in (None, hello.role):
             self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
@@ -465,19 +489,17 @@ class Gateway:
         if (missing := self._missing.pop(hello.incarnation, None)) is not None:
             self._lives(missing)
         before = self.registry.get(hello.incarnation)
-        verdict = self.registry.join(hello, now_s)
-        if isinstance(verdict, Refused):
-            log.warning("worker %s is refused: %s", hello.name, verdict.reason)
-            self._reply(frame, Turned(verdict.reason))
+        self._check_holder(hello)
+        if (away := self._away(hello.name)) is not None:
+            self._refuse(frame, Refused(name_taken(away), for_now=True))
+            return
+        worker = self.registry.join(hello, now_s, frame)
+        if isinstance(worker, Refused):
+            self._refuse(frame, worker)
             return
         assert self._events is not None
-        if (old := before or verdict.replaced) is not None:
-            self.sent.pop(old.id, None)
-            if before is None:
-                self._miss(old)
-            else:
-                self._events.lost(old, Loss.RECONNECTED)
-        worker = verdict.worker
+        if before is not None:
+            self._events.lost(before, Loss.RECONNECTED)
         self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
         times = self.registry.times
         told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
@@ -486,8 +508,28 @@ class Gateway:
             log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
             self._events.joined(worker)
 
+    def _known(self, incarnation: Incarnation) -> Worker | None:
+        """The worker of that incarnation that is here, or was a moment ago."""
+        if (missing := self._missing.get(incarnation)) is not None:
+            return missing.worker
+        return self.registry.get(incarnation) or self._losing.get(incarnation)
+
+    def _check_holder(self, hello: Hello) -> None:
+        """Of a process that has just died the connection is closed, and the monitor may not have said so yet."""
+        holder = self.registry.named(hello.name)
+        if holder is not None and holder.id != hello.incarnation:
+            self.send(holder, _NOBODY)
+
+    def _away(self, name: WorkerName) -> Worker | None:
+        """The worker of that name that has lost its connection, if its heart has been heard since."""
+        held = (missing.worker for missing in self._missing.values() if missing.alive)
+        return next((worker for worker in held if worker.hello.name == name), None)
+
     def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
+        control = frame.removesuffix(BEAT_SUFFIX.encode())
         missing = self._missing.get(incarnation)
+        if missing is not None and missing.worker.route != control:
+            missing = None  # said by another one
         if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
             self._lives(missing)  # before the first look it may be its last words
             if isinstance(message, Heartbeat) and self.registry.endless(message):
@@ -495,13 +537,10 @@ class Gateway:
                 log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
                 del self._missing[incarnation]
         if isinstance(message, Goodbye):
-            self._missing.pop(incarnation, None)
+            if missing is not None:
+                self._missing.pop(incarnation, None)
             return
-        control = frame.removesuffix(BEAT_SUFFIX.encode())
-        if self.registry.was_replaced(incarnation):
-            self._reply(control, Turned("another process has taken this worker's name"))
-        else:
-            self._reply(control, Rejoin())
+        self._reply(control, Rejoin())
 
     # -- lost connections -----------------------------------------------------------------------------------------
 
@@ -528,11 +567,22 @@ class Gateway:
 
 @functools.lru_cache(maxsize=4096)
 def _who(frame: bytes) -> tuple[str, Incarnation]:
-    """Name and incarnation in an identity ``name|incarnation`` or ``name|incarnation|hb``."""
+    """Name and incarnation in an identity ``name|incarnation|secret`` or ``name|incarnation|secret|hb``."""
     try:
-        parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 1)
+        parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 2)
     except UnicodeDecodeError as error:
         raise WireError("an identity that is not text") from error
-    if len(parts) != 2:
-        raise WireError("an identity without an incarnation")
+    if len(parts) != 3:
+        raise WireError("an identity without an incarnation or a secret")
     return parts[0], Incarnation(parts[1])
+
+
+def _shown(frame: bytes) -> str:
+    """An identity as it may be logged: without its secret."""
+    text = frame[:255].decode(errors="replace").removesuffix(BEAT_SUFFIX)
+    return _printable(text.rpartition("|")[0] or text)
+
+
+def _printable(text: str) -> str:
+    """What a peer has said, so that it stays within its line."""
+    return "".join(each if each.isprintable() else "?" for each in text)[:1000]

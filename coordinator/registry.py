@@ -26,7 +26,6 @@ from coordinator.lags import Lags
 
 HANG_STEPS = 4.0
 """A turn of a worker's loop that takes longer than the failure timeout, and than so many expected steps, never ends."""
-_FORGOTTEN = 1024
 
 
 class WorkerState(Enum):
@@ -47,12 +46,13 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 @dataclass(slots=True, eq=False)
 class Worker:
     """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
-    Ask that it answered. ``heard_at`` is when it joined or its heart last beat: whatever else it says proves that it
-    lives, but not that we would hear if it did not."""
+    Ask that it answered. ``route`` is the identity of its control socket. ``heard_at`` is when it joined or its heart
+    last beat: whatever else it says proves that it lives, but not that we would hear if it did not."""
 
     hello: Hello
     joined_at: float
     heard_at: float
+    route: bytes = b""
     state: WorkerState = WorkerState.JOINING
     beat: Heartbeat | None = None
     cached: set[ChainKey] = field(default_factory=set)
@@ -97,18 +97,11 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker was taken in; ``replaced`` is the earlier incarnation of the same name on the same host, now gone."""
-
-    worker: Worker
-    replaced: Worker | None
-
-
-@dataclass(frozen=True, slots=True)
 class Refused:
-    """A worker was not taken in, and why."""
+    """A worker was not taken in, and why. ``for_now``: only as long as another one has its name."""
 
     reason: str
+    for_now: bool = False
 
 
 class Registry:
@@ -124,7 +117,6 @@ class Registry:
         self._workers: dict[Incarnation, Worker] = {}
         self._last: dict[Role, Hello] = {}
         """Of each role, who went last, if it did not leave but its connection broke."""
-        self._replaced: dict[Incarnation, None] = {}
         self.lags = Lags(self.times.sweep_s)
         self.hung = Hung(self.times.lease_s, self.lags)
 
@@ -151,29 +143,30 @@ class Registry:
         """Whether fewer workers of ``role`` have been ready so far than the system was started with."""
         return len(self.seen[role]) < self.expected[role]
 
-    def was_replaced(self, incarnation: Incarnation) -> bool:
-        """Whether a later incarnation of the same name has taken its place: it must not come back."""
-        return incarnation in self._replaced
+    def named(self, name: WorkerName) -> Worker | None:
+        """The worker of that name."""
+        return next((worker for worker in self if worker.hello.name == name), None)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def join(self, hello: Hello, now_s: float) -> Joined | Refused:
-        """A worker says Hello; saying it twice starts it anew."""
+    def join(self, hello: Hello, now_s: float, route: bytes = b"") -> Worker | Refused:
+        """A worker says Hello over ``route``; saying it twice starts it anew. The name of a worker that is here cannot
+        be taken: of a process that has died the name is free when its connection has broken, or was silent for long
+        enough."""
         if reason := self._objection(hello):
             return Refused(reason)
+        if (holder := self.named(hello.name)) is not None and holder.id != hello.incarnation:
+            return Refused(name_taken(holder), for_now=True)
+        if reason := self._disagreement(hello):
+            return Refused(reason)
         self.hung.came(hello)
-        again = self._workers.pop(hello.incarnation, None)
-        old = again or next((w for w in self if w.hello.name == hello.name and w.hello.host == hello.host), None)
-        if old is not None:
-            self.gone(old)
-            if again is None:
-                self._replaced[old.id] = None
-                if len(self._replaced) > _FORGOTTEN:
-                    del self._replaced[next(iter(self._replaced))]
+        if (again := self.get(hello.incarnation)) is not None:
+            self.gone(again)
         if self.fingerprint is None:
             self.fingerprint = _checkpoint(hello.fingerprint)
-        worker = self._workers[hello.incarnation] = Worker(hello, joined_at=now_s, heard_at=now_s)
-        return Joined(worker, old)
+        worker = Worker(hello, joined_at=now_s, heard_at=now_s, route=route)
+        self._workers[hello.incarnation] = worker
+        return worker
 
     def welcome(self, worker: Worker) -> None:
         """The worker has been told that it is registered: it may get work."""
@@ -279,12 +272,11 @@ class Registry:
     # -- what workers must agree on --------------------------------------------------------------------------------
 
     def _objection(self, hello: Hello) -> str | None:
+        """What is wrong with it, whoever is here."""
         if reason := other_protocol(hello.protocol):
             return reason
         if len(hello.name.encode()) > MAX_NAME_BYTES or len(hello.incarnation.encode()) > MAX_INCARNATION_BYTES:
             return f"names of up to {MAX_NAME_BYTES} and incarnations of up to {MAX_INCARNATION_BYTES} bytes are taken"
-        if hello.incarnation in self._replaced:
-            return f"another process has taken the name {hello.name}: give every worker a name of its own"
         if self.fingerprint is not None and _checkpoint(hello.fingerprint) != self.fingerprint:
             return (
                 f"its model {hello.model} is another one than is served here, or has other weights or settings "
@@ -302,6 +294,10 @@ class Registry:
                 f"data address {hello.data_address[:128]!r}: a decode worker has tcp://HOST:PORT that others "
                 "can dial, and the rest may have none"
             )
+        return None
+
+    def _disagreement(self, hello: Hello) -> str | None:
+        """What keeps it from serving with those that are here."""
         others = [worker.hello for worker in self if worker.id != hello.incarnation]
         ends = [other for other in others if {hello.role, other.role} == {"prefill", "decode"}]
         if ends and ends[0].kv_encryption != hello.kv_encryption:
@@ -319,14 +315,16 @@ class Registry:
                     f"data address {decode.data_address} of {decode.name} on {decode.host}, which {prefill.name} on "
                     f"{prefill.host} cannot reach: start {decode.name} with an address of its host"
                 )
-        for other in others:
-            if other.name != hello.name:
-                continue
-            if other.host != hello.host:
-                return f"{other.host} has a worker {hello.name} too: give every worker a name of its own with --name"
-            if other.role != hello.role:
-                return f"{hello.name} is a {other.role} worker here: give every worker a name of its own with --name"
         return _difference(hello, others[0]) if others else None
+
+
+def name_taken(holder: Worker) -> str:
+    """Why nobody else can have the name of ``holder``, as long as that lives."""
+    hello = holder.hello
+    return (
+        f"there is a {hello.role} worker {hello.name} already, process {hello.pid} of {hello.host}: "
+        "give every worker a name of its own with --name; if that process has died, its name is free in a moment"
+    )
 
 
 def other_protocol(protocol: int) -> str | None:

@@ -143,6 +143,8 @@ class Sender:
         self._channels, self._memory = channels, memory
         self._queue_bytes = queue_bytes
         self._incarnation, self._host_id = incarnation, host_id
+        self._secret = channels.secret()
+        """Of the identity of its sockets: a router hands one over to its latest holder, who must be this sender."""
         self._limits = limits or Limits()
         self._transport = transport
         self._door = shm.PoolDoor(memory, incarnation) if transport in ("auto", shm.NAME) else None
@@ -247,7 +249,7 @@ class Sender:
         line = self._lines.get(peer.incarnation)
         if line is None:
             # names both ends: the line to an earlier process at this address is another peer than this one
-            name = f"{self._incarnation}|{peer.incarnation}|kv".encode()
+            name = f"{self._incarnation}|{peer.incarnation}|{self._secret}".encode()
             socket = self._channels.dealer(peer.address, name, to="decode")
             self._channels.register(socket)
             line = self._lines[peer.incarnation] = _Line(socket, now, now, peer)

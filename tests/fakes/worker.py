@@ -31,6 +31,7 @@ from common.messages import (
     Measure,
     Measured,
     Message,
+    NameTaken,
     Prefill,
     Rejoin,
     Renewed,
@@ -197,7 +198,7 @@ class FakeWorker:
         match message:
             case Welcome():
                 self.joined.set()
-            case Turned(reason=reason):
+            case Turned(reason=reason) | NameTaken(reason=reason):
                 self.turned = reason
                 self.joined.set()
             case Rejoin() if self.rejoins:

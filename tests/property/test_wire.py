@@ -54,6 +54,7 @@ from common.messages import (
     Measure,
     Measured,
     Message,
+    NameTaken,
     Open,
     Peer,
     Prefill,
@@ -254,6 +255,7 @@ EXAMPLES: list[Message] = [
     Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
     Welcome("0123456789abcdef", 500, 8000, 2000),  # type: ignore[arg-type]
     Turned("another model"),
+    NameTaken("decode-0 lives"),
     Rejoin(),
     Ask(3),
     Prefill(_REQUEST, 1, _PEER),

@@ -514,6 +514,10 @@ class SimulatedChannels(Channels):
         process = self.process
         return process.clock.now + process.spent
 
+    @staticmethod
+    def secret() -> str:
+        return "secret"
+
     def router(self, address: str, *, kv: bool = False, near: bool = False) -> Any:
         bound = self.network.address(address)
         return Router(self.network, self.process, bound), bound

@@ -1149,9 +1149,10 @@ async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
         assert all(len(worker.got(Generate)) == 1 for worker in leaving), "and never again"
 
 
-async def test_a_worker_of_another_model_is_turned_away(house: House) -> None:
+async def test_a_worker_of_another_model_is_turned_away(house: House, caplog: pytest.LogCaptureFixture) -> None:
     stranger = await house.add("decode", fingerprint="other")
-    assert "fingerprint" in stranger.turned
+    assert stranger.turned and "fingerprint" not in stranger.turned, "it has shown no key"
+    assert "decode-2" in caplog.text and "fingerprint other" in caplog.text
     _, body = await house.get("/admin/workers")
     assert [worker["id"] for worker in body["workers"]] == ["prefill-0", "decode-1"]
 

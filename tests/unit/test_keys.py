@@ -30,9 +30,11 @@ from common.messages import (
     Ack,
     Cancel,
     Commit,
+    Drain,
     Goodbye,
     Grant,
     Heard,
+    NameTaken,
     Open,
     Peer,
     Rejoin,
@@ -266,6 +268,84 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
         assert not list(door.registry) and door.gateway.bad_messages == 1
 
 
+def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) -> None:
+    """Neither by another process of that name, nor under the identity of its sockets as far as others know it."""
+    hello = hello_of("decode")
+    worker = door.dial("decode", identity(hello.name, hello.incarnation, "its own"))
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    (here,) = door.registry
+    other = msgspec.structs.replace(hello, incarnation="another")
+    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    for _ in range(STRIKES + 1):  # it may try again and again
+        send(newcomer, other)
+        answer = door.answer(newcomer)
+        assert isinstance(answer, NameTaken) and f"process {hello.pid} of {hello.host}" in answer.reason
+    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    for said in (hello, beat(hello.incarnation, draining=True), Goodbye(hello.incarnation, "stolen")):
+        send(thief, said)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == 3, "all three are dropped")
+    assert list(door.registry) == [here] and here.ready and not door.lost_workers
+    assert not thief.poll(0) or isinstance(receive(thief, ToWorker), NameTaken)
+    door.gateway.send(here, Drain(1))
+    until(lambda: door.gateway._read() or worker.poll(5), "it is still reached")
+    worker.close(0)
+
+    def follows() -> bool:
+        send(newcomer, other)
+        return isinstance(door.answer(newcomer), Welcome)
+
+    until(follows, "a process that has died is followed at once, whatever the monitor has said so far")
+    assert [each.id for each in door.registry] == [other.incarnation]
+
+
+def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(door: Door) -> None:
+    """Its connection breaks, and its heart is heard before it can say Hello."""
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation, "its own")
+    worker, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    (here,) = door.registry
+    door.gateway._remove(here)
+    door.gateway._miss(here)
+    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    for said in (hello, Goodbye(hello.incarnation, "stolen")):
+        send(thief, said)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == 1, "its Hello is not believed")
+    door.gateway._look_for_missing()
+    send(heart, beat(hello.incarnation))
+    assert isinstance(door.answer(worker), Rejoin)
+    other = msgspec.structs.replace(hello, incarnation="another")
+    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    send(newcomer, other)
+    assert isinstance(door.answer(newcomer), NameTaken)
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in_few_lines(
+    cluster: Path, keyed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(cluster if keyed else None)
+    try:
+        door.registry.fingerprint = "served"
+        hello = msgspec.structs.replace(hello_of("decode"), fingerprint="mine\n2026 forged line")
+        socket = door.dial("decode", identity(hello.name, hello.incarnation, "secret"))
+        for _ in range(50):
+            send(socket, hello)
+            answer = door.answer(socket)
+            assert isinstance(answer, Turned)
+            assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
+        door.gateway._complain(1e9)
+        told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+        assert len(told) == 2 and "fingerprint" in told[0] and told[1].endswith(" (49 times)")
+        assert "secret" not in caplog.text and not any("\n" in line for line in told)
+    finally:
+        door.close()
+
+
 VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "newer": lambda row: row,
     "newer, with more fields": lambda row: [*row, "more", {"of": [b"other", 1.5, None]}],
@@ -450,6 +530,21 @@ def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monk
     finally:
         member.close()
         door.close()
+
+
+def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
+    cluster: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.membership.RETRY_S", 0.1)
+    first, second = Member(cluster, door), Member(cluster, door)
+    try:
+        first.until_welcome(door)
+        second.until_refused(door, "give every worker a name of its own")
+        assert not second.membership.joined
+        first.close()
+        second.until_welcome(door)
+    finally:
+        second.close()
 
 
 @pytest.mark.parametrize("wrong", ["none", "other"])

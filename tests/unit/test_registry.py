@@ -17,7 +17,7 @@ from common.kv.prefix import chain_root, extend_chain
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from common.times import FailureTimes
 from coordinator.lags import Lags
-from coordinator.registry import Joined, Refused, Registry, Worker, WorkerState
+from coordinator.registry import Refused, Registry, Worker, WorkerState
 
 TIMES = FailureTimes()
 
@@ -50,9 +50,9 @@ def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **ch
 
 def join(registry: Registry, *args: Any, now: float = 0.0, **changes: Any) -> Worker:
     verdict = registry.join(hello(*args, **changes), now)
-    assert isinstance(verdict, Joined), verdict
-    registry.welcome(verdict.worker)
-    return verdict.worker
+    assert isinstance(verdict, Worker), verdict
+    registry.welcome(verdict)
+    return verdict
 
 
 def beat(incarnation: str, **changes: Any) -> Heartbeat:
@@ -67,10 +67,10 @@ _NOWHERE = ("tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://[::ffff:0.0.0.0]:1", "tcp:
 def test_a_worker_is_ready_once_it_was_welcomed() -> None:
     registry = Registry("f")
     verdict = registry.join(hello(), 0.0)
-    assert isinstance(verdict, Joined) and verdict.worker.state is WorkerState.JOINING
+    assert isinstance(verdict, Worker) and verdict.state is WorkerState.JOINING
     assert registry.ready("decode") == []
-    registry.welcome(verdict.worker)
-    assert registry.ready("decode") == [verdict.worker]
+    registry.welcome(verdict)
+    assert registry.ready("decode") == [verdict]
     assert registry.seen["decode"] == {"d0"}
 
 
@@ -100,7 +100,7 @@ def test_only_who_did_not_leave_is_reckoned_with_when_nobody_of_its_role_is_ther
         ({"dtype": "bfloat16", "layout": "other"}, "layout other against l of d0"),
         ({"fingerprint": "f.2", "model": "n"}, r"fingerprint f.2 against f of d0 (n here, m there)"),
         ({"host": "elsewhere", "name": "d0"}, "--name"),
-        ({"role": "prefill", "name": "d0", "data_address": ""}, "d0 is a decode worker here"),
+        ({"role": "prefill", "name": "d0", "data_address": ""}, "there is a decode worker d0 already"),
         *(({"data_address": address}, "data address") for address in (*_NO_ADDRESSES, *_NOWHERE)),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_i
     hellos = [hello("p0", "i0", "prefill", host="a"), hello("d0", "i1", "decode", host="b", data_address=address)]
     if first == "decode":
         hellos.reverse()
-    assert isinstance(registry.join(hellos[0], 0.0), Joined)
+    assert isinstance(registry.join(hellos[0], 0.0), Worker)
     verdict = registry.join(hellos[1], 0.0)
     assert isinstance(verdict, Refused) and f"{address} of d0 on b, which p0 on a cannot reach" in verdict.reason
     join(registry, "c0", "i2", "colocated", host="b")  # nobody dials it
@@ -322,20 +322,25 @@ def test_who_answers_when_its_turn_is_over_is_kept_however_long_that_takes(turn_
     assert beaten(registry, worker, lambda now: int(now % turn_s * 1000) if turn_s else -1, math.inf) is None
 
 
-def test_a_restart_replaces_the_earlier_incarnation_for_good() -> None:
+@pytest.mark.parametrize("changes", [{}, {"host": "other"}, {"role": "prefill"}, {"fingerprint": "f.2"}])
+def test_the_name_of_a_worker_that_is_here_cannot_be_taken(changes: dict[str, Any]) -> None:
     registry = Registry("f")
     old = join(registry)
-    verdict = registry.join(hello("d0", "i1"), 1.0)
-    assert isinstance(verdict, Joined) and verdict.replaced is old
-    assert old.state is WorkerState.GONE and registry.was_replaced(old.id)
-    assert isinstance(registry.join(hello("d0", "i0"), 1.0), Refused), "two processes must not push each other out"
+    changed = msgspec.structs.replace(hello("d0", "i1"), **changes)
+    verdict = registry.join(changed, 1.0)
+    assert isinstance(verdict, Refused) and verdict.for_now and "already" in verdict.reason
+    assert old.ready and list(registry) == [old]
+    registry.gone(old)
+    assert isinstance(registry.join(changed, 2.0), Worker), "a process that has died is followed by another"
+    late = registry.join(hello("d0", "i0"), 3.0)
+    assert isinstance(late, Refused) and late.for_now, "two processes must not push each other out"
 
 
 def test_hello_again_starts_anew() -> None:
     registry = Registry("f")
     old = join(registry)
     again = join(registry)
-    assert again is not old and registry.get(old.id) is again and not registry.was_replaced(old.id)
+    assert again is not old and registry.get(old.id) is again and old.state is WorkerState.GONE
 
 
 def test_draining_takes_a_worker_out_of_the_ready_ones() -> None:
