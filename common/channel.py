@@ -275,6 +275,8 @@ class Channels:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         asked = f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"  # libzmq has names of its own for hosts
         if near and nearby(asked) != asked:
+            # of the Unix socket only, and of those bound from here on: who is another user is not even greeted
+            socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             _bind(socket, nearby(asked))
         return socket, bound
 
@@ -382,9 +384,10 @@ class Channels:
 
     @staticmethod
     def endings(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
-        """A socket on which a message arrives for every connection of ``socket`` that is closed, and before that for
-        one whose handshake failed; both begin with an EVENT of :mod:`common.handshake`."""
-        return socket.get_monitor_socket(Handshakes.ENDINGS)
+        """A socket on which a message arrives for every connection of ``socket`` that is closed, before that for one
+        whose handshake failed, and for one that was not even accepted; all begin with an EVENT of
+        :mod:`common.handshake`."""
+        return socket.get_monitor_socket(Handshakes.ENDINGS | zmq.EVENT_ACCEPT_FAILED)
 
     def close(self) -> None:
         """Closes what is still open, after at most half a second for what must leave."""

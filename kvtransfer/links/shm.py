@@ -1,7 +1,9 @@
 """The link on one host: the receiver maps the sender's pool read-only and pulls, as :mod:`kvtransfer.links.pull` says.
 
-The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user. It has
-a thread of its own because the sender's engine may be in the middle of a long step when a receiver knocks.
+The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user, and
+from which a receiver takes only what a process of the same user gives: its name is free once its owner has died. The
+kernel says whose the other end is. It has a thread of its own because the sender's engine may be in the middle of a
+long step when a receiver knocks.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ ONE_PASS_GRAIN = 4
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
 """Until a door that could let nobody in, for want of descriptors or memory, tries again: who knocks waits longer."""
+
+
+def _is_of_this_user(peer: socket.socket) -> bool:
+    """Whether a process of this user dialled the other end, or listens there."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return bool(_UCRED.unpack(credentials)[1] == os.geteuid())
 
 
 class PoolDoor:
@@ -51,8 +59,7 @@ class PoolDoor:
                 continue
             stuck = False
             with peer:
-                credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-                if _UCRED.unpack(credentials)[1] == os.getuid():
+                if _is_of_this_user(peer):
                     try:
                         socket.send_fds(peer, [b"pool"], [self._fd])
                     except OSError:  # the visitor has left
@@ -75,6 +82,8 @@ class Knock:
         self._visitor.setblocking(False)
         try:
             self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, where a crowd stands at the door
+            if not _is_of_this_user(self._visitor):
+                raise PermissionError("another user listens there")
         except (OSError, ValueError):
             self._visitor.close()
             raise

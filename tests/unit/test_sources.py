@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +18,7 @@ from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnat
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.memory import KvMemory
 from common.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
+from kvtransfer.links import shm
 from kvtransfer.links.shm import PoolDoor
 from kvtransfer.proof import proof
 from kvtransfer.receiver import Failed, Landed, Receiver
@@ -211,3 +215,23 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
         meeting.now += Limits().lease_s + 0.1
         meeting.receiver.pump(meeting._clock, 1.0)
         assert mapped_pools() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_nothing_is_taken_at_a_door_of_another_user() -> None:
+    """The name of a pool is free once its owner has died, and its frames may still be on their way."""
+    address = f"tandem-kv-{new_incarnation()}"
+    program = (
+        "import os, socket, sys\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "door = socket.socket(socket.AF_UNIX); door.bind('\\0' + sys.argv[1]); door.listen(); print(flush=True)\n"
+        "while True: socket.send_fds(door.accept()[0], [b'pool'], [os.memfd_create('pool')])\n"
+    )
+    with subprocess.Popen([sys.executable, "-S", "-c", program, address], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            with pytest.raises(PermissionError, match="another user"):
+                shm.Knock(address)
+        finally:
+            other.kill()
