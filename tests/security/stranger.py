@@ -1,0 +1,91 @@
+"""A process that dials a socket it has no business with, and prints what it got there.
+
+    python stranger.py  < {"uid": null or N, "at": "unix:NAME" or "HOST:PORT", "how": "...", "say": [hex, ...]}
+
+``how``: ``raw`` sends the bytes as they are, ``plain`` is a ZeroMQ dealer without keys, ``curve`` one with keys of its
+own making. Everything is imported before the process becomes another user, who may not be able to read this directory.
+Prints {"got": [hex, ...], "files": number of descriptors that came along, "dialled": whether somebody listened}.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import zmq
+
+WAIT_S = 1.5
+MOST_BYTES = 1 << 16
+
+
+def raw(at: str, say: list[bytes]) -> dict[str, Any]:
+    unix, _, name = at.rpartition("unix:")
+    if unix or at.startswith("unix:"):
+        dialled = socket.socket(socket.AF_UNIX)
+        address: Any = f"\0{name}"
+    else:
+        host, _, port = at.rpartition(":")
+        dialled, address = socket.socket(), (host, int(port))
+    got, files = b"", array.array("i")
+    with dialled:
+        dialled.settimeout(WAIT_S)
+        try:
+            dialled.connect(address)
+        except OSError as error:
+            return {"got": [], "files": 0, "dialled": False, "error": str(error)}
+        try:
+            for each in say:
+                dialled.sendall(each)
+            while len(got) < MOST_BYTES:
+                data, passed, _, _ = dialled.recvmsg(4096, socket.CMSG_SPACE(16))
+                for _, _, each in passed:
+                    files.frombytes(each)
+                if not data:
+                    break
+                got += data
+        except OSError:  # closed on us, or silent
+            pass
+    return {"got": [got.hex()] if got else [], "files": len(files), "dialled": True}
+
+
+def dealer(at: str, say: list[bytes], identity: bytes, *, keyed: bool) -> dict[str, Any]:
+    got: list[str] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dialled:
+        dialled.setsockopt(zmq.LINGER, 0)
+        dialled.setsockopt(zmq.IDENTITY, identity)
+        if keyed:
+            public, secret = zmq.curve_keypair()
+            dialled.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_keypair()[0])
+            dialled.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            dialled.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        dialled.connect(f"ipc://@{at.removeprefix('unix:')}" if at.startswith("unix:") else f"tcp://{at}")
+        for each in say:
+            dialled.send(each)
+        until = time.monotonic() + WAIT_S
+        while (left := until - time.monotonic()) > 0:
+            if dialled.poll(1000 * left):
+                got += [part.hex() for part in dialled.recv_multipart()]
+    return {"got": got, "files": 0, "dialled": True}
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    if asked["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(asked["uid"], asked["uid"], asked["uid"])
+        os.setresuid(asked["uid"], asked["uid"], asked["uid"])
+    say = [bytes.fromhex(each) for each in asked["say"]]
+    if asked["how"] == "raw":
+        answer = raw(asked["at"], say)
+    else:
+        answer = dealer(asked["at"], say, asked["identity"].encode(), keyed=asked["how"] == "curve")
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Who has no business with a running ``tandem up``: another user of the machine, a process without the right key, and
+one with a right key that says it is a worker that lives.
+
+Tests as another user need root, from which a process can become one; the same attacks without keys by a process of this
+user run everywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pwd
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+import pytest
+import xxhash
+
+from tests.e2e.system import READY_S, Process, System
+from tests.e2e.test_cluster import own_address
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STRANGER = Path(__file__).with_name("stranger.py")
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "wire.json").read_text())
+KEY = "sk-for-clients"
+SMALL = ("--num-kv-blocks", "512", "--max-model-len", "512", "--served-model-name", "model")
+MOST_CHATS = 60
+LOG_EVERY_S = 10.0
+_LISTENS = 0x10000
+_DIGEST_BYTES = 8
+_GREETING_BYTES = 64
+"""What ZMTP says of itself before it knows who is there: a signature, a version and a mechanism."""
+
+
+# -- what strangers do ------------------------------------------------------------------------------------------------
+
+
+def hello(**changes: Any) -> bytes:
+    """The golden Hello of decode-0, as any version of this protocol says it."""
+    row = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"]["hello"])[_DIGEST_BYTES:])
+    row[1] = changes.get("protocol", GOLDEN["protocol"])
+    packed = msgpack.packb(row)
+    return xxhash.xxh3_64_digest(packed) + packed
+
+
+def zmtp(message: bytes) -> bytes:
+    """All that a ZeroMQ dealer without keys says, in one go, whatever it is answered."""
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x0edecode-0|a|b|c"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    return greeting + bytes([4, len(ready)]) + ready + bytes([2]) + len(message).to_bytes(8, "big") + message
+
+
+def another_user() -> int:
+    """The id of a user that is not this one; skips where a process cannot become one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    return pwd.getpwnam("nobody").pw_uid
+
+
+def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
+    """What a stranger gets at a socket."""
+    old = GOLDEN["protocol"] + 1
+    say = [zmtp(hello())] if how == "raw" else [hello(), hello(protocol=old)]
+    incarnation = msgpack.unpackb(bytes.fromhex(GOLDEN["messages"]["hello"])[_DIGEST_BYTES:])[3]
+    asked = {"uid": uid, "at": at, "how": how, "say": [each.hex() for each in say]}
+    done = subprocess.run(
+        [sys.executable, str(STRANGER)],
+        input=json.dumps(asked | {"identity": f"decode-0|{incarnation}|x"}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+# -- what is listening ------------------------------------------------------------------------------------------------
+
+
+def label(pid: int) -> str:
+    """What a child of the launcher is called; the launcher itself is ``up``."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return words[words.index("deploy.process") + 1] if "deploy.process" in words else "up"
+
+
+def listening(process: Process) -> dict[str, str]:
+    """Every address at which a process of this system listens, as ``unix:NAME`` or ``127.0.0.1:PORT``, and its label.
+    A Unix socket that takes datagrams counts as one that listens."""
+    process.look_around()
+    inodes: dict[str, str] = {}
+    for pid in process.family:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor))
+            except FileNotFoundError:
+                continue
+            if found:
+                inodes[found[1]] = label(pid)
+    sockets: dict[str, str] = {}
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            listens = words[3] == "0A" or table.startswith("udp")
+            if listens and words[9] in inodes:
+                sockets[f"127.0.0.1:{int(words[1].rpartition(':')[2], 16)}"] = inodes[words[9]]
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split()
+        named = len(words) > 7 and (int(words[3], 16) & _LISTENS or words[4] == "0002")
+        if named and words[6] in inodes:
+            assert words[7].startswith("@"), f"a socket in the file system: {words[7]}"
+            sockets[f"unix:{words[7][1:]}"] = inodes[words[6]]
+    return sockets
+
+
+# -- a client ---------------------------------------------------------------------------------------------------------
+
+
+def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], Any]:
+    """Headers and JSON body of the answer; AssertionError unless it is 200."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(system.url + path, data, headers), timeout=60) as answer:
+            return {name.lower(): value for name, value in answer.headers.items()}, json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{error.code}: {error.read()!r}\n{system.process.text}") from error
+
+
+def workers(system: System) -> dict[str, int]:
+    """The process of each worker that is ready, by name."""
+    return {each["id"]: each["pid"] for each in ask(system, "/admin/workers")[1]["workers"] if each["state"] == "ready"}
+
+
+def chat(system: System) -> str:
+    """The decode worker that answered."""
+    messages = [{"role": "user", "content": f"Hello {time.monotonic_ns()}"}]
+    headers, answer = ask(system, "/v1/chat/completions", {"model": "model", "messages": messages, "max_tokens": 4})
+    assert answer["choices"][0]["message"]["content"]
+    return headers["x-tandem-decode"]
+
+
+def until(condition: Callable[[], object], process: Process, what: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while not condition():
+        process.check_alive()
+        assert time.monotonic() < deadline, f"{what}:\n{process.text}"
+        time.sleep(0.1)
+
+
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A plain ``tandem up`` with keys for its clients."""
+    directory = tmp_path_factory.mktemp("up")
+    (directory / "keys").write_text(KEY + "\n")
+    (directory / "keys").chmod(0o600)
+    words = "up", "--port", "0", "--control-port", "0", *SMALL, "--api-key-file", directory / "keys"
+    with System.running(directory / "up.log", *words) as running:
+        yield running
+
+
+def test_every_socket_that_listens_is_known(system: System) -> None:
+    """Who adds one says here how it knows its peers: HTTP asks for a key, control (two) and KV speak CURVE, and the
+    pool is shown to processes of the same user, whom the kernel names."""
+    found = Counter((label, at.startswith("unix:")) for at, label in listening(system.process).items())
+    known = {("coordinator", False): 2, ("coordinator", True): 1, ("decode-0", False): 1, ("prefill-0", True): 1}
+    assert found == known
+
+
+@pytest.mark.parametrize("who", ["another user", "this user, without a key"])
+def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str) -> None:
+    uid = another_user() if who == "another user" else None
+    before, began = workers(system), time.monotonic()
+    assert set(before) == {"prefill-0", "decode-0"}
+    http = system.url.removeprefix("http://")
+    sockets = {at: label for at, label in listening(system.process).items() if at != http}
+    attacks = [(at, how) for at in sockets for how in ("raw", "plain", "curve")]
+    if uid is None:  # the pool is this user's
+        attacks = [each for each in attacks if sockets[each[0]] != "prefill-0"]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda attack: dial(*attack, uid), attacks))
+    for (at, how), answer in zip(attacks, answers, strict=True):
+        got = b"".join(bytes.fromhex(each) for each in answer["got"])
+        where = f"{how} at {at} of {sockets[at]}: {got!r}"
+        assert answer["dialled"] and not answer["files"], where
+        if how == "raw" and not at.startswith("unix:"):
+            assert len(got) <= _GREETING_BYTES and got[:1] in (b"", b"\xff"), where
+        elif how == "raw" and uid is None:
+            assert len(got) <= _GREETING_BYTES, where
+        else:
+            assert not got, where
+    assert workers(system) == before
+    assert chat(system) == "decode-0"
+    text = system.process.text
+    assert text.count(" joins: ") == 2 and " is refused: " not in text and " is gone" not in text
+    told = [line for line in text.splitlines() if "handshakes that failed at the control port" in line]
+    assert told, "the operator hears of it"
+    assert len(told) <= 2 * (1 + (time.monotonic() - began) / LOG_EVERY_S), "a line for all of them, not for each"
+
+
+def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: System) -> None:
+    """The oracle of the test above: what it says is refused is there."""
+    (door,) = (at for at, label in listening(system.process).items() if label == "prefill-0")
+    assert dial(door, "raw", None)["files"] == 1
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def secrets_of(file: Path) -> dict[str, bytes]:
+    return {party: key.encode() for party, key in json.loads(file.read_text())["secret"].items()}
+
+
+def external(directory: Path, system: System, keys: Path, name: str, *flags: str) -> Process:
+    """A decode worker that is no child of the launcher."""
+    found = re.search(r"workers at tcp://(\S+)", system.process.text)
+    assert found is not None, system.process.text
+    words = ["decode", "--coordinator", found[1], "--name", name, "--cluster-key-file", keys, *SMALL, *flags]
+    return Process.start(directory / f"external-{name}.log", *words)
+
+
+def keygen(directory: Path) -> Path:
+    keys = directory / "cluster.key"
+    subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "keygen", "--out", str(keys)], check=True, capture_output=True, timeout=60
+    )
+    return keys
+
+
+def shown(processes: Sequence[psutil.Process]) -> bytes:
+    """All that ``ps`` shows of these."""
+    tables = (Path(f"/proc/{each.pid}/{table}") for each in processes for table in ("cmdline", "environ"))
+    return b"".join(table.read_bytes() for table in tables)
+
+
+def test_a_worker_with_a_key_joins_and_takes_nobodys_name(tmp_path: Path) -> None:
+    """Workers that the launcher has not started: one of a name of its own, and one that says it is decode-0."""
+    host, keys = own_address(), keygen(tmp_path)
+    (tmp_path / "keys").write_text(KEY + "\n")
+    (tmp_path / "keys").chmod(0o600)
+    words = ("up", "--port", "0", "--control-host", host, "--control-port", "0", *SMALL)
+    words += ("--cluster-key-file", str(keys), "--api-key-file", str(tmp_path / "keys"), "--local-prefill", "never")
+    started: list[Process] = []
+    with System.running(tmp_path / "up.log", *words) as system:
+        try:
+            before = workers(system)
+            assert set(before) == {"prefill-0", "decode-0"}
+            started += [external(tmp_path, system, keys, name, "--host", host) for name in ("decode-0", "decode-9")]
+            thief, guest = started
+            until(lambda: "decode-9" in workers(system), guest, "the guest joins")
+            until(lambda: "give every worker a name of its own" in thief.text, thief, "the other one is refused")
+            assert workers(system) == before | {"decode-9": guest.popen.pid}
+            served: set[str] = set()
+            with ThreadPoolExecutor(4) as pool:
+                for _ in range(MOST_CHATS // 4):
+                    served |= set(pool.map(lambda _: chat(system), range(4)))
+                    if served >= {"decode-0", "decode-9"}:
+                        break
+            assert served == {"decode-0", "decode-9"}, "prompts are handed over to both"
+            thief.check_alive()
+            assert "joined the coordinator" not in thief.text, "it goes on asking"
+            ours = secrets_of(keys)
+            text = shown([psutil.Process(pid) for pid in system.process.family]) + system.process.text.encode()
+            for party, secret in ours.items():
+                assert secret not in text and base64.b64encode(secret) not in text, party
+            psutil.Process(before["decode-0"]).kill()
+            until(lambda: workers(system).get("decode-0") not in (None, before["decode-0"]), thief, "its name is free")
+        finally:
+            for process in started:
+                process.kill()
+    assert not any(secret in process.text.encode() for process in started for secret in ours.values())
