@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from common.errors import StartError
-from common.hosts import is_loopback, is_unspecified
+from common.hosts import bracketed, is_loopback, is_unspecified
 from common.ids import MAX_NAME_BYTES, WorkerName
 from common.keys import PARTIES, ClusterKeys, Party
 from common.keys import load as load_keys
@@ -453,7 +453,8 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
 
     def for_worker(self, role: Role, name: WorkerName, **changes: Any) -> WorkerConfig:
         """The configuration of one of this system's workers; its data socket is where the control socket is."""
-        mine = {"role": role, "name": name, "host": self.control_host, "cluster_key_file": None, **changes}
+        host = bracketed(self.control_host)
+        mine = {"role": role, "name": name, "host": host, "cluster_key_file": None, **changes}
         return WorkerConfig(**_shared(self, WorkerConfig, mine))
 
 
