@@ -98,6 +98,10 @@ async def _serve(
                 services.dispatcher.backlog = Backlog(launcher.tell_backlog)
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
+            if services.dispatcher.gateway.channels.keys is None:
+                log.warning(
+                    "without --cluster-key-file every user of this machine can join as a worker and read prompts"
+                )
             gc.collect()
             gc.freeze()  # what serves lives for ever: a collection that walked it would hold up every stream
             if on_ready is not None:
