@@ -77,6 +77,7 @@ class Bench:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers: dict[str, Worker] = {}
         self.hellos: dict[str, Hello] = {}
+        self.routes: dict[str, bytes] = {}
         self.streams: dict[tuple[bytes, int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
         self.failed: dict[tuple[bytes, int], Failed] = {}
@@ -120,7 +121,7 @@ class Bench:
     def _take(self, identity: bytes, message: Any) -> None:
         match message:
             case Hello():
-                self.hellos[message.name] = message
+                self.hellos[message.name], self.routes[message.name] = message, identity
                 self.joins += 1
                 if self.lost_welcomes:
                     self.lost_welcomes -= 1
@@ -157,8 +158,7 @@ class Bench:
                 self.finished[key] = FinishReason(message.finish[index])
 
     def tell(self, worker: str, message: Message) -> None:
-        hello = self.hellos[worker]
-        assert send(self.socket, message, f"{hello.name}|{hello.incarnation}".encode())
+        assert send(self.socket, message, self.routes[worker])
 
     def peer(self, worker: str) -> Peer:
         hello = self.hellos[worker]
@@ -1026,10 +1026,7 @@ def test_a_request_that_makes_no_sense_harms_nobody(pair: Bench, wrong: dict[str
         ("prefill-0", ["prefill", fields, attempt, peers["decode-1"]]),
     ):
         before = pair.workers[worker].membership.bad_messages
-        hello = pair.hellos[worker]
-        pair.socket.send_multipart(
-            [f"{hello.name}|{hello.incarnation}".encode(), seal(msgspec.msgpack.encode(message))]
-        )
+        pair.socket.send_multipart([pair.routes[worker], seal(msgspec.msgpack.encode(message))])
         pair.until(lambda: pair.workers[worker].membership.bad_messages > before)  # noqa: B023
     request = make_request(20, 3)
     pair.place(request, "prefill-0", "decode-1")
