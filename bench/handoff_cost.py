@@ -72,7 +72,7 @@ from coordinator.gateway import Gateway
 from coordinator.lifecycle import Life, State
 from coordinator.limits import Admission
 from coordinator.metrics import Metrics
-from coordinator.registry import Registry
+from coordinator.registry import Refused, Registry
 from coordinator.router import Router
 from coordinator.ticket import Client, Ticket
 from kvtransfer.credit import CreditBook
@@ -175,8 +175,9 @@ class Watch:
         self.gateway = Gateway(registry, "127.0.0.1", 0)
         router = Router(registry)
         self.dispatcher = Dispatcher(self.gateway, router, Admission(100, 1 << 20), Metrics("", registry), self._loop)
-        joined: Any = registry.join(_hello(), self.gateway.clock())
-        self.worker = joined.worker
+        joined = registry.join(_hello(), self.gateway.clock())
+        assert not isinstance(joined, Refused)
+        self.worker = joined
         registry.welcome(self.worker)
         tickets = {}
         for transfer in transfers(live):
