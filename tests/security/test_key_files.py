@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,11 +61,12 @@ def _refused(done: subprocess.CompletedProcess[str], path: Path, why: str, todo:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    """A directory that another user can enter; pytest's own are closed."""
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
-    return tmp_path
+def shared() -> Iterator[Path]:
+    """A directory that another user can enter; those that pytest makes are in closed ones."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        path.chmod(0o755)
+        yield path
 
 
 @pytest.mark.parametrize(
