@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import MODEL_LEN
+from tests.e2e.spawner import Spawner
+from tests.e2e.system import MODEL_LEN, Process
 from tests.reference import Reference
+
+
+@pytest.fixture(scope="session")
+def one_spawner() -> Iterator[Spawner]:
+    with Spawner.running() as spawner:
+        yield spawner
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spawner(one_spawner: Spawner) -> Iterator[None]:
+    """The workers of all systems of this folder share one import of torch and transformers. Those of other folders,
+    which may run in this process next, are started as an operator starts them."""
+    Process.spawner = one_spawner
+    yield
+    Process.spawner = None
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import psutil
 
 from common.request import SamplingParams
 from tests import leaked_keys
+from tests.e2e.spawner import Spawner
 from tests.models import EOS
 from tests.pace import scaled
 
@@ -46,13 +47,16 @@ class Process:
     log: Path
     popen: subprocess.Popen[bytes]
     family: dict[int, psutil.Process] = field(default_factory=dict)
+    spawner: ClassVar[Spawner | None] = None
+    """Of the session, if its workers share their imports; else each is started as an operator starts it."""
 
     @classmethod
     def start(cls, log: Path, *words: str | Path) -> Process:
         leaked_keys.watch(log)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        start = cls.spawner.popen() if cls.spawner else subprocess.Popen
         with log.open("ab") as out:
-            popen = subprocess.Popen(
+            popen = start(
                 [sys.executable, "-m", "deploy.cli", *map(str, words)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
