@@ -64,6 +64,11 @@ $(BIN)/python:
 	    echo "$$bare cannot make a virtual environment; Debian and Ubuntu: apt install python$$version-venv" >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$found --version)"; $$found -m venv $(VENV)
 
+# What extras ask for, without the project itself, whose kernels would be compiled again.
+extra = $(PIP) -c constraints.txt $$($(BIN)/python -c 'import sys, tomllib; \
+    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+    print(*(each for name in sys.argv[1:] for each in extras[name] if not each.startswith("tandem[")))' $(1))
+
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/native/*.c common/native/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
@@ -75,7 +80,7 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard comm
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing the plotting tools"
-	@$(PIP) -e '.[bench]' -c constraints.txt
+	@$(call extra,bench)
 	@touch $@
 
 .cache/guidellm/bin/guidellm: $(BIN)/python
@@ -86,6 +91,6 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 # NIXL: one of its two builds (69 MB), neither of which needs CUDA to read host memory; all they depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(PIP) -e '.[test]' -c constraints.txt
+	@$(call extra,test bench)
 	@$(PIP) --no-deps nixl nixl-cu12 -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@
