@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test check simulation chaos soak builtin-model bench bench-crosscheck install clean
+.PHONY: help up test test-all test-fast tests check simulation chaos soak builtin-model bench bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,9 +18,18 @@ help: ## this list
 up: $(VENV)/.installed ## serve: a coordinator, a prefill and a decode worker (ARGS="--decode 2" passes flags on)
 	@exec $(BIN)/tandem up $(ARGS)
 
-test: check ## all checks, then all tests: most side by side, and by themselves those that bound times closely
-	@$(BIN)/python -m pytest -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; \
-	 beside=$$?; $(BIN)/python -m pytest -m alone --durations 3 && exit $$beside
+test: OPTIONS := --sample
+test: tests ## all checks and every kind of test, of large grids a fixed sample (minutes)
+
+test-all: tests ## all checks and all tests: whole grids and every simulated history
+
+test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
+	@$(BIN)/python -m pytest --fast --numprocesses logical --maxprocesses 4
+
+# Most side by side; by themselves those that bound times closely.
+tests: check
+	@$(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; \
+	 beside=$$?; $(BIN)/python -m pytest $(OPTIONS) -m alone --durations 3 && exit $$beside
 
 check: $(VENV)/.installed-test ## style, types and floors
 	@$(BIN)/ruff check --quiet .

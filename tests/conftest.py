@@ -26,7 +26,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, settings
 
-from tests import leaked_keys
+from tests import leaked_keys, selection
 from tests.chaos.host import TAKEN, TRIES, Taken
 from tests.pace import scaled
 
@@ -68,6 +68,7 @@ _watch_tasks()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", type=Path, help="shared library of kernels to test in place of the installed ones")
+    selection.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -175,6 +176,14 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.02)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    selection.forbid_what_is_slow(session.config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return selection.is_ignored(collection_path, config) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that bounds times closely is run again if it fails while the host took the cores; the summary says so.
     Every test may take longer on a slower machine, unless ``--timeout`` says how long."""
@@ -186,6 +195,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("alone"):
             condition = partial(_host_took_cores, item)
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1, condition=condition))
+    selection.select(config, items)
+    if hasattr(config, "workerinput"):  # of xdist, which hands tests out in this order
+        items.sort(key=lambda item: not item.get_closest_marker("slow"))
 
 
 def pytest_collection_finish() -> None:
@@ -205,12 +217,15 @@ def _host_took_cores(item: pytest.Item) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several processes run tests: each test goes to the next process that is free, but those of one system of
-    test_tokens.py together, so that it is started once. They come first: what is long should not begin last."""
+    test_tokens.py together, so that it is started once, and those of one module of security, whose tests share servers.
+    They come first, then those marked slow: what is long should not begin last."""
     from xdist.scheduler import LoadScopeScheduling
 
     class BySystem(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path, _, test = nodeid.partition("::")
+            if path.startswith("tests/security/"):
+                return path
             return test.partition("[")[2] if path.endswith("e2e/test_tokens.py") else nodeid
 
     return BySystem(config, log)

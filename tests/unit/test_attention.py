@@ -108,6 +108,7 @@ def test_the_kernels_were_compiled() -> None:
     assert library.variant == VARIANTS[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("heads", HEADS)
@@ -139,6 +140,7 @@ def test_equals_the_oracle(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dims", [(64, 64), (32, 96), (160, 32)], ids=str)
@@ -168,6 +170,7 @@ def test_few_rows_of_bfloat16_in_whole_vectors(
     torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE["bfloat16"], rtol=TOLERANCE["bfloat16"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("dims", [(64, 64), (32, 96), (40, 24)], ids=str)
@@ -225,6 +228,7 @@ def test_a_row_does_not_depend_on_those_beside_it(
         assert torch.equal(backend.attend(backend.plan([some]), 0, query[start:end], params), together[start:end])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("heads", ["gqa", "wide", "odd"])
 @pytest.mark.parametrize("shape", ["mixed", "chunks", "decode-long-and-short"])

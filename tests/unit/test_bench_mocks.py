@@ -127,6 +127,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
     (script := tmp_path / "killed.py").write_text(_RUN)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=ROOT,

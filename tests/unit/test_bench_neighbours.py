@@ -33,6 +33,7 @@ def test_what_is_used_is_all_but_idle_and_waiting_of_ones_own_cores() -> None:
     assert neighbours.used(BEFORE, BEFORE, {0, 1}) == neighbours.used(BEFORE, AFTER, {7}) == 0
 
 
+@pytest.mark.processes
 def test_who_computes_beside_a_measurement_is_seen() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE

@@ -153,6 +153,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.processes
 def test_a_heart_knows_for_how_long_its_process_stood_still() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")

@@ -111,6 +111,7 @@ def test_others_are_run_once():
 """
 
 
+@pytest.mark.processes
 def test_a_test_that_is_to_be_alone_is_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_times.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(ALONE)

@@ -75,6 +75,7 @@ def test_a_control_group_limits_free_memory(tmp_path: Path) -> None:
     assert device._v2_level(tmp_path / "nothing") is None
 
 
+@pytest.mark.processes
 def test_a_worker_is_pinned_with_its_threads() -> None:
     core = min(os.sched_getaffinity(0))
     code = (

@@ -160,6 +160,7 @@ def test_an_empty_golden_set_is_no_figure(tmp_path: Path) -> None:
         read_golden(tmp_path / "empty.jsonl")
 
 
+@pytest.mark.processes
 def test_the_command_saves_compares_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Report("tiny", "x", skills={"world": module.Figures(10, 10, 10)})
     bad = Report("tiny", "x", skills={"world": module.Figures(10, 5, 10)})

@@ -252,7 +252,11 @@ def bench() -> Iterator[Bench]:
         "shm",
         "zmq",
         pytest.param(
-            "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
+            "nixl",
+            marks=[
+                pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed"),
+                pytest.mark.torch,
+            ],
         ),
     ]
 )

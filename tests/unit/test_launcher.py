@@ -98,6 +98,7 @@ def test_the_coordinator_runs_where_it_disturbs_the_fewest() -> None:
     assert cores.beside(range(2), [cores.Share((0, 1), 2)], []) == (0, 1)
 
 
+@pytest.mark.processes
 def test_a_process_is_pinned_with_all_of_its_threads() -> None:
     allowed = os.sched_getaffinity(0)
     code = "import threading; threading.Thread(target=input, daemon=True).start(); print(1, flush=True); input()"

@@ -165,6 +165,7 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
 
 
 @needs_kernels
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])

@@ -99,7 +99,7 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nix
 
 def pairs(*links: str) -> list[Any]:
     """Each link between each pair of pools."""
-    marks = {"nixl": [needs_nixl]}
+    marks = {"nixl": [needs_nixl, pytest.mark.torch]}
     return [
         pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
         for link in links
@@ -324,7 +324,7 @@ class Failing:
         return (self.inner if self.left >= 0 else self.faulty).payload(transfer, table, cells)
 
 
-LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=needs_nixl)]
+LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=[needs_nixl, pytest.mark.torch])]
 
 
 class Handoff:
@@ -631,6 +631,7 @@ def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest
 
 
 @needs_nixl
+@pytest.mark.torch
 def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
@@ -648,6 +649,7 @@ def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
 
 
 @needs_nixl
+@pytest.mark.torch
 def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
@@ -679,7 +681,9 @@ signal.pause()
 """
 
 
+@pytest.mark.processes
 @needs_nixl
+@pytest.mark.torch
 def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -728,6 +732,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
 
 
 @needs_nixl
+@pytest.mark.torch
 def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,6 +50,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "shape", [(1, 1, 2), (5, 7, 16), (6, 64, 64), (13, 200, 130), (27, 80, 94), (40, 96, 48), (77, 130, 66)], ids=str
 )
+@pytest.mark.sampled
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer(
     variant: str, threads: int, dtype: torch.dtype, shape: tuple[int, int, int], bias: bool
@@ -69,6 +70,7 @@ def test_a_linear_layer(
     assert linear(x[:0]).shape == (0, out)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 4, 7, 16, 77, 400])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_float32_weights_that_are_bfloat16_take_half_of_the_room(
@@ -142,6 +144,7 @@ def test_an_infinite_weight_makes_its_column_infinite_or_no_number(variant: str,
     assert_near(got[:, rest], expected[:, rest])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 70, 16), (7, 64, 200), (75, 96, 130), (230, 150, 130)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
@@ -164,6 +167,7 @@ def test_a_linear_layer_of_int8(variant: str, dtype: torch.dtype, shape: tuple[i
     assert_near(Int8Linear(weight, offset)(x), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("columns", [16, 64, 272, 300])
 def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.dtype, columns: int) -> None:
@@ -179,6 +183,7 @@ def test_every_int8_is_the_number_that_it_stands_for(variant: str, dtype: torch.
         assert torch.equal(linear.rows(rows[first : first + 13]), weight.T[first : first + 13])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
 @pytest.mark.parametrize("inputs", [322, 4514])
@@ -195,6 +200,7 @@ def test_a_row_does_not_depend_on_those_beside_it(variant: str, dtype: torch.dty
             assert torch.equal(linear.rows(x[-rows:]), together[-rows:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", linears.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -211,6 +217,7 @@ def test_a_gate_of_int8(variant: str, dtype: torch.dtype, name: str, bias: bool,
     assert_near(NativeLinear(weight, offset, name, int8=True).rows(x), activation(gate) * up)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("columns", [288, 300, 370])
 @pytest.mark.parametrize("inputs", [64, 66])
@@ -233,6 +240,7 @@ def test_two_threads_have_the_bits_of_one(
     assert torch.equal(*totals)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
 @pytest.mark.parametrize("shape", [(400, 70, 2048), (33, 90, 4160), (390, 2900, 2112), (70, 48, 20002)], ids=str)
@@ -268,6 +276,7 @@ def test_gathered_weights_lie_behind_one_another_in_large_pages(int8: bool) -> N
     assert all(torch.equal(layer.rows(x), expected) for layer, expected in zip(layers, before, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", linears.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])

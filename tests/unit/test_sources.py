@@ -217,6 +217,7 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
         assert mapped_pools() == before
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_nothing_is_taken_at_a_door_of_another_user() -> None:
     """The name of a pool is free once its owner has died, and its frames may still be on their way."""

@@ -49,7 +49,7 @@ def compile_kernels(to: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(TILES in VARIANTS, reason="tests of this core's own tile registers are among the others")
 @pytest.mark.skipif("avx512_bf16" not in VARIANTS, reason="what is around tiles is made for AVX512-BF16")
-def test_kernels_for_tiles_where_there_are_none(tmp_path: Path) -> None:
+def test_kernels_for_tiles_where_there_are_none(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All tests of kernels for this variant, and those that run with whichever is the fastest."""
     if not knows_tiles():
         pytest.skip("this compiler knows no tiles")
@@ -58,6 +58,7 @@ def test_kernels_for_tiles_where_there_are_none(tmp_path: Path) -> None:
     assert native.Library(kernels).variants[0] == TILES
     others = " or ".join(name for name in (*VARIANTS, "cpu") if name != TILES)
     command = [sys.executable, "-m", "pytest", "-q", "--kernels", str(kernels), "-k", f"{TILES} or not ({others})"]
+    command += ["--sample"] if request.config.getoption("--sample") else []
     run = subprocess.run(
         [*command, *(f"tests/unit/{name}" for name in TESTS)], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -94,6 +94,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     return pids
 
 
+@pytest.mark.processes
 async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int]) -> None:
     screen = Screen()
     unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
@@ -117,6 +118,7 @@ async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int
     assert starts.empty()
 
 
+@pytest.mark.processes
 async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serves(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serve
     await asyncio.gather(*keepers)
 
 
+@pytest.mark.processes
 async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
