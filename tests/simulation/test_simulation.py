@@ -15,7 +15,8 @@ import pytest
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.play import KINDS
 
-SEEDS = 2000
+SEEDS, SAMPLED_SEEDS, CHUNK = 2000, 500, 50
+"""Histories in all, with ``--sample``, and of one test."""
 MUTATED_SEEDS = 30 * len(KINDS)
 """At most, as many of each kind; two of three bugs are caught by the first twenty."""
 SOONER = {
@@ -35,17 +36,21 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.alone  # on every core there is; neighbours would wait for it as long as it for them
-@pytest.mark.timeout(1200)
-def test_histories() -> None:
-    done = simulate("--seeds", f"0:{SEEDS}")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first" in metafunc.fixturenames:
+        seeds = SAMPLED_SEEDS if metafunc.config.getoption("--sample") else SEEDS
+        metafunc.parametrize("first", range(0, seeds, CHUNK))
+
+
+def test_histories(first: int) -> None:
+    done = simulate("--seeds", f"{first}:{first + CHUNK}", "--jobs", "1")
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_known_bug_is_caught(name: str) -> None:
     first = SOONER.get(name, 0)
-    done = simulate("--seeds", f"{first}:{first + MUTATED_SEEDS}", "--mutation", name)
+    done = simulate("--seeds", f"{first}:{first + MUTATED_SEEDS}", "--jobs", "1", "--mutation", name)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
     assert "caught by seed" in done.stdout
 
