@@ -5,12 +5,13 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
 SEEDS ?= 0:20000
+TYPES := $(BIN)/mypy --no-error-summary && $(BIN)/lint-imports --no-logo
 # A quiet pip that still shows errors.
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test test-all test-fast tests check simulation chaos soak builtin-model bench bench-crosscheck install clean
+.PHONY: help up test test-all test-fast tests check style types simulation chaos soak builtin-model bench bench-crosscheck install clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,16 +27,24 @@ test-all: tests ## all checks and all tests: whole grids and every simulated his
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses logical --maxprocesses 4
 
-# Most side by side; by themselves those that bound times closely.
-tests: check
-	@$(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; \
-	 beside=$$?; $(BIN)/python -m pytest $(OPTIONS) -m alone --durations 3 && exit $$beside
+# Most side by side, and with them the types, which take two minutes of one core; by themselves those that bound times
+# closely. All of it is run, whatever fails.
+tests: style
+	@said=$$(mktemp); set -m; (nice $(TYPES)) >$$said 2>&1 & checking=$$!; set +m; \
+	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; beside=$$?; \
+	 wait $$checking; checked=$$?; cat $$said; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m alone --durations 3; alone=$$?; \
+	 exit $$((beside || checked || alone))
 
-check: $(VENV)/.installed-test ## style, types and floors
+check: style types ## style, types and floors
+
+style: $(VENV)/.installed-test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
-	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+types: $(VENV)/.installed-test
+	@$(TYPES)
 
 simulation: $(VENV)/.installed-test ## histories of the simulated system, from where the last run stopped (SEEDS=0:20000)
 	@mkdir -p .cache && $(BIN)/python -m tests.simulation --seeds $(SEEDS) --keep .cache/simulation-$(subst :,-,$(SEEDS)).json \
