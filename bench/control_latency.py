@@ -28,7 +28,7 @@ import uvloop
 
 from bench import results
 from common import keys
-from common.channel import Channels, receive, send
+from common.channel import Channels, identity, receive, send
 from common.errors import StartError
 from common.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.keys import Party
@@ -105,7 +105,7 @@ def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
 def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
     """A stranger's process: sends (end, round trip in seconds) of each answer through ``pipe`` until that is closed."""
     channels = channels_of("decode", key_file)
-    socket = channels.dealer(coordinator, b"stranger|0")
+    socket = channels.dealer(coordinator, identity(WorkerName("stranger"), new_incarnation()))
     beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
     try:
         while True:
