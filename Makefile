@@ -25,7 +25,7 @@ test: tests ## all checks and every kind of test, of large grids a fixed sample 
 test-all: tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
-	@$(BIN)/python -m pytest --fast --numprocesses logical --maxprocesses 4
+	@$(BIN)/python -m pytest --fast --numprocesses 4
 
 # Most side by side, and with them the types, which take two minutes of one core; by themselves those that bound times
 # closely. All of it is run, whatever fails.
