@@ -27,15 +27,16 @@ test-all: tests ## all checks and all tests: whole grids and every simulated his
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
 	@$(BIN)/python -m pytest --fast --numprocesses 4
 
-# Most side by side, and with them the types, which take two minutes of one core; by themselves those that bound times
-# closely. All of it is run, whatever fails.
+# Most side by side, and with them the types; by themselves those that bound times closely, of which two at a time those
+# that mostly wait for what a fault leads to. All of it is run, whatever fails.
 tests: style
 	@said=$$(mktemp); set -m; (nice $(TYPES)) >$$said 2>&1 & checking=$$!; set +m; \
 	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
-	 $(BIN)/python -m pytest $(OPTIONS) -m alone --durations 3; alone=$$?; \
-	 exit $$((beside || checked || alone))
+	 $(BIN)/python -m pytest $(OPTIONS) -m alone --ignore tests/chaos; alone=$$?; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 2 tests/chaos; chaos=$$?; \
+	 exit $$((beside || checked || alone || chaos))
 
 check: style types ## style, types and floors
 
