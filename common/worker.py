@@ -15,7 +15,7 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,8 +201,8 @@ class Worker(abc.ABC):
         """Peers of hand-offs that are not listened to any more."""
 
     @abc.abstractmethod
-    def holdings(self) -> set[TransferId]:
-        """Everything that is held here, in any state."""
+    def holdings(self) -> KeysView[TransferId]:
+        """Everything that is held here, in any state, in the order of arrival."""
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class Worker(abc.ABC):
         if not self._unlisted:
             return
         unlisted, self._unlisted = self._unlisted, set()
-        for transfer in unlisted & self.holdings():
+        for transfer in [each for each in self.holdings() if each in unlisted]:
             log.warning("request %s is not listed any more: dropped", transfer)
             self.abort(transfer)
             self.count("reaped_requests")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,8 +90,8 @@ class DecodeWorker(Worker):
     def heed(self, welcome: Welcome) -> None:
         self.receiver.limit(Limits.told(welcome))
 
-    def holdings(self) -> set[TransferId]:
-        return {*self._lives, *self._trials}
+    def holdings(self) -> KeysView[TransferId]:
+        return dict.fromkeys((*self._lives, *self._trials)).keys()
 
     def bad_transfer_messages(self) -> int:
         return self.receiver.bad_messages

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import KeysView
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +82,8 @@ class PrefillWorker(Worker):
     def heed(self, welcome: Welcome) -> None:
         self.sender.limit(Limits.told(welcome))
 
-    def holdings(self) -> set[TransferId]:
-        return {*self._prompts, *self._trials}
+    def holdings(self) -> KeysView[TransferId]:
+        return dict.fromkeys((*self._prompts, *self._trials)).keys()
 
     def bad_transfer_messages(self) -> int:
         return self.sender.bad_messages

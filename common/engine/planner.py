@@ -18,7 +18,7 @@ recomputes what the prefix cache no longer has.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -121,16 +121,16 @@ class Planner:
         lost another worker had none here yet."""
         return any(entry.parked for entry in self._waiting)
 
-    def resting(self) -> set[RequestId]:
+    def resting(self) -> KeysView[RequestId]:
         """Requests that have begun and get no tokens now: parked, computed again after that, or outranked by as many
         as fit into a step."""
         overdue = self._turns - len(self._running) - self.max_sequences
-        return {
+        return dict.fromkeys(
             entry.sequence.request.id
             for entry in (*self._waiting, *self._running)
             if entry.sequence.output_length
             and (entry.table is None or entry.sequence.missing > 1 or entry.turn <= overdue)
-        }
+        ).keys()
 
     def sequences(self) -> Iterator[Sequence]:
         return (entry.sequence for entry in self._entries.values())

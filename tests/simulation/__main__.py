@@ -168,7 +168,6 @@ def _noticed(name: str, seed: int) -> str:
 def _trace() -> None:
     arrive = Connection._arrive
 
-    # without digests: counters of real time stand behind what is shown
     def traced(self: Connection, receiver: object, parts: list[bytes]) -> None:
         ends = f"{self.dealer.process.name} and {self.router.process.name}"
         print(f"{self.network.clock.now:.6f} {ends}: {parts[-1][DIGEST_BYTES:][:80].hex()}")

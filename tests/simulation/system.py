@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ class SimulatedEngine(OracleEngine):
             nothing: list[list[Any]] = [[] for _ in batch.segments]
             return StepResult(nothing, nothing, 0.0, dict.fromkeys(range(len(batch.segments)), "it always fails"))
         if (on_layer := self.on_layer) is None:
-            result = super().step(batch)
+            result = replace(super().step(batch), seconds=seconds * len(LAYERS))
             for _ in LAYERS:
                 self.process.spent += seconds
             return result
@@ -137,7 +137,7 @@ class SimulatedEngine(OracleEngine):
 
         self.on_layer = after_a_while
         try:
-            return super().step(batch)
+            return replace(super().step(batch), seconds=seconds * len(LAYERS))
         finally:
             self.on_layer = on_layer
 
