@@ -2,7 +2,7 @@
 
 The pinned bytes lie in ``tests/golden/wire.json``. When they change on purpose, processes of two versions can no longer
 talk: raise ``PROTOCOL`` (unless fields were only added at the end with defaults) and write the file anew with
-``python -m tests.property.test_wire > tests/golden/wire.json``.
+``make golden ARGS=wire``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import pickle
 import struct
-import sys
 import tracemalloc
 import types
 import typing
@@ -20,13 +19,16 @@ from typing import Any
 
 import msgpack
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import messages
+from common.channel import identity
 from common.errors import Damaged, WireError
-from common.ids import pack_tokens, unpack_tokens
+from common.ids import Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
+from common.kv.prefix import chain_root, extend_chain
 from common.messages import (
     MAX_HELD,
     MAX_KEYS,
@@ -75,6 +77,9 @@ from common.messages import (
 from common.request import Request, SamplingParams
 from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode, seal
 from coordinator.openai import MAX_CHOICES, MAX_LOGPROBS
+from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, checksum_of, fold
+from kvtransfer.links.pull import signed
+from kvtransfer.proof import proof, proven
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
 UNIONS = (FromWorker, ToHeart, ToWorker, ToDecode, ToPrefill)
@@ -281,7 +286,35 @@ def golden() -> dict[str, Any]:
     return {
         "protocol": PROTOCOL,
         "messages": {example.__struct_config__.tag: encode(example).hex() for example in EXAMPLES},
+        "beside messages": {name: data.hex() for name, data in beside_messages().items()},
     }
+
+
+def beside_messages() -> dict[str, bytes]:
+    """What else two processes must agree on: headers of KV frames, checksums, proofs, prefix keys, and socket names."""
+    transfer, cells = TransferId(RequestId(_ID), 3), Rectangle(0, 2, 16, 48)
+    payload = np.arange(64, dtype=np.uint8)
+    commit = next(each for each in EXAMPLES if isinstance(each, Commit))
+    told = [
+        FrameHeader(transfer, 7, cells, 4096, checksum_of(payload)).pack(),
+        FrameHeader(transfer, 1 << 31, Rectangle(1, 80, 0, 1 << 20), 1 << 40, UNSAID).pack(),
+    ]
+    return {
+        "frame header": told[0],
+        "frame header of much, unsaid checksum": told[1],
+        "frames folded": fold(fold(0, checksum_of(payload)), 5).to_bytes(8, "little"),
+        "directions to cells": signed(b"directions", transfer, cells, checksum_of(payload)),
+        "proof of an open": proof(bytes(16), transfer, "open"),
+        "proof of a grant": proof(bytes(16), transfer, "grant"),
+        "proven commit": encode(proven(commit, bytes(16))),
+        "prefix keys": b"".join(extend_chain(chain_root("salt", "f" * 16, "bfloat16"), [], list(range(70)))),
+        "name of a control socket": identity(WorkerName("decode-0"), Incarnation("0123456789abcdef")),
+        "name of a heartbeat socket": identity(WorkerName("decode-0"), Incarnation("0123456789abcdef"), beats=True),
+    }
+
+
+def freeze() -> None:
+    GOLDEN.write_text(json.dumps(golden(), indent=2) + "\n")
 
 
 def test_there_is_an_example_of_every_message() -> None:
@@ -290,8 +323,9 @@ def test_there_is_an_example_of_every_message() -> None:
 
 def test_the_bytes_on_the_wire_have_not_changed() -> None:
     pinned, now = json.loads(GOLDEN.read_text()), golden()
-    changed = [tag for tag in now["messages"] if pinned["messages"].get(tag) != now["messages"][tag]]
-    assert not changed, f"the bytes of {', '.join(changed)} changed; see the docstring of this file"
+    for part in ("messages", "beside messages"):
+        changed = [name for name in now[part] if pinned[part].get(name) != now[part][name]]
+        assert not changed, f"the bytes of {', '.join(changed)} changed; see the docstring of this file"
     assert pinned == now
 
 
@@ -500,8 +534,3 @@ def test_an_announcement_with_more_than_any_sender_says_is_refused(field: str) -
     example = next(each for each in EXAMPLES if isinstance(each, Open))
     much: Any = bytes(70_000) if field in ("proof", "agent") else "x" * 600
     refused(encode(msgspec.structs.replace(example, **{field: much})), ToDecode)
-
-
-if __name__ == "__main__":
-    json.dump(golden(), sys.stdout, indent=2)
-    print()
