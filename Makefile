@@ -57,6 +57,10 @@ chaos: $(VENV)/.installed-test ## break real processes in every phase of a reque
 soak: $(VENV)/.installed-test ## 10,000 requests, a fault every 20 s, a tenth of the clients hangs up (ARGS="--requests N --state FILE")
 	@$(BIN)/python -m tests.chaos soak $(ARGS)
 
+.PHONY: golden
+golden: $(VENV)/.installed-test ## record anew what the system does: tests/golden/README.md (ARGS="transcripts wire"; some minutes)
+	@$(BIN)/python -m tests.golden.freeze $(ARGS)
+
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
 	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
 

@@ -1,0 +1,414 @@
+"""All that the frozen parts need to know of the modules under test: a rename changes this file and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+
+# -- simulated histories ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callable[..., None]) -> Iterator[None]:
+    """Of what is simulated meanwhile, ``sent`` gets each message (time, sender, receiver, parts without the digest of
+    what follows), ``ended`` the end of each request (time, number, how, output of each choice)."""
+    from common.wire import DIGEST_BYTES
+    from tests.simulation.network import Connection
+    from tests.simulation.system import SimulatedClient
+
+    carry, end = Connection.carry, SimulatedClient._end
+
+    def carried(self: Any, sender: Any, receiver: Any, parts: list[bytes]) -> None:
+        now, names = self.network.clock.now + sender.process.spent, (sender.process.name, receiver.process.name)
+        sent(now, *names, parts if len(parts) > 1 else [parts[0][DIGEST_BYTES:]])
+        carry(self, sender, receiver, parts)
+
+    def has_ended(self: Any, how: str) -> None:
+        ended(self.system.clock.now, self.number, how, self.output)
+        end(self, how)
+
+    with mock.patch.object(Connection, "carry", carried), mock.patch.object(SimulatedClient, "_end", has_ended):
+        yield
+
+
+def play(seed: int) -> None:
+    """The history of ``seed``; raises if something that must hold does not."""
+    from tests.simulation.play import run
+
+    run(seed)
+
+
+def tags() -> list[str]:
+    """Of all messages."""
+    return list(wire()["messages"])
+
+
+def mutations() -> list[str]:
+    """Names of the known bugs."""
+    from tests.simulation.mutations import MUTATIONS
+
+    return list(MUTATIONS)
+
+
+def kinds() -> int:
+    """How many kinds of histories there are; they take turns."""
+    from tests.simulation.play import KINDS
+
+    return len(KINDS)
+
+
+def catches(name: str, seed: int) -> bool:
+    """Whether the history of ``seed`` complains of the known bug ``name``, in one of the words that it should."""
+    from tests.simulation.mutations import MUTATIONS, brought_back
+
+    with brought_back(name):
+        try:
+            play(seed)
+        except Exception as error:  # the code under test may break anyhow
+            complaint = str(error) or repr(error)
+            return any(symptom in complaint for each in MUTATIONS[name] for symptom in each.symptoms)
+    return False
+
+
+# -- a coordinator over HTTP ------------------------------------------------------------------------------------------
+
+
+class Served(NamedTuple):
+    """A coordinator with workers that compute a formula; ``asked`` returns what those that begin an answer got since
+    the last call, so many requests of it."""
+
+    port: int
+    asked: Callable[[int], Awaitable[list[dict[str, Any]]]]
+    labels: Callable[[], dict[str, list[tuple[str, ...]]]]
+    """Declared label names by metric, also of those that no sample has shown yet."""
+
+
+@contextlib.asynccontextmanager
+async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> AsyncIterator[Served]:
+    """``options`` of the coordinator, and some of the workers and the model: "fails" is the code with which workers
+    refuse, "retriable" whether others could do better, "slow" how many seconds they wait after each token, "draining"
+    whether the server shuts down, "full" whether as many requests wait as may, "template" the chat template ("":
+    none)."""
+    from common.messages import Failed, Generate, Prefill
+    from tests.fakes.checkpoint import EOS
+    from tests.fakes.worker import formula
+    from tests.unit.coordinator_house import open_house, until
+
+    options = dict(options)
+    code, slow, draining = options.pop("fails", ""), options.pop("slow", 0.0), options.pop("draining", False)
+    retriable, template = options.pop("retriable", False), options.pop("template", None)
+    full = options.pop("full", False)
+    refuse = Failed(bytes(16), 0, code, "5 tokens fit", retriable) if code else None  # type: ignore[arg-type]
+    if template is not None:
+        model = _with_template(model, template)
+    async with open_house(model, **options) as house:
+        tickets = house.dispatcher.tickets
+
+        def script(request: Any, choice: int, position: int) -> int:
+            return formula(request, choice, position) if position < 8 else EOS
+
+        def after_prefill(timings: Callable[[], Any]) -> Callable[[], Any]:
+            """Decode speaks after prefill: who is first is else chance, and shows in headers and figures."""
+
+            def waits() -> Any:
+                patience = time.monotonic() + 10.0
+                while not all(each.output_length for each in list(tickets.values())) and time.monotonic() < patience:
+                    time.sleep(0.0005)  # in the worker's own thread
+                return timings()
+
+            return waits
+
+        for role in roles:
+            worker: Any = await house.add(role, script=script, step_s=slow, refuse=refuse)
+            if role == "decode":
+                worker._timings = after_prefill(worker._timings)
+        house.dispatcher.draining = draining
+        admission = house.dispatcher.admission
+        waiting = admission.max_requests if full else 0
+        admission.requests += waiting
+        seen = 0
+
+        def begun() -> list[Any]:
+            return [each for worker in house.workers for kind in (Generate, Prefill) for each in worker.got(kind)]
+
+        async def asked(count: int) -> list[dict[str, Any]]:
+            nonlocal seen
+            await until(lambda: len(begun()) >= seen + count, f"workers get {count} requests")
+            found = begun()[seen:]
+            seen += len(found)
+            return [_asked(each.request) for each in found]
+
+        def labels() -> dict[str, list[tuple[str, ...]]]:
+            collectors = house.services.metrics.registry._collector_to_names.items()
+            named = [(names, declared) for each, names in collectors if (declared := getattr(each, "_labelnames", ()))]
+            return {name: [declared] for names, declared in named for name in names}
+
+        yield Served(int(house.url.rpartition(":")[2]), asked, labels)
+        admission.requests -= waiting
+
+
+def _asked(request: Any) -> dict[str, Any]:
+    """By position on the wire: names of fields may change."""
+    _, prompt, sampling, choices, _, salt, priority, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    most, seed, *rest = sampling
+    tokens = [int.from_bytes(prompt[at : at + 4], "little") for at in range(0, len(prompt), 4)]
+    return {"prompt": tokens, "max_tokens": most, "seed": seed, "sampling": rest, "of": [choices, salt, priority]}
+
+
+def fake_model(directory: Path) -> Path:
+    from tests.fakes.checkpoint import fake_checkpoint
+
+    return fake_checkpoint(directory, temperature=0.7, top_k=20)
+
+
+def _with_template(model: Path, template: str) -> Path:
+    copy = model.with_name(f"template-{len(template)}")
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (copy / "tokenizer_config.json").write_text(
+        json.dumps(settings | ({"chat_template": template} if template else {}))
+    )
+    return copy
+
+
+def version() -> str:
+    from coordinator.served import product_version
+
+    return product_version()
+
+
+# -- bytes between processes ------------------------------------------------------------------------------------------
+
+
+def wire() -> dict[str, Any]:
+    from tests.property.test_wire import golden
+
+    return golden()
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, list[str]]:
+    """Flags and what they take, by command; not their help, which is prose and laid out by each Python otherwise."""
+    from deploy.cli import build_parser
+
+    return {name: [_flag(each) for each in parser._actions] for name, parser in build_parser()[1].items()}
+
+
+def _flag(action: Any) -> str:
+    named = " ".join(action.option_strings) or action.dest
+    takes = action.metavar or action.choices or ("" if action.nargs == 0 else "VALUE")
+    return " ".join(str(each) for each in (named, takes, action.nargs) if each not in ("", None, 0))
+
+
+def tandem(words: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of ``tandem WORDS``, with no other variables of ours than these."""
+    from deploy.cli import main
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    out, err = io.StringIO(), io.StringIO()
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with mock.patch.dict(os.environ, clean | variables, clear=True), streams[0], streams[1]:
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+# -- tokens of models -------------------------------------------------------------------------------------------------
+
+
+class Generator:
+    """Answers of one tiny model, from the engine that serves, in float32 and one request at a time."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        import torch
+
+        from common.checkpoint import open_checkpoint
+        from common.engine.runner import load_engine
+        from tests.models import make_model
+
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        checkpoint = open_checkpoint(str(make_model(kind, directory)))
+        self._engine = load_engine(
+            checkpoint, num_kv_blocks=16, dtype="float32", max_batched_tokens=64, max_num_seqs=4, batch_hint=1,
+            max_model_len=128,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        import torch
+
+        self._engine.close()
+        torch.set_num_threads(self._threads)
+
+    def tokens(self, prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> list[int]:
+        from common.sequence import Batch, Segment
+
+        sequence = _sequence(prompt, seed, fields, count)
+        for _ in range(count):
+            segment = Segment(sequence, sequence.computed, sequence.missing)
+            result = self._engine.step(Batch((segment,), (_TABLE,)))
+            assert not result.errors, result.errors
+            sequence.computed = len(sequence.tokens)
+            sequence.append(result.tokens[0][0])
+        return list(sequence.output)
+
+    def certain(self, prompt: list[int], seed: int, fields: dict[str, Any], tokens: list[int], errors: Any) -> bool:
+        """Whether each of ``tokens`` is chosen with any of ``errors`` [T, vocab] added to its logits, in their standard
+        deviations."""
+        import torch
+
+        from common.engine.batch import rows_to_sample
+        from common.engine.sampler import sample
+        from common.sequence import Batch, Segment
+
+        sequence = _sequence(prompt, seed, fields, len(tokens))
+        for token in tokens:
+            batch = Batch((Segment(sequence, sequence.computed, sequence.missing),), (_TABLE,))
+            logits = self._engine.logits(batch).float()
+            rows = rows_to_sample(batch, [0])
+            with torch.inference_mode():
+                for error in errors:
+                    if sample(logits + logits.std() * torch.as_tensor(error), rows)[0] != [token]:
+                        return False
+            sequence.computed = len(sequence.tokens)
+            sequence.append(token)
+        return True
+
+
+_TABLE: Any = list(range(4))
+
+
+def _sequence(prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> Any:
+    from common.ids import new_request_id, pack_tokens
+    from common.request import Request, SamplingParams
+    from common.sequence import Sequence
+
+    sampling = SamplingParams(max_tokens=count, seed=seed, ignore_eos=True, **fields)
+    return Sequence(Request(new_request_id(), pack_tokens(prompt), sampling), 0)
+
+
+# -- changes that must be noticed -------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A change of the product, and where it must show: the part, the entry, and words of the complaint."""
+
+    part: str
+    key: str
+    shown: str
+    made: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _other_code() -> Any:
+    from coordinator import guard
+
+    original = guard.error_body
+
+    def body(error: Any) -> Any:
+        error.code = "no_workers" if error.code == "no_decode_workers" else error.code
+        return original(error)
+
+    return mock.patch.object(guard, "error_body", body)
+
+
+def _no_header() -> Any:
+    from coordinator import guard
+
+    original = guard.json_response
+    return mock.patch.object(guard, "json_response", lambda body, **options: original(body, status=options["status"]))
+
+
+def _other_metric() -> Any:
+    from coordinator import metrics
+
+    original = metrics.CounterMetricFamily
+    renamed = {"tandem_bad_messages": "tandem_bad_message"}
+    return mock.patch.object(
+        metrics, "CounterMetricFamily", lambda name, *rest, **more: original(renamed.get(name, name), *rest, **more)
+    )
+
+
+def _other_default() -> Any:
+    import dataclasses
+
+    from common.config import UpConfig
+
+    field = next(each for each in dataclasses.fields(UpConfig) if each.name == "block_size")
+    return mock.patch.object(field, "default", 32)
+
+
+def _other_token() -> Any:
+    from common.engine import runner
+
+    original = runner.sample
+
+    def changed(logits: Any, rows: Any) -> Any:
+        tokens, logprobs = original(logits, rows)
+        return [token ^ 1 for token in tokens], logprobs
+
+    return mock.patch.object(runner, "sample", changed)
+
+
+def _other_bytes() -> Any:
+    from kvtransfer.frames import FrameHeader
+
+    original = FrameHeader.pack
+    return mock.patch.object(FrameHeader, "pack", lambda self: original(self)[::-1])
+
+
+def _other_field() -> Any:
+    from coordinator.gateway import Gateway
+
+    original = Gateway.send
+
+    def send(self: Any, worker: Any, message: Any) -> bool:
+        if type(message).__name__ == "Lease":
+            message = msgspec.structs.replace(message, sent=message.sent + 1)
+        return original(self, worker, message)
+
+    return mock.patch.object(Gateway, "send", send)
+
+
+def _other_order() -> Any:
+    from coordinator.gateway import Gateway
+
+    original = Gateway.send
+    held: list[tuple[Any, Any]] = []
+
+    def send(self: Any, worker: Any, message: Any) -> bool:
+        """The first message waits for the second."""
+        held.append((worker, message))
+        if len(held) == 2:
+            for each in reversed(held):
+                original(self, *each)
+        return original(self, worker, message) if len(held) > 2 else True
+
+    return mock.patch.object(Gateway, "send", send)
+
+
+CHANGES = {
+    "an error code": Change("transcripts", "empty /v1/completions stream=False", "no_workers", _other_code),
+    "a header": Change("transcripts", "keys: GET /v1/models with none", "is another", _no_header),
+    "a metric's name": Change("metrics", "tandem_bad_messages_total", "1 are gone", _other_metric),
+    "a flag's default": Change("commands", "up: alone", "+out: block_size 32 default", _other_default),
+    "a sampled token": Change("tokens", "llama: 5 tokens, seeded", "+tokens", _other_token),
+    "bytes beside messages": Change("wire", "beside messages: frame header", "@@", _other_bytes),
+    "a field of a message": Change("histories", "0", " lease ", _other_field),
+    "the order of two messages": Change("histories", "0", "is another", _other_order),
+}
+"""Of one thing each, for the test of the net."""
