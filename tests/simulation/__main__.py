@@ -6,6 +6,7 @@
                              if the code is the same
 --report FILE            write what became of them there
 --mutation NAME          bring a known bug back: succeeds when the first seed notices it in the right words
+--golden                 a history that is not the frozen one (tests/golden) fails, too
 --trace                  print every message that arrives; --log what the parts say
 """
 
@@ -28,6 +29,8 @@ from datetime import date
 from pathlib import Path
 
 from common.wire import DIGEST_BYTES
+from tests.golden import histories
+from tests.golden.store import Digest
 from tests.simulation.mutations import MUTATIONS, brought_back
 from tests.simulation.network import Connection
 from tests.simulation.play import Outcome, run
@@ -53,7 +56,8 @@ def main() -> int:
     gc.disable()  # nor a history before its end, and that of some together
     if options.mutation:
         return _mutated(options.mutation, seeds, options.jobs)
-    return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep, options.report)
+    frozen = histories.kept() if options.golden else {}
+    return _histories(seeds, 1 if len(seeds) == 1 else options.jobs, options.keep, options.report, frozen)
 
 
 def _options() -> argparse.Namespace:
@@ -65,12 +69,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--mutation", choices=MUTATIONS)
+    parser.add_argument("--golden", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--log", action="store_true")
     return parser.parse_args()
 
 
-def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None) -> int:
+def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None, frozen: dict[str, Digest]) -> int:
     total, failures, began = Outcome(), list[Failure](), time.monotonic()
     start, sources = seeds.start, _sources()
     if keep is not None and keep.exists():
@@ -81,9 +86,10 @@ def _histories(seeds: range, jobs: int, keep: Path | None, report: Path | None) 
                 f"seeds {seeds.start} to {start - 1} were played before, by the same code (delete {keep} to begin anew)"
             )
     chunks = [range(at, min(at + CHUNK, seeds.stop)) for at in range(start, seeds.stop, CHUNK)]
+    play = functools.partial(_chunk, frozen)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        results: Iterable[tuple[Outcome, list[Failure]]] = pool.map(_chunk, chunks) if pool else map(_chunk, chunks)
+        results: Iterable[tuple[Outcome, list[Failure]]] = pool.map(play, chunks) if pool else map(play, chunks)
         for chunk, (outcome, failed) in zip(chunks, results, strict=True):
             total.add(outcome)
             failures += failed
@@ -125,13 +131,16 @@ def _sources() -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in ours), digest_size=8).hexdigest()
 
 
-def _chunk(seeds: range) -> tuple[Outcome, list[Failure]]:
+def _chunk(frozen: dict[str, Digest], seeds: range) -> tuple[Outcome, list[Failure]]:
     total, failures = Outcome(), list[Failure]()
     for seed in seeds:
         if seed % LITTER == 0:
             gc.collect()
         try:
-            total.add(run(seed))
+            with histories.recorded() if frozen else contextlib.nullcontext([]) as lines:
+                total.add(run(seed))
+            if words := histories.changed(frozen, seed, lines):
+                failures.append((seed, words))
         except Exception as error:
             lines = traceback.format_exception(error)
             failures.append((seed, "".join(lines[-4:]) if len(seeds) > 1 else "".join(lines)))

@@ -16,6 +16,7 @@ from unittest import mock
 from common import ids
 from coordinator import dispatch
 from kvtransfer.links import shm
+from tests.simulation import network
 from tests.simulation.history import History
 from tests.simulation.situations import (
     Careless,
@@ -104,8 +105,11 @@ def run(seed: int) -> Outcome:
     with _chance(rng):
         system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
         doors = mock.patch.multiple(shm, PoolDoor=system.pools.door, Knock=system.pools.knock)
-        with _alarmed(system), doors:
-            kind(system, rng).play()
+        try:
+            with _alarmed(system), doors:
+                kind(system, rng).play()
+        finally:
+            network.forget()
     return _outcome(system, seed)
 
 

@@ -1,0 +1,107 @@
+"""Each message and the end of each request of simulated histories, by tag and fields."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import msgspec
+
+from tests.golden import adapter
+from tests.golden.store import ADVICE, HERE, Digest, Lines, difference, read_digests, write_digests
+
+FILE = HERE / "histories.txt"
+SEEDS = 2000
+SPACING = 16
+"""Lines between the marks of a digest."""
+CHUNK = 20
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Lines]:
+    """One line for each event of what is simulated meanwhile: microsecond, ends of the connection, tag, fields."""
+    lines: Lines = []
+
+    def sent(now: float, sender: str, receiver: str, parts: list[bytes]) -> None:
+        if len(parts) == 1:
+            tag, *fields = msgspec.msgpack.decode(parts[0])
+        else:
+            header, payload = parts
+            tag, fields = "frame", [header, len(payload), hashlib.blake2b(payload, digest_size=6).hexdigest()]
+        lines.append(f"{now * 1e6:.0f} {sender}>{receiver} {tag} {_shown(fields)}")
+
+    def ended(now: float, number: int, how: str, output: list[list[int]]) -> None:
+        lines.append(f"{now * 1e6:.0f} request-{number} end {_shown([how, output])}")
+
+    with adapter.watched(sent, ended):
+        yield lines
+
+
+def _shown(fields: list[Any]) -> str:
+    """JSON with bytes as hexadecimal digits, and floats cut to six since their last bits differ between machines."""
+    return json.dumps([_steady(each) for each in fields], default=bytes.hex, separators=(",", ":"))
+
+
+def _steady(value: Any) -> Any:
+    kind = type(value)
+    if kind is float:
+        return float(f"{value:.6g}")
+    if kind is list:
+        return [_steady(each) for each in value]
+    if kind is dict:
+        return {key: _steady(each) for key, each in value.items()}
+    return value
+
+
+def history(seed: int) -> Lines:
+    with recorded() as lines:
+        adapter.play(seed)
+    return lines
+
+
+def changed(frozen: dict[str, Digest], seed: int, lines: Lines) -> str:
+    """What a history of ``seed`` has that the frozen one has not, in words; "" if it is the same or not frozen."""
+    if (kept := frozen.get(str(seed))) is None or not (words := difference(kept, lines, 3)):
+        return ""
+    return f"this history is not the frozen one: {words}\n{ADVICE.format(part='histories', key=seed)}"
+
+
+def kept() -> dict[str, Digest]:
+    return read_digests(FILE)
+
+
+def record(keys: Iterable[str] | None = None) -> Iterator[tuple[str, Lines]]:
+    for key in kept() if keys is None else keys:
+        yield key, history(int(key))
+
+
+def _play(chunk: range) -> tuple[list[Digest], set[str]]:
+    """Digests, and the tags of the messages."""
+    gc.freeze()
+    gc.disable()  # what a history leaves is looked for once, after some
+    played = [history(seed) for seed in chunk]
+    tags = {line.split(" ", 3)[2] for lines in played for line in lines}
+    digests = [Digest.of(lines, SPACING) for lines in played]
+    gc.collect()
+    return digests, tags
+
+
+def freeze(jobs: int | None = None) -> str:
+    chunks = [range(at, at + CHUNK) for at in range(0, SEEDS, CHUNK)]
+    found: list[Digest] = []
+    tags: set[str] = set()
+    with ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        for digests, seen in pool.map(_play, chunks):
+            found += digests
+            tags |= seen
+    write_digests(FILE, ((str(seed), digest) for seed, digest in enumerate(found)))
+    absent = sorted(set(adapter.tags()) - tags)
+    words = f"{sum(each.count for each in found):,} events of {SEEDS} histories"
+    return f"{words}; messages that none has: {', '.join(absent) or 'none'}"
