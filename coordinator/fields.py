@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,6 +19,13 @@ from common.errors import RequestError
 Json = dict[str, object]
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
 MAX_DEPTH = 64
+MAX_CONTAINERS = 1 << 17
+MAX_STRINGS = 1 << 17
+"""Arrays and objects, and strings (keys among them), in one JSON text. Eight megabytes have room for millions, which
+would take hundreds of megabytes, and seconds in which the parser holds the interpreter lock."""
+_MARKS = b'"[{'
+_NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
+_STRING = re.compile(rb'"[^"]*+"?')
 INT64 = 1 << 63
 
 
@@ -54,10 +62,26 @@ def _keys(value: Json | list[object], left: int) -> int:
     return keys
 
 
+def check_counts(text: bytes, param: str | None = None) -> None:
+    """RequestError if the JSON ``text`` has too many values to be parsed; counts them without parsing anything."""
+    if len(text) <= MAX_CONTAINERS:
+        return
+    if b"\\" in text:  # without escapes every quotation mark begins or ends a string
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = text.translate(None, _NO_MARKS)
+    if (count := marks.count(b'"') // 2) > MAX_STRINGS:
+        refuse(f"The JSON has {count} strings, at most {MAX_STRINGS} are allowed.", param)
+    if len(marks) > MAX_CONTAINERS:
+        marks = _STRING.sub(b"", marks)
+        if (count := len(marks)) > MAX_CONTAINERS:
+            refuse(f"The JSON has {count} arrays and objects, at most {MAX_CONTAINERS} are allowed.", param)
+
+
 def parse_json(body: bytes) -> Json:
     """The JSON object in ``body``; RequestError 400 for everything else that could be there."""
     if not body.strip():
         refuse("The request body is empty; a JSON object is expected.", None, "invalid_json")
+    check_counts(body)
     try:
         value = msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64
         # each member has a colon: as many as there are keys, and no key was there twice; more may be in strings

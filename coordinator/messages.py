@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
-from coordinator.fields import Fields, Json, refuse, wrong_type
+from coordinator.fields import Fields, Json, check_counts, refuse, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 14
@@ -94,6 +94,7 @@ def _tool_call(call: object, at: str) -> Json:
     function = fields.nested("function") or fields.missing("function")
     name = function.string("name", limit=256) or function.missing("name")
     arguments = function.string("arguments", limit=1 << 26) or "{}"
+    check_counts(arguments.encode(), function.at("arguments"))
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

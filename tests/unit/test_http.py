@@ -46,7 +46,7 @@ from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
-from coordinator.fields import parse_json
+from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.http import INLINE_BYTES, make_runner
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
@@ -1303,6 +1303,16 @@ async def test_texts_that_wait_for_tokens_are_bounded(house: House, monkeypatch:
     finally:
         go_on.set()
     assert (await first)[0].status == (await house.post(TEXT, asked))[0].status == 200
+
+
+async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> None:
+    arguments = json.dumps({"x": [[]] * (MAX_CONTAINERS + 1)})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for path in (CHAT, "/tokenize"):
+        response, body = await house.post(path, asked)
+        assert response.status == 400 and "at most 131072 are allowed" in body["error"]["message"]
+        assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import RequestError
 from common.request import MAX_CHOICES
-from coordinator.fields import parse_json
+from coordinator.fields import MAX_CONTAINERS, MAX_STRINGS, parse_json
 from coordinator.messages import MAX_ENTRIES, MAX_MESSAGES
 from coordinator.openai import MAX_BIASES, MAX_PROMPTS, parse_chat, parse_completion
 
@@ -402,3 +402,19 @@ def test_no_body_raises_anything_but_a_refusal(body: dict[str, Any]) -> None:
     for parse in (parse_chat, parse_completion):
         with contextlib.suppress(RequestError):
             parse({"messages": MESSAGES, "prompt": "x", **body})
+
+
+def test_values_of_a_body_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowds = [
+        b'{"x":[' + b",".join([b"[]"] * (MAX_CONTAINERS + 1)) + b"]}",
+        b'{"x":[' + b",".join([b'""'] * (MAX_STRINGS + 1)) + b"]}",
+        b'{"x":{' + b",".join(b'"%d":1' % at for at in range(MAX_STRINGS + 1)) + b"}}",
+    ]
+    signs = ["[" * MAX_CONTAINERS * 2, '\\"[{' * MAX_CONTAINERS, '"' * MAX_STRINGS * 3, "\\" * 300_001, 'a\\\\"b']
+    for text in signs:
+        body = json.dumps({"x": text}).encode()
+        assert parse_json(body) == {"x": text}
+    monkeypatch.setattr("coordinator.fields.msgspec.json.decode", None)
+    for body in crowds:
+        with pytest.raises(RequestError, match="at most 131072 are allowed"):
+            parse_json(body)
