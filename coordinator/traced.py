@@ -1,0 +1,159 @@
+"""Strings that know which of their characters a chat template wrote.
+
+A prompt is a template's own text with strings of the client in it. Control tokens count only where the template wrote
+every character of them, so each character's origin must survive whatever a template does to strings. :class:`Traced`
+keeps it through the operations that templates use on their own text. What an operation does not carry over counts as
+the client's: a forgotten operation can lose a control token, but never forge one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, SupportsIndex
+
+_TEMPLATE = b"\1"
+
+
+class Traced(str):
+    """A string whose ``_own`` has one byte per character: 1 where the template wrote it, 0 where the client did."""
+
+    _own: bytes
+
+    def __new__(cls, text: object = "", own: bytes | None = None) -> Traced:
+        """``text`` with the origins ``own``; without them it is the client's, as in ``type(literal)(anything)``."""
+        self = super().__new__(cls, text)
+        self._own = bytes(len(self)) if own is None else own
+        return self
+
+    def __str__(self) -> Traced:
+        return self
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: object) -> Traced:
+        if not isinstance(other, str) or hasattr(other, "__html__"):  # Markup escapes what it is added to
+            return NotImplemented
+        return Traced(str.__add__(self, other), self._own + origins(other))
+
+    def __radd__(self, other: object) -> Traced:
+        if not isinstance(other, str):
+            return NotImplemented
+        return Traced(str.__add__(other, self), origins(other) + self._own)
+
+    def __mul__(self, count: SupportsIndex) -> Traced:
+        return Traced(str.__mul__(self, count), self._own * int(count))
+
+    __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> str:
+        """Formatting with nothing but ``%s`` keeps origins."""
+        text = str.__mod__(self, values)
+        pieces = self.split("%s")
+        given = values if isinstance(values, tuple) else (values,)
+        if any("%" in piece for piece in pieces) or isinstance(values, dict) or len(given) != len(pieces) - 1:
+            return text
+        return join([part for pair in zip(pieces, map(str, given), strict=False) for part in pair] + [pieces[-1]])
+
+    def join(self, parts: Iterable[str]) -> Traced:
+        spread: list[str] = []
+        for part in parts:
+            spread += (self, part) if spread else (part,)
+        return join(spread)
+
+    # -- cutting ------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, at: SupportsIndex | slice) -> Traced:
+        own = self._own[at] if isinstance(at, slice) else bytes((self._own[at],))
+        return Traced(str.__getitem__(self, at), own)
+
+    def __iter__(self) -> Iterator[Traced]:
+        return (self[at] for at in range(len(self)))
+
+    def lstrip(self, chars: str | None = None, /) -> Traced:
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> Traced:
+        return self[: len(str.rstrip(self, chars))]
+
+    def strip(self, chars: str | None = None, /) -> Traced:
+        return self.rstrip(chars).lstrip(chars)
+
+    def removeprefix(self, prefix: str, /) -> Traced:
+        return self[len(self) - len(str.removeprefix(self, prefix)) :]
+
+    def removesuffix(self, suffix: str, /) -> Traced:
+        return self[: len(str.removesuffix(self, suffix))]
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._cut(str.split(self, sep, maxsplit), len(sep or ""))
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._cut(str.rsplit(self, sep, maxsplit), len(sep or ""))
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        whole = self._cut(str.splitlines(self, True), 0)
+        return whole if keepends else [line[: len(str.splitlines(line)[0])] for line in whole]
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        before, found, after = str.partition(self, sep)
+        return self[: len(before)], self[len(before) : len(before) + len(found)], self[len(self) - len(after) :]
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        before, found, after = str.rpartition(self, sep)
+        return self[: len(before)], self[len(before) : len(before) + len(found)], self[len(self) - len(after) :]
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Traced:
+        if not old:
+            return Traced(str.replace(self, old, new, count))
+        limit = int(count)
+        return join_with(new, self.split(old, limit))
+
+    def _cut(self, parts: list[str], gap: int) -> list[str]:
+        """``parts`` of this string, in order, with ``gap`` characters between each two; with white space if 0."""
+        cut: list[str] = []
+        at = 0
+        for part in parts:
+            at = at if gap else self.find(part, at)
+            cut.append(self[at : at + len(part)])
+            at += len(part) + gap
+        return cut
+
+    # -- letters ------------------------------------------------------------------------------------------------------
+
+    def upper(self) -> Traced:
+        return self._relettered(str.upper)
+
+    def lower(self) -> Traced:
+        return self._relettered(str.lower)
+
+    def capitalize(self) -> Traced:
+        return self._relettered(str.capitalize)
+
+    def title(self) -> Traced:
+        return self._relettered(str.title)
+
+    def _relettered(self, change: Callable[[str], str]) -> Traced:
+        """Origins stay where every character has become one."""
+        text = change(self)
+        return Traced(text, self._own if len(text) == len(self) else None)
+
+
+def written(text: str) -> Traced:
+    """``text`` as the template's, or as a word of the server's that may be part of a control token."""
+    return Traced(text, _TEMPLATE * len(text))
+
+
+def origins(text: str) -> bytes:
+    """One byte per character: 1 where the template wrote it."""
+    return text._own if isinstance(text, Traced) else bytes(len(text))
+
+
+def join(parts: Iterable[str]) -> Traced:
+    """All ``parts`` in one, as ``"".join``."""
+    kept = list(parts)
+    return Traced("".join(kept), b"".join(map(origins, kept)))
+
+
+def join_with(separator: str, parts: Iterable[str]) -> Traced:
+    """As ``separator.join(parts)``."""
+    return Traced(separator, origins(separator)).join(parts)
