@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -27,7 +28,7 @@ from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
 from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
 from coordinator.metrics import Metrics
-from coordinator.openai import Options, parse_chat, parse_completion
+from coordinator.openai import CompletionBody, Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
@@ -35,11 +36,15 @@ from coordinator.router import Chains
 from coordinator.served import ServedModel
 from coordinator.server import MAX_HEADER_BYTES, SERVER, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
+from coordinator.text import ChatText
 from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.http")
-INLINE_BYTES = 64 << 10
-"""Bodies up to here are parsed in the event loop."""
+
+T = TypeVar("T")
+
+INLINE_BYTES = 16 << 10
+"""Bodies up to here are parsed, checked and templated in the event loop."""
 KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
 """For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
@@ -160,8 +165,11 @@ async def _show_out(app: web.Application, runner: web.AppRunner) -> None:
                 connection.force_close()
 
 
-async def read_body(request: web.Request) -> Json:
-    """The JSON object of a POST; RequestError for whatever else was sent."""
+async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
+    """Return ``read`` of the JSON object of a POST; RequestError for anything else that was sent.
+
+    The parser and ``read`` run as one step of a lane if the body is long, so that bodies wait as bytes, not as
+    objects."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(
@@ -169,21 +177,27 @@ async def read_body(request: web.Request) -> Json:
             status=415,
             code="unsupported_content_encoding",
         )
+    body = await _receive(request)
+    if len(body) <= INLINE_BYTES:
+        return read(parse_json(body))
+    return await request.app[SERVICES].model.in_body_lane(len(body), lambda: read(parse_json(body)))
+
+
+async def _receive(request: web.Request) -> bytes:
+    """All bytes of the body."""
+    services = request.app[SERVICES]
     all_there = request.content.is_eof()  # a timer would be for nothing
     announce_reading(request)
     try:
-        async with asyncio.timeout(None if all_there else request.app[SERVICES].config.client_timeout):
-            body = await request.read()
+        async with asyncio.timeout(None if all_there else services.config.client_timeout):
+            return await request.read()
     except TimeoutError:
-        request.app[SERVICES].metrics.cut_off("sending")
+        services.metrics.cut_off("sending")
         raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
     except web.RequestPayloadError as error:
         found = malformed_request(error)
         assert found is not None
         raise found[1] from None
-    if len(body) <= INLINE_BYTES:
-        return parse_json(body)
-    return await request.app[SERVICES].model.in_thread(len(body), lambda: parse_json(body))
 
 
 # -- the two generating endpoints -------------------------------------------------------------------------------------
@@ -193,10 +207,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     arrived_at = time.monotonic()
     services = request.app[SERVICES]
     _refuse_when_draining(services)
-    body = parse_chat(await read_body(request))
-    model, options = services.model, body.options
-    model.check_name(options.model)
-    prompts = [await model.chat_prompt(body)]
+    model = services.model
+
+    def read(fields: Json) -> tuple[Options, ChatText]:
+        body = parse_chat(fields)
+        model.check_name(body.options.model)
+        return body.options, model.chat_text(body)
+
+    options, text = await read_body(request, read)
+    prompts = [await model.chat_prompt(text)]
+    del text  # it may be long, and the answer may take long
     shape = ChatShape(_head("chatcmpl", model), options, model.text)
     return await _answer(request, arrived_at, prompts, "messages", options, shape)
 
@@ -206,19 +226,30 @@ async def completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     _refuse_when_draining(services)
     model = services.model
-    body = parse_completion(await read_body(request), model.context_length)
+    context_length = model.context_length
+
+    def read(fields: Json) -> CompletionBody:
+        body = parse_completion(fields, context_length)
+        model.check_name(body.options.model)
+        model.check_prompts(body.prompts)
+        return body
+
+    body = await read_body(request, read)
     options = body.options
-    model.check_name(options.model)
     prompts = await model.text_prompts(body.prompts)
-    echoes: list[str] = []
-    if body.echo:
-        texts = await model.run(
-            sum(map(len, prompts)),
-            lambda: [given if isinstance(given, str) else model.text.decode(given) for given in body.prompts],
-        )
-        echoes = [text for text in texts for _ in range(options.n)]
+    echoes = await _echoes(model, body, prompts) if body.echo else []
+    del body  # it may be long, and the answer may take long
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)
     return await _answer(request, arrived_at, prompts, "prompt", options, shape)
+
+
+async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
+    """What each choice begins with: the text of its prompt."""
+    given = body.prompts
+    texts = await model.run(
+        sum(map(len, prompts)), lambda: [each if isinstance(each, str) else model.text.decode(each) for each in given]
+    )
+    return [text for text in texts for _ in range(body.options.n)]
 
 
 def _refuse_when_draining(services: Services) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from common.errors import RequestError
 from common.messages import Drain
+from common.request import MAX_TOKENS
 from coordinator.breakers import Breakers, BreakerState, Pair
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
@@ -17,14 +19,13 @@ from coordinator.links import Links
 from coordinator.openai import ChatBody, parse_chat, token_ids
 from coordinator.registry import Registry, Worker
 from coordinator.served import product_version
+from coordinator.text import ChatText
 
 routes = web.RouteTableDef()
 
 MAX_WORKERS = 4096
 MAX_NAME = 256
 MAX_DRAIN_S = 86_400.0
-MAX_DETOKENIZED = 1 << 20
-"""Token ids in one POST /detokenize."""
 SHOWN_DIGITS = 8
 """Of an incarnation, which all but names a worker to the coordinator's socket: enough to tell a restart."""
 
@@ -98,23 +99,35 @@ async def model(request: web.Request) -> web.Response:
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
-    services = request.app[SERVICES]
-    text = services.model.text
-    body = await read_body(request)
-    fields = Fields(body)
-    services.model.check_name(fields.string("model", limit=1024))
-    if fields.has("messages"):
-        tokens = await services.model.chat_prompt(_as_chat(body))
-    else:
+    model = request.app[SERVICES].model
+
+    def read(body: Json) -> _Asked:
+        fields = Fields(body)
+        model.check_name(fields.string("model", limit=1024))
+        strings = fields.boolean("return_token_strs", False)
+        if fields.has("messages"):
+            return _Asked(model.chat_text(_as_chat(body)), True, strings)
         prompt = fields.string("prompt", limit=1 << 26)
         if prompt is None:
             fields.missing("prompt")
-        special = fields.boolean("add_special_tokens", True)
-        tokens = await services.model.run(len(prompt), lambda: text.encode(prompt, add_special_tokens=special))
-    shown: Json = {"count": len(tokens), "max_model_len": services.model.context_length, "tokens": tokens}
-    if fields.boolean("return_token_strs", False):
-        shown["token_strs"] = await services.model.run(len(tokens), lambda: list(map(text.token_text, tokens)))
+        model.check_chars(len(prompt), "prompt")
+        return _Asked(prompt, fields.boolean("add_special_tokens", True), strings)
+
+    asked = await read_body(request, read)
+    tokens = await model.counted(asked.prompt, asked.add_special_tokens)
+    shown: Json = {"count": len(tokens), "max_model_len": model.context_length, "tokens": tokens}
+    if asked.strings:
+        shown["token_strs"] = await model.run(len(tokens), lambda: list(map(model.text.token_text, tokens)))
     return json_response(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A POST /tokenize."""
+
+    prompt: str | ChatText
+    add_special_tokens: bool
+    strings: bool
 
 
 def _as_chat(body: Json) -> ChatBody:
@@ -124,17 +137,22 @@ def _as_chat(body: Json) -> ChatBody:
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
-    services = request.app[SERVICES]
-    fields = Fields(await read_body(request))
-    services.model.check_name(fields.string("model", limit=1024))
-    given = fields.array("tokens", MAX_DETOKENIZED)
-    if given is None:
-        fields.missing("tokens")
-    tokens = token_ids(given, "tokens", MAX_DETOKENIZED) if given else []
-    if tokens and max(tokens) >= services.model.checkpoint.vocab_size:
-        refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
-    decode = services.model.text.decode
-    text = await services.model.run(len(tokens), lambda: decode(tokens, skip_special_tokens=False))
+    """The text of at most a context of tokens."""
+    model = request.app[SERVICES].model
+
+    def read(body: Json) -> list[int]:
+        fields = Fields(body)
+        model.check_name(fields.string("model", limit=1024))
+        given = fields.array("tokens", MAX_TOKENS)
+        if given is None:
+            fields.missing("tokens")
+        tokens = token_ids(given, "tokens", model.context_length) if given else []
+        if tokens and max(tokens) >= model.checkpoint.vocab_size:
+            refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
+        return tokens
+
+    tokens = await read_body(request, read)
+    text = await model.run(len(tokens), lambda: model.text.decode(tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
 
 
@@ -200,7 +218,7 @@ async def drain(request: web.Request) -> web.Response:
     """``worker`` takes nothing new and leaves when it has finished, at the latest after ``timeout`` seconds: streams
     that are left then go on elsewhere. Answers at once. ``tandem up`` starts another in its place."""
     services = request.app[SERVICES]
-    fields = Fields(await read_body(request))
+    fields = await read_body(request, Fields)
     name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
     if name is None:
         fields.missing("worker")
@@ -216,7 +234,7 @@ async def drain(request: web.Request) -> web.Response:
 async def scale(request: web.Request) -> web.Response:
     """``prefill`` and ``decode``: how many workers of each are wanted. Answers when there are so many."""
     services = request.app[SERVICES]
-    fields = Fields(await read_body(request))
+    fields = await read_body(request, Fields)
     prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
     if prefill is None and decode is None:
         refuse("There is nothing to change: give prefill, decode or both.", "decode", "missing_required_parameter")

@@ -1,42 +1,38 @@
 """The model that is served: its name, its text side, its limits and its sampling defaults.
 
-Turns validated bodies into what workers need: token ids and :class:`~common.request.SamplingParams`. Long texts are
-tokenized in two threads, while the event loop goes on; what waits for those threads is bounded.
+Turns validated bodies into what workers need: token ids and :class:`~common.request.SamplingParams`. What cannot fit
+the context is refused before any work; other texts become tokens in :mod:`coordinator.lanes`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import TypeVar
 
-from common import threads
 from common.checkpoint import Checkpoint
 from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
 from common.kv.prefix import Chain, chain_root
 from common.request import SamplingParams
-from coordinator.answers import encode
-from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S
+from coordinator.lanes import Lanes
 from coordinator.openai import ChatBody, Options, Sampling
-from coordinator.refusals import overloaded
 from coordinator.registry import Registry
 from coordinator.router import Chains
-from coordinator.text import LONG, TextModel
+from coordinator.slices import SLICE_CHARS
+from coordinator.text import LONG, ChatText, TextModel
 
 T = TypeVar("T")
 
 INLINE_BYTES = 32_768
-MAX_TEXTS = 256
-MAX_TEXT_CHARS = 64 << 20
-"""So many texts, of so many characters together, may be tokenized or wait for it; more get 429."""
-_CHARS_PER_S = 1e6
+MAX_COUNTED_TOKENS = 1 << 20
+"""POST /tokenize goes on beyond the context length up to so many tokens."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -67,11 +63,10 @@ class ServedModel:
                 f"give at most {checkpoint.position_limit}",
             )
         self._settings = f"{self.defaults}{config.chat_template}{self._limit}"
-        self._texts = self._chars = 0
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="text", initializer=threads.compute)
+        self._lanes = Lanes()
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     def check_name(self, wanted: str | None) -> None:
         """RequestError 404 unless ``wanted`` is this model (or absent)."""
@@ -98,31 +93,59 @@ class ServedModel:
 
     # -- prompts --------------------------------------------------------------------------------------------------
 
-    async def chat_prompt(self, body: ChatBody) -> list[int]:
+    def chat_text(self, body: ChatBody) -> ChatText:
+        """The templated chat; RequestError if it cannot fit the context, before it is templated and after."""
+        self.check_chars(_size([body.messages, body.tools, body.template_kwargs]), "messages")
+        chat = self.text.chat_text(body)
+        self.check_chars(chat.chars, "messages")
+        return chat
+
+    async def chat_prompt(self, chat: ChatText) -> list[int]:
         """Token ids of a templated chat."""
-        size = len(encode([body.messages, body.tools, body.template_kwargs]))
-        return await self.run(
-            size, lambda: self.text.encode_chat(body, lambda chars: self._check_chars(chars, "messages"))
-        )
+        return await self._tokens(self.text.chat_slices(chat), len(chat.text), self.context_length, "messages")
 
     async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of completion prompts; ids are taken as they are, after a look at the vocabulary."""
-        return await self.run(
-            sum(map(len, prompts)), lambda: [self._text_prompt(prompt, at) for at, prompt in enumerate(prompts)]
-        )
+        self.check_prompts(prompts)
+        return [await self._text_prompt(prompt) for prompt in prompts]
 
-    def _text_prompt(self, prompt: str | list[int], at: int) -> list[int]:
-        if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
-            ids = self.text.encode(prompt)
-            if not ids:
-                raise RequestError(
-                    "A prompt is empty: it needs at least one token.", param="prompt", code="invalid_value"
-                )
-            return ids
-        if max(prompt) >= self.checkpoint.vocab_size:
-            self._outside("prompt", max(prompt))
-        return prompt
+    def check_prompts(self, prompts: Sequence[str | list[int]]) -> None:
+        """RequestError unless each of ``prompts`` may fit the context and the vocabulary."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_chars(len(prompt), "prompt")
+            elif max(prompt) >= self.checkpoint.vocab_size:
+                self._outside("prompt", max(prompt))
+
+    async def _text_prompt(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        ids = await self._tokens(self.text.slices(prompt), len(prompt), self.context_length, "prompt")
+        if not ids:
+            raise RequestError("A prompt is empty: it needs at least one token.", param="prompt", code="invalid_value")
+        return ids
+
+    async def counted(self, prompt: str | ChatText, add_special_tokens: bool = True) -> list[int]:
+        """Token ids for POST /tokenize, which may be more than the context length."""
+        most = max(self.context_length, MAX_COUNTED_TOKENS)
+        if isinstance(prompt, ChatText):
+            return await self._tokens(self.text.chat_slices(prompt), len(prompt.text), most, "messages")
+        slices = self.text.slices(prompt, add_special_tokens=add_special_tokens)
+        return await self._tokens(slices, len(prompt), most, "prompt")
+
+    async def _tokens(self, slices: Iterator[list[int]], chars: int, most: int, param: str) -> list[int]:
+        """All ids of ``slices``, of a text of ``chars`` characters; RequestError as soon as they are more than
+        ``most``. Each slice of a long text is a step of its own, and none is begun when the client has left."""
+        if chars <= SLICE_CHARS:
+            return await self.run(chars, lambda: list(chain.from_iterable(slices)))
+        lane, ids = self._lanes.of(chars), array("I")  # four bytes each: a list of as many integers has 36
+        with lane.admitted(chars):
+            while (part := await lane.step(lambda: next(slices, None))) is not None:
+                ids.extend(part)
+                if len(ids) > most:
+                    head = f"This model's maximum context length is {self.context_length} tokens"
+                    raise _too_long(f"{head}, but {param!r} has more than {most}. Shorten it.", param)
+        return ids.tolist()
 
     async def prefix_chains(self, packed: bytes, cache_salt: str) -> Chains:
         """The prefix keys under which the KV of ``packed`` tokens is cached, by the element type in which it was
@@ -131,23 +154,20 @@ class ServedModel:
         roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
         chains = {dtype: Chain(root, packed) for dtype, root in roots.items()}
         if len(packed) * len(chains) > INLINE_BYTES:  # whoever looks for the last key would hold everybody up
-            await self.in_thread(len(packed), lambda: [list(chain) for chain in chains.values()])
+            await self.in_lane(len(packed) // 4, lambda: [list(chain) for chain in chains.values()])
         return chains
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters or tokens, in a thread if they are many."""
-        return work() if size < LONG else await self.in_thread(size, work)
+        """``work`` on ``size`` characters or tokens, in a lane if they are many."""
+        return work() if size < LONG else await self.in_lane(size, work)
 
-    async def in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters, tokens or bytes, in a thread; RequestError 429 if too many wait already."""
-        if self._texts >= MAX_TEXTS or (self._texts and self._chars + size > MAX_TEXT_CHARS):
-            waiting = f"{self._texts} texts of {self._chars} characters are being tokenized"
-            raise overloaded(waiting, min(MAX_RETRY_S, max(MIN_RETRY_S, self._chars / _CHARS_PER_S)))
-        self._texts, self._chars = self._texts + 1, self._chars + size
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        finally:
-            self._texts, self._chars = self._texts - 1, self._chars - size
+    async def in_lane(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on ``size`` characters or tokens, as one step; RequestError 429 if too much waits already."""
+        return await self._lanes.of(size).only_step(size, work)
+
+    async def in_body_lane(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on a request body of ``size`` bytes, as one step; RequestError 429 if too much waits already."""
+        return await self._lanes.of_body(size).only_step(size, work)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -192,12 +212,12 @@ class ServedModel:
             raise _too_long(f"{head}. Shorten the prompt.", prompt_field)
         raise _too_long(f"{head} and {wanted} more are asked for. At most {room} output tokens fit.", "max_tokens")
 
-    def _check_chars(self, chars: int, param: str) -> None:
-        """Refuses a text that is hopelessly long before it costs the time to tokenize it."""
-        limit, least = self.context_length, self.text.least_tokens(chars)
-        if least > limit:
-            head = f"This model's maximum context length is {limit} tokens, but the prompt has at least {least}"
-            raise _too_long(f"{head}. Shorten the prompt.", param)
+    def check_chars(self, chars: int, param: str) -> None:
+        """RequestError if a text of ``chars`` characters cannot fit the context, whatever they are."""
+        limit, most = self.context_length, self.context_length * self.text.chars_per_token
+        if chars > most:
+            head = f"This model's maximum context length is {limit} tokens, at most {most} characters"
+            raise _too_long(f"{head}, but {param!r} has {chars}. Shorten it.", param)
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self.checkpoint.vocab_size
@@ -215,6 +235,23 @@ class ServedModel:
 
 def _too_long(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def _size(value: object) -> int:
+    """About how many characters ``value`` would have as text: those of its strings and keys, and one for all else."""
+    size, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            size += len(item)
+            continue
+        size += 1
+        if isinstance(item, dict):
+            size += sum(map(len, item))
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+    return size
 
 
 def _defaults(checkpoint: Checkpoint) -> dict[str, float]:

@@ -1,30 +1,32 @@
 """Chat templates: messages to prompt text, in the dialect of transformers, without importing it.
 
 ``transformers.utils.chat_template_utils`` costs 0.7 s of imports for fifty lines of jinja2 environment; these are
-those lines: the same sandbox, filters, globals and loop controls. What a client typed stays text: control tokens inside
-message contents are fenced, so that the tokenizer can encode them as plain characters and no role can be forged.
+those lines: the same sandbox, filters, globals and loop controls. A template sees the client's strings as they are, and
+the prompt is character for character what transformers makes of them; beyond that each character knows whether the
+template wrote it (:mod:`coordinator.traced`), so that no string of a client, at any depth, can become a control token.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from common.errors import RequestError, StartError
 from coordinator.fields import Json
-
-_FENCES = range(0xF0000, 0xF0100)
-"""Private-use characters; two that no message contains mark text that must not become control tokens."""
-_CONTINUE = "\U000f1000CONTINUE"
+from coordinator.traced import Traced, join, origins, written
 
 
 class _Generation(jinja2.ext.Extension):
@@ -35,6 +37,75 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Compiles every string constant of a template to one that knows that the template wrote it."""
+
+    environment: _Environment
+
+    def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:  # noqa: N802 - jinja2's
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(self.environment.literal(value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(  # noqa: N802 - jinja2's
+        self, node: jinja2.nodes.TemplateData, frame: jinja2.compiler.Frame
+    ) -> None:
+        self.write(self.environment.literal(node.data))
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:  # noqa: N802 - jinja2's
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self.environment.literal("".join(group))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Of one template."""
+
+    code_generator_class = _CodeGenerator
+    concat = staticmethod(join)
+
+    def __init__(self) -> None:
+        # not optimized: the optimizer folds lists and objects of strings into one constant
+        extensions = [_Generation, jinja2.ext.loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+        self.literals: list[Traced] = []
+        self.filters |= {"tojson": _tojson, "join": _join, "safe": _safe}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime}
+
+    def literal(self, text: str) -> str:
+        """Python for the template's own ``text``."""
+        self.literals.append(written(text))
+        return f"environment.literals[{len(self.literals) - 1}]"
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """jinja2's ``str.format``, of a text of the template's own with the origins of all that it joins."""
+        plain = super().wrap_str_format(value)
+        text = getattr(value, "__self__", None)
+        if plain is None or value.__name__ != "format" or not isinstance(text, Traced) or b"\0" in origins(text):
+            return plain
+        return functools.partial(self._format, plain, text)
+
+    def _format(self, plain: Callable[..., str], text: Traced, *values: Any, **named: Any) -> str:
+        wanted, parts = plain(*values, **named), list[str]()
+        formatter = SandboxedFormatter(self)
+        numbers = itertools.count()
+        for literal, name, layout, conversion in formatter.parse(text):
+            parts.append(written(literal))
+            if name is not None:
+                value, _ = formatter.get_field(name or str(next(numbers)), values, named)
+                simple = isinstance(value, str) and not layout and not conversion
+                parts.append(value if simple else formatter.vformat(f"{{:{layout}}}", (value,), {}))
+        made = join(parts)
+        return made if made == wanted else wanted
 
 
 def _raise(message: str) -> NoReturn:
@@ -51,43 +122,34 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@jinja2.pass_eval_context
+def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    """jinja2's, with a separator that keeps the origins of what it joins."""
+    separator = str(d)
+    return jinja2.filters.sync_do_join(context, value, Traced(separator, origins(separator)), attribute)
+
+
+def _safe(value: str) -> str:
+    """jinja2's; nothing is escaped here, and so the template's own text may stay as it is."""
+    return value if isinstance(value, Traced) else jinja2.filters.do_mark_safe(value)
+
+
 def _strftime(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime
-    return environment
-
-
-class Piece(str):
-    """Prompt text."""
-
-
-class Typed(str):
-    """Prompt text that a client typed and that looks like control tokens: to be encoded as plain characters."""
-
-
 class ChatTemplate:
-    """One compiled template. ``special`` are the names templates know (``bos_token`` ...); ``control`` the texts of all
-    control tokens of the tokenizer."""
+    """One compiled template. ``special`` are the names templates know (``bos_token`` ...)."""
 
-    def __init__(self, source: str, special: dict[str, str], control: list[str]) -> None:
+    def __init__(self, source: str, special: dict[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = _Environment().from_string(source)
         except jinja2.TemplateError as error:
             raise StartError(
                 "the chat template cannot be used", str(error), "correct it, or give --chat-template"
             ) from error
-        self._special = special
+        self._special = {name: written(text) for name, text in special.items()}
         self._knows_developer = "developer" in source
-        longest_first = sorted((re.escape(text) for text in control if text), key=len, reverse=True)
-        self._control = re.compile("|".join(longest_first)) if longest_first else None
 
     def render(
         self,
@@ -97,15 +159,15 @@ class ChatTemplate:
         kwargs: Json | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[Piece | Typed]:
-        """The prompt as pieces; RequestError 400 when the template refuses the messages."""
-        messages, fence = self._prepare(messages, continue_final_message)
+    ) -> Traced:
+        """The prompt; RequestError 400 when the template refuses the messages."""
+        end = f"CONTINUE{secrets.token_hex(16)}" if continue_final_message else ""
         try:
             text = self._template.render(
                 {
                     **(kwargs or {}),
                     **self._special,
-                    "messages": messages,
+                    "messages": self._prepare(messages, end),
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
@@ -116,56 +178,29 @@ class ChatTemplate:
             raise RequestError(
                 f"The chat template refuses these messages: {reason}", param="messages", code="invalid_messages"
             ) from error
-        if continue_final_message:
-            text = _cut_at_continue(text)
-        return list(_pieces(text, fence))
+        prompt = join([text])
+        return _cut_at(prompt, end) if end else prompt
 
-    def _prepare(self, messages: list[Json], continue_final: bool) -> tuple[list[Json], tuple[str, str]]:
-        plain = [
-            {**message, "role": "system"} if message["role"] == "developer" and not self._knows_developer else message
-            for message in messages
-        ]
-        if continue_final:
-            plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}{_CONTINUE}"}
-        fence = _fence_for(plain)
-        return [self._fenced(message, fence) for message in plain], fence
+    def _prepare(self, messages: list[Json], end: str) -> list[Json]:
+        """With roles, which are the server's words, in the template's own hand, and ``end`` behind the last content."""
+        plain = [{**message, "role": written(self._role(message))} for message in messages]
+        if end:
+            plain[-1]["content"] = f"{plain[-1]['content']}{end}"
+        return plain
 
-    def _fenced(self, message: Json, fence: tuple[str, str]) -> Json:
-        content = message["content"]
-        if self._control is None or not isinstance(content, str) or not self._control.search(content):
-            return message
-        return {**message, "content": self._control.sub(lambda found: f"{fence[0]}{found[0]}{fence[1]}", content)}
+    def _role(self, message: Json) -> str:
+        role = str(message["role"])
+        return "system" if role == "developer" and not self._knows_developer else role
 
 
-def _fence_for(messages: list[Json]) -> tuple[str, str]:
-    """Two characters that occur in no content. Almost always the first two candidates."""
-    text = [content for message in messages if isinstance(content := message["content"], str)]
-    unused = (char for char in map(chr, _FENCES) if not any(char in content for content in text))
-    try:
-        return next(unused), next(unused)
-    except StopIteration:
-        raise RequestError("The messages use every private-use character.", param="messages") from None
-
-
-def _cut_at_continue(text: str) -> str:
-    at = text.rfind(_CONTINUE)
+def _cut_at(text: Traced, end: str) -> Traced:
+    """``text`` up to the last ``end``, which no client can know."""
+    at = text.rfind(end)
     if at < 0:
         raise RequestError(
             "The chat template drops the final message, so it cannot be continued.", param="continue_final_message"
         )
     return text[:at]
-
-
-def _pieces(text: str, fence: tuple[str, str]) -> Iterator[Piece | Typed]:
-    opening, closing = fence
-    for index, part in enumerate(text.split(opening)):
-        typed, closed, rest = part.partition(closing) if index else ("", "", part)
-        if index and not closed:  # a template cut the content inside the fence
-            typed, rest = part, ""
-        if typed:
-            yield Typed(typed)
-        if rest:
-            yield Piece(rest)
 
 
 def pick_template(candidates: Any) -> str | None:

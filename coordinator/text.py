@@ -3,90 +3,113 @@
 Owns the tokenizer (the ``tokenizers`` library alone; ``AutoTokenizer`` would bring torch), the chat template,
 incremental detokenisation that never splits a character, and the window that keeps stop strings from leaking. All of it
 is synchronous and safe to call from an executor thread; long texts and lists go through the library's batch calls,
-because only those let go of the interpreter lock.
+because only those let go of the interpreter lock. Very long ones come out a slice at a time.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, normalizers
 
 from common.errors import RequestError, StartError, reason
+from coordinator.control import ControlTokens, control_tokens
 from coordinator.openai import ChatBody
-from coordinator.template import ChatTemplate, Typed, pick_template
+from coordinator.slices import SLICE_CHARS, encode_slices
+from coordinator.template import ChatTemplate, pick_template
+
+log = logging.getLogger("tandem.text")
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 2_000
 """Characters or tokens from which on the library must let go of the interpreter lock; below, threads cost more."""
 _NFC_SHRINKS = 4
 """So many characters may become one in normal form C."""
+_VANISHING = 16
+"""Where text may vanish on the way to tokens (white space, unknown words, accents), a prompt may have so many times
+the characters that its longest tokens stand for."""
+_TRIAL: list[dict[str, object]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+]
 MAX_WINDOW_TOKENS = 32
 """A character that is still incomplete after so many tokens is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A templated chat: ``text`` with control tokens under their secret names, ``chars`` as long as it was before."""
+
+    text: str
+    chars: int
 
 
 class TextModel:
     """Tokenizer and chat template of one checkpoint directory."""
 
     def __init__(self, directory: Path, *, vocab_size: int, chat_template: str | None = None) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # work stays in its thread, whose lane it is in
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
         added = self.tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._control = [token.content for token in added.values() if token.special]
         self._byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
-        self._token_chars = _token_chars(self.tokenizer) if self._byte_level else None
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.chars_per_token = self._longest_token * _shrinks(self.tokenizer, self._byte_level)
+        """The most characters of text that one token may stand for, in a prompt as a whole."""
         self._bytes: dict[int, bytes] = {}
-        self._plain: Tokenizer | None = None
-        self._plain_lock = Lock()
+        self._around = _around(self.tokenizer)
+        self._control = ControlTokens(self.tokenizer)
         self.template = self._load_template(chat_template)
 
     # -- to tokens ------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of ``text``; control tokens spelled out in it are control tokens."""
-        return _encode(self.tokenizer, text, add_special_tokens)
+        return list(chain.from_iterable(self.slices(text, add_special_tokens=add_special_tokens)))
 
-    def encode_typed(self, text: str) -> list[int]:
-        """The ids of ``text`` with every control token in it taken as plain characters."""
-        with self._plain_lock:
-            if self._plain is None:
-                self._plain = Tokenizer.from_str(self.tokenizer.to_str())
-                self._plain.encode_special_tokens = True
-        return _encode(self._plain, text, False)
+    def slices(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """:meth:`encode`, some ids at a time."""
+        before, after = self._around if add_special_tokens else ([], [])
+        parts = _slices(self.tokenizer, text, self._longest_token)
+        yield before + next(parts)
+        yield from parts
+        yield after
 
-    def least_tokens(self, chars: int) -> int:
-        """As few tokens can ``chars`` characters be; 0 where that cannot be told."""
-        return chars // self._token_chars if self._token_chars else 0
-
-    def encode_chat(self, body: ChatBody, check_chars: Callable[[int], None] = lambda chars: None) -> list[int]:
-        """The prompt of a chat; RequestError if the model has no template or the template refuses it. ``check_chars``
-        may refuse the length of the templated text before it becomes tokens."""
+    def chat_text(self, body: ChatBody) -> ChatText:
+        """The templated chat; RequestError if the model has no template or the template refuses it."""
         if self.template is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
                 param="messages",
                 code="no_chat_template",
             )
-        pieces = self.template.render(
+        text = self.template.render(
             body.messages,
             tools=body.tools,
             kwargs=body.template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        check_chars(sum(map(len, pieces)))
-        ids: list[int] = []
-        for piece in pieces:
-            typed = isinstance(piece, Typed)
-            ids += self.encode_typed(piece) if typed else self.encode(piece, add_special_tokens=False)
-        return ids
+        return ChatText(self._control.spell(text), len(text))
+
+    def chat_slices(self, chat: ChatText) -> Iterator[list[int]]:
+        """The ids of a templated chat, some at a time: control tokens are those that the template wrote."""
+        return _slices(self._control.tokenizer, chat.text, max(self._longest_token, self._control.longest_name))
+
+    def encode_chat(self, body: ChatBody) -> list[int]:
+        """The prompt of a chat."""
+        return list(chain.from_iterable(self.chat_slices(self.chat_text(body))))
 
     # -- to text --------------------------------------------------------------------------------------------------
 
@@ -143,7 +166,19 @@ class TextModel:
         for name in _SPECIAL_NAMES:
             if text := _token_text(settings.get(name)) or _token_text(legacy.get(name)):
                 special[name] = text
-        return ChatTemplate(source, special, self._control)
+        template = ChatTemplate(source, special)
+        self._try_out(template)
+        return template
+
+    def _try_out(self, template: ChatTemplate) -> None:
+        """Warns of a template that makes control tokens in a way in which it cannot be seen that it made them."""
+        try:
+            text = template.render(_TRIAL)
+        except RequestError:
+            return  # this one wants other messages
+        names = control_tokens(self.tokenizer)
+        if lost := sorted(name for name in names if name in self._control.spell(text)):
+            log.warning("what the chat template makes of %s is taken for text: write it in one piece", ", ".join(lost))
 
     def _own_template(self, settings: Mapping[str, Any]) -> str | None:
         file = self.directory / "chat_template.jinja"
@@ -179,20 +214,31 @@ def _load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _slices(tokenizer: Tokenizer, text: str, longest_token: int) -> Iterator[list[int]]:
     if len(text) < LONG:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        yield tokenizer.encode(text, add_special_tokens=False).ids
+    elif len(text) <= SLICE_CHARS:
+        yield tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    else:
+        yield from encode_slices(tokenizer, text, longest_token)
 
 
-def _token_chars(tokenizer: Tokenizer) -> int | None:
-    """The most characters that become one token of a byte-level vocabulary; None where text may vanish on the way."""
-    vocab, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder().values()
-    normalizer = tokenizer.normalizer
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that belong before and behind every text."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    at = next(at for at in range(len(whole) + 1) if whole[at : at + len(bare)] == bare)
+    return whole[:at], whole[at + len(bare) :]
+
+
+def _shrinks(tokenizer: Tokenizer, byte_level: bool) -> int:
+    """How many times the characters of its tokens a text can have at most."""
+    added, normalizer = tokenizer.get_added_tokens_decoder().values(), tokenizer.normalizer
     keeps_text = normalizer is None or isinstance(normalizer, normalizers.NFC)
-    if not keeps_text or not _BYTE_OF.keys() <= vocab.keys() or any(token.lstrip or token.rstrip for token in added):
-        return None
-    return max(map(len, vocab)) * (1 if normalizer is None else _NFC_SHRINKS)
+    whole = byte_level and _BYTE_OF.keys() <= tokenizer.get_vocab().keys()
+    if not keeps_text or not whole or any(token.lstrip or token.rstrip for token in added):
+        return _VANISHING
+    return 1 if normalizer is None else _NFC_SHRINKS
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

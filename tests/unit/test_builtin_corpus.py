@@ -208,10 +208,10 @@ def render() -> Any:
     from coordinator.template import ChatTemplate
 
     source = Path(path() / "chat_template.jinja").read_text(encoding="utf-8")
-    template = ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|end|>"}, ["<|user|>", "<|end|>"])
+    template = ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|end|>"})
 
     def run(messages: list[dict[str, Any]], **options: Any) -> str:
-        return "".join(map(str, template.render(messages, **options)))
+        return template.render(messages, **options)
 
     return run
 

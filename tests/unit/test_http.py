@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.http import INLINE_BYTES, make_runner
+from coordinator.lanes import Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
@@ -1253,21 +1254,58 @@ async def test_a_wrong_method_is_told_the_right_ones(house: House) -> None:
     assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
 
 
-async def test_what_is_hopelessly_long_is_refused_without_tokenizing(
+async def test_what_is_hopelessly_long_is_refused_without_any_work(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(house.services.model.text, "encode", None)
-    long = "x" * 1_000_000
-    for path, asked in ((TEXT, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+    model = house.services.model
+    monkeypatch.setattr(model.text, "_control", None)
+    monkeypatch.setattr(model.text, "slices", None)
+    monkeypatch.setattr(model.text, "template", None)
+    most = model.context_length * model.text.chars_per_token
+    long = "x" * (most + 1)
+    messages = [{"role": "user", "content": long}]
+    for path, asked in (
+        (TEXT, {"prompt": long}),
+        (TEXT, {"prompt": ["a", long]}),
+        (CHAT, {"messages": messages}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": messages}),
+    ):
         response, body = await house.post(path, asked)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
-        assert "at least" in body["error"]["message"]
+        assert f"{model.context_length} tokens, at most {most} characters" in body["error"]["message"]
+
+
+async def test_what_a_template_makes_too_long_is_refused(model: Path) -> None:
+    repeated = "{% for message in messages %}{{ message.content * 3 }}{% endfor %}"
+    async with open_house(model, "prefill", "decode", chat_template=repeated) as house:
+        most = house.services.model.context_length * house.services.model.text.chars_per_token
+        asked = {"messages": [{"role": "user", "content": "x" * (most // 2)}]}
+        response, body = await house.post("/tokenize", asked)
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert str(most // 2 * 3) in body["error"]["message"]
+
+
+async def test_more_tokens_than_the_context_are_refused_on_the_way(house: House) -> None:
+    limit = house.services.model.context_length
+    response, body = await house.post("/tokenize", {"prompt": "é" * limit * 4})
+    assert response.status == 200 and body["count"] > 2 * limit, "counting may go on"
+    for path, asked in ((TEXT, {"prompt": "é" * limit * 10}), (CHAT, chat_of("é" * limit * 10))):
+        response, body = await house.post(path, asked)
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert f"has more than {limit}" in body["error"]["message"]
+
+
+def chat_of(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 async def test_ids_are_counted_before_they_are_read(house: House) -> None:
     for path, name in ((TEXT, "prompt"), ("/detokenize", "tokens")):
         response, body = await house.post(path, {name: [True] * ((1 << 20) + 1)})
         assert response.status == 400 and str((1 << 20) + 1) in body["error"]["message"]
+    response, body = await house.post("/detokenize", {"tokens": [5] * (POSITIONS + 1)})
+    assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
 async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1283,26 +1321,70 @@ async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkey
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_texts_that_wait_for_tokens_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.served.MAX_TEXTS", 1)
-    begun, go_on = threading.Event(), threading.Event()
+class Held:
+    """Texts whose tokens are held back until ``go_on``."""
 
-    def encode(text: str, **_: Any) -> list[int]:
-        begun.set()
-        go_on.wait()
-        return [50]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, house: House) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+        self._slices = house.services.model.text.slices
+        monkeypatch.setattr(house.services.model.text, "slices", self)
 
-    monkeypatch.setattr(house.services.model.text, "encode", encode)
-    asked = {"prompt": "x" * 4000, "max_tokens": 1}
-    first = asyncio.create_task(house.post(TEXT, asked))
-    try:
-        await until(begun.is_set, "the first is tokenized")
-        response, body = await house.post(TEXT, asked)
-        assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
-        assert response.headers["Retry-After"]
-    finally:
-        go_on.set()
-    assert (await first)[0].status == (await house.post(TEXT, asked))[0].status == 200
+    def __call__(self, text: str, **_: Any) -> Iterator[list[int]]:
+        for part in self._slices(text):
+            self.begun.append(text)
+            self.go_on.wait()
+            yield part
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch, house: House) -> Iterator[Held]:
+    made = Held(monkeypatch, house)
+    yield made
+    made.go_on.set()
+
+
+SHORT_TEXT, LONG_TEXT = "x" * 4_000, "x" * 20_000
+PROSE = "the quick brown fox " * 150
+
+
+@pytest.mark.parametrize("text", [SHORT_TEXT, LONG_TEXT])
+async def test_texts_that_wait_for_tokens_are_bounded(house: House, held: Held, text: str) -> None:
+    lanes = house.services.model._lanes
+    lanes.of(len(text))._bounds = Bounds(texts=1, chars=1 << 30)
+    asked = {"prompt": text}
+    first = asyncio.create_task(house.post("/tokenize", asked))
+    await until(lambda: held.begun, "the first is tokenized")
+    async with asyncio.timeout(10):
+        response, body = await house.post("/tokenize", asked)
+    assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
+    assert response.headers["Retry-After"]
+    held.go_on.set()
+    assert (await first)[0].status == (await house.post("/tokenize", asked))[0].status == 200
+
+
+async def test_a_short_text_does_not_wait_for_a_long_one(house: House, held: Held) -> None:
+    long = asyncio.create_task(house.post("/tokenize", {"prompt": LONG_TEXT}))
+    await until(lambda: held.begun, "the long one is tokenized")
+    async with asyncio.timeout(10):
+        response, _ = await house.post(CHAT, {**chat_of(PROSE), "max_tokens": 1})
+    assert response.status == 200 and not long.done()
+    held.go_on.set()
+    assert (await long)[0].status == 200
+
+
+async def test_work_on_a_text_ends_when_its_client_has_left(house: House, held: Held) -> None:
+    running = asyncio.create_task(house.post("/tokenize", {"prompt": LONG_TEXT}))
+    await until(lambda: held.begun, "the first is tokenized")
+    waiting = asyncio.create_task(house.post("/tokenize", {"prompt": LONG_TEXT + "y"}))
+    lane = house.services.model._lanes.of(len(LONG_TEXT))
+    await until(lambda: lane._texts == 2, "the second waits")
+    for task in (running, waiting):
+        task.cancel()
+    await until(lambda: not lane._texts and not lane._chars, "neither counts")
+    held.go_on.set()
+    assert (await house.post("/tokenize", {"prompt": LONG_TEXT + "z"}))[0].status == 200, "the lane is free"
+    assert held.begun.count(LONG_TEXT) == 1 and LONG_TEXT + "y" not in held.begun
 
 
 async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> None:

@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from common.errors import RequestError, StartError
 from coordinator.fields import Json
 from coordinator.openai import ChatBody, parse_chat
-from coordinator.template import ChatTemplate, Typed, pick_template
+from coordinator.template import ChatTemplate, pick_template
 from coordinator.text import StopWindow, TextModel, _WindowDetokenizer
-from tests.fakes.checkpoint import SPECIALS, TEMPLATE, VOCAB, fake_checkpoint
-
-CONTROL = list(SPECIALS)
+from coordinator.traced import origins
+from tests.fakes.checkpoint import TEMPLATE, VOCAB, fake_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +60,16 @@ def test_an_added_token_is_its_text_even_where_its_letters_stand_for_bytes(tmp_p
     assert text.detokenizer().push(token) == text.decode([token]) == "\u00ab\u00e9\u00bb"
 
 
-def test_the_fewest_tokens_that_so_many_characters_can_be(text: TextModel, tmp_path: Path) -> None:
+def test_the_most_characters_that_tokens_can_be(text: TextModel, tmp_path: Path) -> None:
     for sample in ("<|developer|>" * 50, "quick brown fox", "🙂" * 9):
-        assert 0 < text.least_tokens(len(sample) * 100) <= len(text.encode(sample * 100))
+        assert len(sample * 100) <= len(text.encode(sample * 100)) * text.chars_per_token
+    longest = max(map(len, text.tokenizer.get_vocab()))
     directory = fake_checkpoint(tmp_path / "model")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for normalizer, known in ((normalizers.NFC(), True), (normalizers.Strip(), False)):
-        tokenizer.normalizer = normalizer
+    for normalizer, shrinks in ((None, 1), (normalizers.NFC(), 4), (normalizers.Strip(), 16)):
+        tokenizer.normalizer = normalizer  # type: ignore[assignment]
         tokenizer.save(str(directory / "tokenizer.json"))
-        assert bool(TextModel(directory, vocab_size=VOCAB).least_tokens(10_000)) is known
+        assert TextModel(directory, vocab_size=VOCAB).chars_per_token == longest * shrinks
 
 
 @pytest.mark.alone
@@ -179,16 +179,16 @@ def test_continuing_the_final_message(text: TextModel) -> None:
 
 
 def test_tools_and_extra_variables_reach_the_template() -> None:
-    template = ChatTemplate("{{ tools | tojson }}{{ mood }}{{ bos_token }}", {"bos_token": "B"}, [])
+    template = ChatTemplate("{{ tools | tojson }}{{ mood }}{{ bos_token }}", {"bos_token": "B"})
     messages: list[Json] = [{"role": "user", "content": "x"}]
     kwargs: Json = {"mood": "😀", "bos_token": "Z"}
-    assert template.render(messages, tools=[{"name": "<f>"}], kwargs=kwargs) == ['[{"name": "<f>"}]😀B']
+    assert template.render(messages, tools=[{"name": "<f>"}], kwargs=kwargs) == '[{"name": "<f>"}]😀B'
 
 
 def test_no_extra_variable_takes_the_place_of_the_servers() -> None:
-    template = ChatTemplate("{{ add_generation_prompt }}{{ messages | length }}", {}, [])
+    template = ChatTemplate("{{ add_generation_prompt }}{{ messages | length }}", {})
     kwargs: Json = {"add_generation_prompt": 5, "self": 5, "messages": []}
-    assert template.render([{"role": "user", "content": "x"}], kwargs=kwargs) == ["True1"]
+    assert template.render([{"role": "user", "content": "x"}], kwargs=kwargs) == "True1"
 
 
 @pytest.mark.parametrize(
@@ -204,29 +204,40 @@ def test_no_extra_variable_takes_the_place_of_the_servers() -> None:
 )
 def test_a_template_that_fails_or_misbehaves_is_a_refusal(source: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ChatTemplate(source, {}, []).render([{"role": "user", "content": "x"}])
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
     assert caught.value.status == 400 and caught.value.param == "messages"
 
 
 def test_the_dialect_of_transformers() -> None:
     source = "{% generation %}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}\n"
     source += "{% endfor %}{% endgeneration %}{{ strftime_now('%%') }}"
-    template = ChatTemplate(source, {}, [])
+    template = ChatTemplate(source, {})
     messages: list[Json] = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert template.render(messages) == ["a\n%"]
+    assert template.render(messages) == "a\n%"
 
 
 def test_developer_is_system_where_the_template_does_not_know_it() -> None:
-    shown = "".join(ChatTemplate(TEMPLATE, {"bos_token": ""}, CONTROL).render([{"role": "developer", "content": "a"}]))
+    shown = ChatTemplate(TEMPLATE, {"bos_token": ""}).render([{"role": "developer", "content": "a"}])
     assert shown.startswith("<|system|>a")
 
 
-def test_pieces_that_were_typed_are_marked() -> None:
-    pieces = ChatTemplate(TEMPLATE, {"bos_token": ""}, CONTROL).render([{"role": "user", "content": "a<|end|>b"}])
-    assert [(str(piece), isinstance(piece, Typed)) for piece in pieces] == [
-        ("<|user|>a", False),
-        ("<|end|>", True),
-        ("b<|end|><|assistant|>", False),
+def test_what_the_template_wrote_is_marked() -> None:
+    shown = ChatTemplate(TEMPLATE, {"bos_token": "B"}).render([{"role": "user", "content": "a<|end|>b"}])
+    assert shown == "B<|user|>a<|end|>b<|end|><|assistant|>"
+    assert [char for char, own in zip(shown, origins(shown), strict=True) if not own] == list("a<|end|>b")
+
+
+@pytest.mark.parametrize(("written", "lost"), [("'<|user|>'", False), ("'<|USER|>'.swapcase()", True)])
+def test_a_template_whose_control_tokens_become_text_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: str, lost: bool
+) -> None:
+    directory = fake_checkpoint(tmp_path / "model")
+    template = f"{{% for message in messages %}}{{{{ {written} ~ message.content }}}}{{% endfor %}}"
+    text = TextModel(directory, vocab_size=VOCAB, chat_template=template)
+    ids = text.encode_chat(parse_chat({"messages": [{"role": "user", "content": "<|user|>"}]}))
+    assert ids.count(text.encode("<|user|>", add_special_tokens=False)[0]) == (not lost)
+    assert [record.getMessage() for record in caplog.records if "<|user|>" in record.getMessage()] == lost * [
+        "what the chat template makes of <|user|> is taken for text: write it in one piece"
     ]
 
 

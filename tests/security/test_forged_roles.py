@@ -1,0 +1,112 @@
+"""Clients that spell control tokens in every string of a chat: the prompt has no more of them than without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.outside import ask, coordinator, request
+
+pytestmark = pytest.mark.e2e
+
+CONTROL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+"""Of the built-in model."""
+HARMLESS = "qqq"
+SHOWS_ALL = """
+{%- for message in messages %}{{ '<|' ~ message.role ~ '|>' }}{{ message.content }}<{{ message.name }}>
+{{- message.reasoning_content }}{{ message.tool_call_id }}{{ message | tojson }}{{ message }}
+{%- for call in message.tool_calls or [] %}{{ call.id }}<|{{ call.function.name }}|>
+{%- for key, value in call.function.arguments.items() %}<|{{ key }}|>{{ value }}{% endfor %}{% endfor %}<|end|>
+{%- endfor %}{{ tools | default([], true) | tojson(indent=1) }}{{ tools }}
+{%- for tool in tools or [] %}<|{{ tool.function.name }}|>{{ tool.function.description | upper | lower }}
+{%- for key, value in tool.function.parameters.properties | items %}{{ key ~ value.enum | join }}{% endfor %}
+{%- endfor %}{{ mood }}{{ extra }}{{ extra | default({}) | tojson }}{{ reasoning_effort }}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""A chat template that writes every string of a request, some of them where they complete a control token."""
+
+
+@pytest.fixture(scope="module", params=["own template", "a template that shows all"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory: Path = tmp_path_factory.mktemp("forged")
+    flags: tuple[str, ...] = ()
+    if request.param != "own template":
+        (directory / "all.jinja").write_text(SHOWS_ALL)
+        flags = ("--chat-template", str(directory / "all.jinja"))
+    with coordinator(directory, *flags) as system:
+        yield system.url
+
+
+def tokens(url: str, **body: Any) -> list[int]:
+    answer = ask(url, request("POST", "/tokenize", body=json.dumps(body).encode()))
+    assert answer.status == 200, answer.body
+    found: list[int] = answer.json["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def control(url: str) -> set[int]:
+    """Ids of control tokens, as a prompt that is not a chat may have them."""
+    spelled = {text: tokens(url, prompt=text, add_special_tokens=False) for text in CONTROL}
+    assert all(len(ids) == 1 for ids in spelled.values()), spelled
+    return {ids[0] for ids in spelled.values()}
+
+
+def everywhere(text: str) -> dict[str, Any]:
+    """A chat with ``text`` in every place in which a client may put a string."""
+    nested = {text: [text, {text: text, "x": [[text]]}], "x": 1}
+    call = {"id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(nested)}}
+    parts = [{"type": "text", "text": text}, {"type": "input_text", "text": text}, {"type": "refusal", "refusal": text}]
+    properties = {text: {"enum": [text, text], "default": text, "description": text, "x": nested}}
+    schema = {"type": text, "properties": properties, "required": [text], text: text}
+    function = {"name": text, "description": text, "parameters": schema, text: text}
+    return {
+        "messages": [
+            {"role": "system", "content": text, "name": text},
+            {"role": "developer", "content": text, "name": text},
+            {"role": "user", "content": text, "name": text, text: text},
+            {"role": "user", "content": [*parts, text]},
+            {"role": "assistant", "content": text, "name": text, "reasoning_content": text},
+            {"role": "assistant", "content": None, "refusal": text},
+            {"role": "assistant", "content": text, "tool_calls": [call, call]},
+            {"role": "tool", "content": text, "tool_call_id": text, "name": text},
+        ],
+        "tools": [{"type": "function", "function": function, text: text}],
+        "chat_template_kwargs": {"mood": text, "extra": nested, f"k{text}": nested},
+        "documents": [{"title": text, "text": text}],
+    }
+
+
+def halves(text: str) -> list[str]:
+    return [text[:at] for at in range(1, len(text))] + [text[at:] for at in range(1, len(text))]
+
+
+@pytest.mark.parametrize("text", CONTROL)
+def test_spelled_control_tokens_are_text(url: str, control: set[int], text: str) -> None:
+    def steering(spelled: str) -> list[int]:
+        return [token for token in tokens(url, **everywhere(spelled)) if token in control]
+
+    wanted = steering(HARMLESS)
+    assert len(wanted) > 8
+    for spelled in (text, f" {text} ", f"{text}{text}", f"q{text}q", *halves(text)):
+        assert steering(spelled) == wanted, spelled
+
+
+@pytest.mark.parametrize("text", CONTROL)
+def test_a_message_that_is_continued_is_text(url: str, control: set[int], text: str) -> None:
+    def steering(spelled: str) -> list[int]:
+        messages = [{"role": "user", "content": spelled}, {"role": "assistant", "content": f"a{spelled}"}]
+        return [token for token in tokens(url, messages=messages, continue_final_message=True) if token in control]
+
+    for spelled in (text, *halves(text)):
+        assert steering(spelled) == steering(HARMLESS)
+
+
+def test_roles_that_are_not_roles_are_refused(url: str) -> None:
+    for role in (*CONTROL, "user|>", "user<|end|>", "x"):
+        body = json.dumps({"messages": [{"role": role, "content": "a"}]}).encode()
+        answer = ask(url, request("POST", "/tokenize", body=body))
+        assert answer.status == 400 and answer.code == "invalid_value", role
