@@ -23,6 +23,7 @@ from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
+from coordinator.bodies import Bodies, BodyShare
 from coordinator.cors import Cors
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
@@ -87,6 +88,10 @@ class Services:
     metrics: Metrics
     scale: Scale | None = None
     answers: OpenAnswers = field(default_factory=OpenAnswers)
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bodies", Bodies(self.config.max_body_bytes))
 
 
 SERVICES = web.AppKey("services", Services)
@@ -177,20 +182,28 @@ async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
             status=415,
             code="unsupported_content_encoding",
         )
-    body = await _receive(request)
-    if len(body) <= INLINE_BYTES:
-        return read(parse_json(body))
-    return await request.app[SERVICES].model.in_body_lane(len(body), lambda: read(parse_json(body)))
+    services = request.app[SERVICES]
+    with services.bodies.share() as share:
+        body = await _receive(request, share)
+        if len(body) <= INLINE_BYTES:
+            return read(parse_json(body))
+        return await services.model.in_body_lane(len(body), lambda: read(parse_json(body)))
 
 
-async def _receive(request: web.Request) -> bytes:
-    """All bytes of the body."""
+async def _receive(request: web.Request, share: BodyShare) -> bytes:
+    """All bytes of the body, counted in ``share`` as they come."""
     services = request.app[SERVICES]
     all_there = request.content.is_eof()  # a timer would be for nothing
     announce_reading(request)
+    body = bytearray()
     try:
         async with asyncio.timeout(None if all_there else services.config.client_timeout):
-            return await request.read()
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > request.client_max_size:
+                    raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+                if len(body) > INLINE_BYTES:
+                    share.grow(len(body))
     except TimeoutError:
         services.metrics.cut_off("sending")
         raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
@@ -198,6 +211,7 @@ async def _receive(request: web.Request) -> bytes:
         found = malformed_request(error)
         assert found is not None
         raise found[1] from None
+    return bytes(body)
 
 
 # -- the two generating endpoints -------------------------------------------------------------------------------------

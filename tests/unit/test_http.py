@@ -48,7 +48,7 @@ from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.http import INLINE_BYTES, make_runner
-from coordinator.lanes import Bounds
+from coordinator.lanes import LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
@@ -1385,6 +1385,22 @@ async def test_work_on_a_text_ends_when_its_client_has_left(house: House, held: 
     held.go_on.set()
     assert (await house.post("/tokenize", {"prompt": LONG_TEXT + "z"}))[0].status == 200, "the lane is free"
     assert held.begun.count(LONG_TEXT) == 1 and LONG_TEXT + "y" not in held.begun
+
+
+async def test_bodies_in_memory_are_bounded_and_large_ones_apart(house: House) -> None:
+    bodies = house.services.bodies
+    large, ordinary = ({"prompt": "x " * (size // 2)} for size in (LARGE_BYTES * 2, LARGE_BYTES // 16))
+    with bodies.share() as share:
+        share.grow(bodies.budgets[True])
+        response, body = await house.post("/tokenize", large)
+        assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
+        assert (await house.post("/tokenize", ordinary))[0].status == 200
+        share.grow(LARGE_BYTES)
+        bodies.budgets[False] = LARGE_BYTES
+        assert (await house.post("/tokenize", ordinary))[0].status == 429
+    assert (await house.post("/tokenize", large))[0].status == 400, "read, and too long for the context"
+    assert (await house.post("/tokenize", ordinary))[0].status == 200
+    assert bodies.held == {False: 0, True: 0}
 
 
 async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> None:
