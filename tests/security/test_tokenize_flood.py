@@ -1,0 +1,270 @@
+"""Long texts for the tokenizer, from clients that hang up: nobody else waits for them, and memory stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import secrets
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.e2e.system import Client, System
+from tests.models import make_model
+from tests.pace import scaled
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+MIB = 1 << 20
+BODY = 7 * MIB
+MOST_RSS = 400 * MIB
+MOST_LATER_S = 0.5
+ASKED_S = 2.0
+ATTACKERS = 4
+HUNG_UP_AFTER_S = 0.3
+PROSE = "the block has holders and the sender holds it until the receiver has it. "
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def long_text(chars: int) -> str:
+    """Text that is not the same word again and again."""
+    words = PROSE.split()
+    dice = random.Random(7)
+    text = " ".join(dice.choice(words) + str(dice.randrange(1000)) for _ in range(20_000))
+    return (text * (chars // len(text) + 1))[:chars]
+
+
+def chat_of(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def call_with(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+def array(item: str) -> bytes:
+    """A body with a JSON array of ``item``, as often as there is room."""
+    start = json.dumps(chat_of("x"))[:-1].encode() + b', "chat_template_kwargs": {"x": ['
+    return start + b",".join([item.encode()] * (BODY // (len(item) + 1))) + b"]}}"
+
+
+def keys(count: int) -> bytes:
+    """A body with an object of ``count`` members and a colon in a string, so that keys are looked at one by one."""
+    members = b",".join(b'"%06d":1' % number for number in range(count))
+    return json.dumps(chat_of("a:b"))[:-1].encode() + b', "chat_template_kwargs": {"x": {' + members + b"}}}"
+
+
+def attacks() -> dict[str, tuple[str, bytes]]:
+    """Path and body of each way to send much. The first six are long texts, which a context may have room for."""
+    text = long_text(BODY)
+    tool = {"type": "function", "function": {"name": "f", "description": text}}
+    plain: dict[str, tuple[str, dict[str, Any]]] = {
+        "prompt": ("/tokenize", {"prompt": text}),
+        "chat": ("/tokenize", chat_of(text)),
+        "prompts": (TEXT, {"prompt": [text[:110_000]] * 64, "max_tokens": 1}),
+        "generated": (CHAT, chat_of(text, max_tokens=1)),
+        "tools": (CHAT, chat_of("x", tools=[tool], max_tokens=1)),
+        "one word": ("/tokenize", {"prompt": "x" * BODY}),
+        "astral": ("/tokenize", chat_of("\N{SLIGHTLY SMILING FACE}" + text)),
+        "brackets": ("/tokenize", {"prompt": '[{"' * (BODY // 4)}),
+        "many messages": ("/tokenize", {"messages": chat_of(text[:400])["messages"] * 16_000}),
+        "arguments": ("/tokenize", call_with('{"x":[' + "[]," * (BODY // 3) + "[]]}")),
+    }
+    bodies = {name: (path, json.dumps(body, ensure_ascii=False).encode()) for name, (path, body) in plain.items()}
+    for name, item in {"arrays": "[]", "objects": '{"a":1}', "strings": '"ab"', "numbers": "1.5"}.items():
+        bodies[name] = ("/tokenize", array(item))
+    bodies["keys"] = ("/tokenize", keys(BODY // 11))
+    bodies["allowed keys"] = ("/tokenize", keys(120_000))
+    bodies["ids"] = ("/detokenize", b'{"tokens":[' + b",".join([b"500"] * (BODY // 4)) + b"]}")
+    return bodies
+
+
+LONG_TEXTS = 6
+
+
+@pytest.fixture(scope="module", name="attacks")
+def made_attacks() -> dict[str, tuple[str, bytes]]:
+    return attacks()
+
+
+def raw(url: str, path: str, data: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def send_and_leave(url: str, request: bytes) -> None:
+    """Sends a whole request, and hangs up without waiting for its answer."""
+    place = urlsplit(url)
+    _, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(request)
+        await writer.drain()
+        await asyncio.sleep(HUNG_UP_AFTER_S)  # the attack itself: the request has begun when its client leaves
+    except ConnectionError:
+        pass  # refused before all was sent
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def under_attack(url: str, *requests: bytes) -> AsyncIterator[None]:
+    """Some clients that send ``requests`` in turn for the duration of the block."""
+
+    async def attacker(first: int) -> None:
+        at = first
+        while True:
+            await send_and_leave(url, requests[at % len(requests)])
+            at += 1
+
+    tasks = [asyncio.create_task(attacker(first)) for first in range(ATTACKERS)]
+    try:
+        await asyncio.sleep(2 * HUNG_UP_AFTER_S)  # requests that were left behind are there
+        assert not [task for task in tasks if task.done()]
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def coordinator_of(system: System) -> psutil.Process:
+    """The process that answers at ``system.url``."""
+    port = urlsplit(system.url).port
+    mine = psutil.Process(system.process.popen.pid)
+    listening = [
+        each
+        for each in (mine, *mine.children(recursive=True))
+        if any(place.laddr.port == port and place.status == psutil.CONN_LISTEN for place in each.net_connections())
+    ]
+    return listening[-1]
+
+
+class Watched:
+    """The most memory of a process while it is watched."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self.most = 0
+
+    async def __aenter__(self) -> Watched:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        self._look()
+
+    async def _watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(0.02)
+
+    def _look(self) -> None:
+        self.most = max(self.most, self._process.memory_info().rss)
+
+
+async def typical_time(ask: Callable[[], Awaitable[None]]) -> float:
+    """The median time of calls of ``ask``, one after another for ASKED_S, in seconds."""
+    took: list[float] = []
+    first = time.monotonic()
+    while not took or time.monotonic() - first < ASKED_S:
+        began = time.monotonic()
+        await asyncio.wait_for(ask(), 60)
+        took.append(time.monotonic() - began)
+    return statistics.median(took)
+
+
+async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Callable[[], Awaitable[None]]) -> None:
+    """``ask`` takes as long as without attackers, and the coordinator's memory stays small."""
+    requests = [raw(system.url, *attack) for attack in attacks.values()]
+    waves = {"one prompt": requests[:1], "long texts": requests[:LONG_TEXTS], "many values": requests[LONG_TEXTS:]}
+    async with Watched(coordinator_of(system)) as memory:
+        quiet = await typical_time(ask)
+        took: dict[str, float] = {}
+        for name, sent in waves.items():
+            async with under_attack(system.url, *sent):
+                took[name] = await typical_time(ask)
+        quiet = max(quiet, await typical_time(ask))  # this machine has other work too
+    waited = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
+    shown = f"quiet {quiet:.2f} s, {waited}, {memory.most // MIB} MiB"
+    assert max(took.values()) - quiet <= scaled(MOST_LATER_S), shown
+    assert memory.most < MOST_RSS, shown
+
+
+# -- the built-in model: chats go on -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """``tandem up`` as it is, with the built-in model."""
+    words = ("up", "--port", "0", "--control-port", "0", "--served-model-name", System.name)
+    small = ("--threads", "1", "--num-kv-blocks", "1024")
+    with System.running(tmp_path_factory.mktemp("served") / "up.log", *words, *small) as system:
+        yield system
+
+
+async def first_token(client: Client) -> None:
+    """A chat of 4,600 characters, until something of its answer has come."""
+    content = (f"{secrets.token_hex(8)}: {PROSE * 70}")[:4_600]  # no prefix of it is cached
+    async with await client.post(CHAT, **chat_of(content), stream=True, max_tokens=4) as response:
+        assert response.status == 200, await response.text()
+        await response.content.readline()
+
+
+async def test_chats_do_not_wait_for_long_texts(served: System, attacks: dict[str, tuple[str, bytes]]) -> None:
+    async with served.client() as client:
+        await check(served, attacks, lambda: first_token(client))
+
+
+async def test_what_cannot_fit_the_context_is_refused_at_once(
+    served: System, attacks: dict[str, tuple[str, bytes]]
+) -> None:
+    async with served.client() as client:
+        for name, (path, body) in attacks.items():
+            async with client.session.post(path, data=io.BytesIO(body)) as response:
+                error = (await response.json())["error"]
+            assert response.status == 400, (name, error)
+            too_long = error["code"] == "context_length_exceeded" and "2048" in error["message"]
+            too_many = error["code"] == "invalid_value" and "are allowed" in error["message"]
+            assert too_long or too_many, (name, error)
+        async with client.session.post("/detokenize", json={"tokens": [5] * 2049}) as response:
+            error = (await response.json())["error"]
+        assert response.status == 400 and error["code"] == "context_length_exceeded", error
+
+
+# -- a context that has room for them ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A coordinator alone, of a model whose context is longer than any body: only its tokenizer is asked."""
+    directory: Path = tmp_path_factory.mktemp("large")
+    model = make_model("llama", directory / "model", max_position_embeddings=1 << 20)
+    words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
+    with System.running(directory / "log", *words, until_ready=False) as system:
+        yield system
+
+
+async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
+    large: System, attacks: dict[str, tuple[str, bytes]]
+) -> None:
+    async def tokenize() -> None:
+        async with client.session.post("/tokenize", json=chat_of((PROSE * 70)[:4_600])) as response:
+            assert response.status == 200, await response.text()
+
+    async with large.client() as client:
+        await check(large, attacks, tokenize)
+        text = long_text(60_000)
+        async with asyncio.timeout(scaled(10)):  # what the attackers have left was dropped
+            async with client.session.post("/tokenize", json={"prompt": text}) as response:
+                assert (await response.json())["count"] > len(text) / 10
