@@ -64,6 +64,7 @@ from coordinator.refusals import (
     worker_error,
 )
 from coordinator.registry import Registry, Worker
+from coordinator.residence import Running
 from coordinator.router import Need, NoWorkers, Placement, Router, Wait
 from coordinator.ticket import Ticket
 
@@ -111,6 +112,7 @@ class Dispatcher:
         self.times = self.registry.times
         self.breakers = router.breakers
         self.retries = RetryBudget()
+        admission.running = self._running
         self.links = Links()
         self.tickets: dict[bytes, Ticket] = {}
         self.draining = False
@@ -151,11 +153,13 @@ class Dispatcher:
 
     # -- the client's side ----------------------------------------------------------------------------------------
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Takes the requests in, all or none; RequestError says why not."""
+    def submit(self, tickets: Sequence[Ticket], *, first_try: bool = False) -> None:
+        """Takes the requests in, all or none; RequestError says why not. ``first_try``: by their client's headers they
+        were not refused before."""
         if self.draining:
             raise shutting_down()
         role = self.router.missing_role()
+        now = self._clock()
         if role is not None and not self.gateway.may_return(role):
             raise no_workers(role, starting=self.registry.starting(role))
         for ticket in tickets:
@@ -164,13 +168,16 @@ class Dispatcher:
         self.admission.enter(
             len(tickets),
             sum(ticket.prompt_length for ticket in tickets),
+            now,
             priority=tickets[0].priority,
-            within_s=tickets[0].deadline_at - self._clock(),
+            within_s=tickets[0].deadline_at - now,
+            key=hash((tickets[0].cache_salt, *(ticket.prompt for ticket in tickets))),
+            first_try=first_try,
         )
         for ticket in tickets:
             ticket.order, ticket.hopes = next(self._orders), role is not None
             self.tickets[ticket.id] = ticket
-            ticket.timer = self._loop.call_later(ticket.deadline_at - self._clock(), self._expire, ticket)
+            ticket.timer = self._loop.call_later(ticket.deadline_at - now, self._expire, ticket)
             self._enqueue(ticket)
         self.pump()
 
@@ -214,6 +221,8 @@ class Dispatcher:
         """The one way out for a ticket."""
         if ticket.queued:
             self._leave_queue(ticket, placed=False)
+        elif ticket.placed_at is not None:
+            self.admission.freed(self._clock() - ticket.placed_at)
         if tell_workers:
             self._tell(ticket.life.workers, Abort(ticket.id, ticket.life.attempt))
         ticket.life.move(state)
@@ -225,6 +234,13 @@ class Dispatcher:
         self.pump_soon()
 
     # -- the queue ------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Iterator[Running]:
+        """The requests that are at workers."""
+        now = self._clock()
+        for ticket in self.tickets.values():
+            if ticket.placed_at is not None and not ticket.queued:
+                yield Running(now - ticket.placed_at, ticket.limit_s)
 
     def _enqueue(self, ticket: Ticket) -> None:
         ticket.queued = True

@@ -23,6 +23,7 @@ from common.hosts import is_loopback
 from coordinator.answers import encode
 from coordinator.cors import Cors
 from coordinator.fields import Json
+from coordinator.refusals import RETRY_JITTER
 from coordinator.reply import error_body
 from coordinator.server import EXPECTATION, internal_error
 
@@ -36,6 +37,7 @@ HEARD = web.AppKey("heard", set)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
+_RANDOM = secrets.SystemRandom()
 _LOCAL_NAMES = ("localhost", "ip6-localhost")
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{0,5})?")
 _WITH_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
@@ -51,14 +53,19 @@ def error_response(error: RequestError) -> web.Response:
     """``error`` as a response, with the headers that belong to its status."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+        headers |= _retry_headers(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = json_response(error_body(error), status=error.status, headers=headers)
     if error.code in _CLOSING or error.status == 408:
         response.force_close()
     return response
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """Return ``seconds`` with jitter in both forms that clients read; ``Retry-After``, in whole seconds, rounds up."""
+    delay_ms = max(1, round(1000 * seconds * _RANDOM.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER)))
+    return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
 
 
 def guard(config: CoordinatorConfig, cors: Cors) -> Middleware:

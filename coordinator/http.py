@@ -50,6 +50,8 @@ KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
 """For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
 BACKLOG = 4_096
+RETRY_COUNT = "x-stainless-retry-count"
+"""Header with the number of retries before this one, of the openai and anthropic clients among others."""
 _LAST_WORDS_S = 1.0
 
 
@@ -298,7 +300,8 @@ async def _answer(
     reply.expect(tickets)
     with services.answers:
         try:
-            services.dispatcher.submit(tickets)
+            first_try = request.headers.get(RETRY_COUNT) == "0"
+            services.dispatcher.submit(tickets, first_try=first_try)
             if isinstance(reply, StreamReply):
                 return await _stream(request, reply)
             await reply.finished

@@ -6,6 +6,10 @@ from common.errors import RequestError
 from common.messages import Failed, Hello
 from coordinator.router import Need
 
+RETRY_JITTER = 0.2
+"""Retry times are spread by up to this share in both directions, so that clients that were refused together do not
+retry together. Drawn where the headers are written (:mod:`coordinator.guard`)."""
+
 
 def shutting_down() -> RequestError:
     return RequestError(

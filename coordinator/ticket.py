@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import Protocol
 
@@ -115,6 +116,14 @@ class Ticket:
     def interval_s(self) -> float:
         """Median of the last times between two tokens of a choice; 0 before there were two."""
         return median(self.intervals) if self.intervals else 0.0
+
+    def limit_s(self) -> float:
+        """Seconds until it reaches its ``max_tokens`` at the pace of its last tokens; inf if its client has set no
+        limit, or there were no two tokens yet."""
+        if self.open_ended or not self.intervals:
+            return inf
+        running = (tokens for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish)
+        return self.interval_s * max((self.sampling.max_tokens - len(tokens) for tokens in running), default=0)
 
     def need(self) -> Need:
         """What its choices that have not ended ask of workers."""

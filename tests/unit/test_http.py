@@ -22,6 +22,7 @@ import pytest
 import zmq
 from aiohttp import web
 
+from common.errors import RequestError
 from common.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
 from common.messages import (
     Abort,
@@ -47,11 +48,13 @@ from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
+from coordinator.guard import error_response
 from coordinator.http import INLINE_BYTES, make_runner
 from coordinator.lanes import LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
+from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.sse import deliver
 from coordinator.ticket import Ticket
@@ -368,8 +371,32 @@ async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:
         await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
         response, body = await house.post(TEXT, asked)
         assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
-        assert int(response.headers["retry-after-ms"]) > 0
+        delay_ms = int(response.headers["retry-after-ms"])
+        assert delay_ms >= 1000 * ASSUMED_S / 2, "nothing was measured yet"
+        assert int(response.headers["Retry-After"]) == math.ceil(delay_ms / 1000)
         await asyncio.gather(*tasks)
+
+
+async def test_a_full_queue_says_when_a_place_frees_by_what_requests_took_and_what_runs(model: Path) -> None:
+    async with open_house(model, "prefill", max_queued_requests=1) as house:
+        await house.add("decode", step_s=0.05, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 8}
+        for _ in range(ENOUGH):
+            assert (await house.post(TEXT, asked))[0].status == 200
+        running = asyncio.create_task(house.post(TEXT, {**asked, "max_tokens": 16}))
+        await until(lambda: len(list(house.dispatcher.admission.running())) == 1, "one runs")
+        waiting = asyncio.create_task(house.post(TEXT, asked))
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        response, _ = await house.post(TEXT, asked)
+        assert response.status == 429 and int(response.headers["retry-after-ms"]) < 1000 * ASSUMED_S / 2
+        await asyncio.gather(running, waiting)
+        assert not list(house.dispatcher.admission.running())
+
+
+def test_retry_times_are_spread() -> None:
+    error = RequestError("later", status=429, retry_after_s=2.0)
+    delays_ms = [int(error_response(error).headers["retry-after-ms"]) for _ in range(200)]
+    assert 1600 <= min(delays_ms) < 1800 and 2200 < max(delays_ms) <= 2400
 
 
 async def test_a_deadline_is_kept(model: Path) -> None:

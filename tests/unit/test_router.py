@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RequestError
 from common.ids import new_request_id
 from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.messages import Cached
 from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
-from coordinator.limits import MAX_RETRY_S, Admission
 from coordinator.registry import Registry, Worker
 from coordinator.router import (
     HELD_STEPS,
@@ -421,54 +419,6 @@ def test_the_ledger_never_promises_too_much_and_returns_to_zero(
     for worker in workers:
         account = router.account(worker)
         assert (account.blocks, account.sequences, account.prefill_tokens) == (0, 0, 0)
-
-
-def test_admission_is_bounded_and_says_when_to_come_back() -> None:
-    admission = Admission(max_requests=2, max_tokens=100)
-    admission.enter(1, 500)  # longer than the bound, but the queue was empty
-    with pytest.raises(RequestError) as refused:
-        admission.enter(1, 10)
-    assert refused.value.status == 429 and refused.value.code == "server_is_overloaded"
-    with pytest.raises(RequestError, match="lets only 2 requests wait") as hopeless:
-        admission.enter(3, 10)
-    assert hopeless.value.status == 400 and hopeless.value.param == "prompt"
-    assert 0 < (refused.value.retry_after_s or 0) <= MAX_RETRY_S
-    admission.leave(500, 0.0, placed=True)
-    admission.enter(2, 100)
-    with pytest.raises(RequestError):
-        admission.enter(1, 0)
-    admission.back(10)
-    assert (admission.requests, admission.tokens) == (3, 110), "a retry was admitted before"
-    for now in range(3):
-        admission.leave(0, float(now), placed=True)
-    assert admission.requests == 0
-
-
-def test_who_would_miss_its_deadline_in_the_queue_is_told_at_the_door() -> None:
-    admission = Admission(max_requests=1000, max_tokens=1 << 20)
-    for _ in range(100):
-        admission.enter(1, 100, within_s=0.01)  # nothing is known yet
-    for step in range(11):
-        admission.leave(100, step / 10, placed=True)  # 1,000 tokens a second
-        admission.served(0.5)
-    with pytest.raises(RequestError, match="but the deadline is in") as refused:
-        admission.enter(1, 100, within_s=5.0)
-    assert refused.value.status == 429 and 3 < (refused.value.retry_after_s or 0) < 6
-    admission.enter(1, 100, within_s=20.0)
-    admission.enter(1, 100, within_s=1.0, priority=-1)  # nobody stands before it
-    for _ in range(90):
-        admission.leave(100, 2.0, placed=False)
-    admission.leave(100, 2.0, placed=False, priority=-1)
-    assert (admission.requests, admission.tokens, admission._by_priority) == (0, 0, {})
-    admission.enter(1, 100, within_s=0.1)
-
-
-def test_the_first_answers_of_a_start_refuse_nobody() -> None:
-    admission = Admission(100, 1_000_000)
-    admission.enter(6, 600)
-    for second in (0.0, 1.0, 2.0):  # a rate of 100 tokens a second, by three placements
-        admission.leave(100, second, placed=True)
-    admission.enter(1, 100, within_s=0.5)
 
 
 def fail(router: Router, prefill: Worker, decode: Worker) -> None:

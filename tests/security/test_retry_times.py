@@ -1,0 +1,80 @@
+"""Clients with the openai client's retries at one and a half times the capacity: almost all of them are served."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.e2e.system import System
+from tests.leaked_keys import new_key
+
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+
+MAX_RETRIES, MAX_RETRY_AFTER_S = 2, 60.0
+"""Defaults of the openai client (3.57.0, ``_base_client.py``: ``_should_retry``, ``_calculate_retry_timeout``), which
+obeys a retry time of up to a minute, since 3.0 of up to two."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
+SLOTS, QUEUE = 5, 3
+"""A worker for four sequences is sent one more."""
+TOKENS = 500
+"""Of each answer, which takes about two seconds: a server that assumes less sees three tries of a client go by."""
+
+
+def delay_s(headers: dict[str, str], retries: int) -> float:
+    """How long the client waits before retry number ``retries`` + 1."""
+    for name, divisor in (("retry-after-ms", 1000), ("retry-after", 1)):
+        if name in headers:
+            asked_s = float(headers[name]) / divisor
+            if 0 < asked_s <= MAX_RETRY_AFTER_S:
+                return asked_s
+            break
+    return float(min(FIRST_BACKOFF_S * 2**retries, MAX_BACKOFF_S) * (1 - 0.25 * random.random()))
+
+
+async def send(session: aiohttp.ClientSession, prompt: list[int], refusals: list[dict[str, str]]) -> int:
+    """The status that is left after the retries; ``refusals`` collects the headers of each 429."""
+    fields = {"model": System.name, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    for retries in range(MAX_RETRIES + 1):
+        counted = {"x-stainless-retry-count": str(retries)}
+        async with session.post("/v1/completions", json=fields, headers=counted) as response:
+            await response.read()
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            if response.status == 429:
+                refusals.append(headers)
+            if response.status not in (408, 409, 429) and response.status < 500:
+                return response.status
+        if retries < MAX_RETRIES:
+            await asyncio.sleep(delay_s(headers, retries))
+    return response.status
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other prompts", "one prompt"])
+async def test_two_retries_are_enough_at_one_and_a_half_times_the_capacity(
+    tmp_path: Path, checkpoint: Callable[[str], Path], same: bool
+) -> None:
+    flags = ("--colocated", "1", "--max-num-seqs", "4", "--max-queued-requests", str(QUEUE))
+    clients, key = math.ceil(1.5 * (SLOTS + QUEUE)), new_key()
+    refusals: list[dict[str, str]] = []
+    statuses: list[int] = []
+    with System.up(tmp_path, checkpoint("llama"), *flags, "--api-key", key) as system:
+        headers = {"Authorization": f"Bearer {key}"}
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(system.url, connector=connector, timeout=timeout, headers=headers) as session:
+
+            async def user(number: int) -> None:
+                for nth in range(2):
+                    prompt = [5, 6, 7] if same else [number + 5, nth + 5, 7]
+                    statuses.append(await send(session, prompt, refusals))
+
+            await asyncio.gather(*map(user, range(clients)))
+    assert set(statuses) <= {200, 429} and statuses.count(200) >= 0.95 * len(statuses), (statuses, refusals)
+    assert refusals, "there was no room for all"
+    for refusal in refusals:
+        assert int(refusal["retry-after"]) == math.ceil(int(refusal["retry-after-ms"]) / 1000) <= MAX_RETRY_AFTER_S
+    assert int(refusals[0]["retry-after-ms"]) > 1000, "nothing was measured yet, and no place frees at once"
