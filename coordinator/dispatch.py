@@ -41,6 +41,7 @@ from common.messages import (
     Prefill,
     Resend,
     Reserve,
+    Role,
     Timing,
     Tokens,
 )
@@ -76,6 +77,9 @@ WORKERLESS_WAIT_S = 10.0
 """How long an admitted request waits for a worker of a role that has none left, or of its size; one that has tokens a
 lease longer, as a worker that hangs is not replaced before. One whose client has seen some waits to its deadline where
 there is no worker, and as long as others where those that are there are too small."""
+STARTING_WAIT_S = 3.0
+"""New requests wait until so long after the start of the coordinator for the first worker of a role: those of a
+coordinator that ran before dial again, at the latest a second after this one listens."""
 REJECTED_WAIT_S = 0.5
 """The same when prefill is missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
@@ -134,6 +138,8 @@ class Dispatcher:
         self._pumping = False
         self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
+        self._rejoin_until = -inf
+        """Until then workers that served an earlier coordinator may still join."""
         self._shortages = 0
         """How often the queue stood still for want of room."""
         self._ticks: asyncio.TimerHandle | None = None
@@ -141,7 +147,9 @@ class Dispatcher:
 
     def start(self) -> None:
         self.gateway.start(self, self._loop)
-        self.registry.lags.look(self._clock())  # the first look of the timer may be late, too
+        now = self._clock()
+        self._rejoin_until = now + STARTING_WAIT_S - self.times.sweep_s  # requests are given up at the next sweep
+        self.registry.lags.look(now)  # the first look of the timer may be late, too
         self._next_tick()
 
     def close(self) -> None:
@@ -160,7 +168,7 @@ class Dispatcher:
             raise shutting_down()
         role = self.router.missing_role()
         now = self._clock()
-        if role is not None and not self.gateway.may_return(role):
+        if role is not None and not self._may_come(role, now):
             raise no_workers(role, starting=self.registry.starting(role))
         for ticket in tickets:
             if (reason := self._too_large(ticket)) is not None:
@@ -180,6 +188,13 @@ class Dispatcher:
             ticket.timer = self._loop.call_later(ticket.deadline_at - now, self._expire, ticket)
             self._enqueue(ticket)
         self.pump()
+
+    def _may_come(self, role: Role, now: float) -> bool:
+        """Whether a worker that does the work of ``role`` may be there in a moment: one that has lost its connection,
+        or, shortly after the start and while none has joined, one that served the coordinator before this one. A drain
+        does not wait for those."""
+        rejoining = now < self._rejoin_until and not self.registry.had(role) and not self.draining
+        return rejoining or self.gateway.may_return(role)
 
     def abort(self, ticket: Ticket) -> None:
         """The client has left or wants no more. Idempotent; nothing for one that was not taken in."""
@@ -796,7 +811,7 @@ class Dispatcher:
 
     def _give_up_waiting(self, waited_s: float) -> None:
         role = self.router.missing_role()
-        if role is None or self.gateway.may_return(role):
+        if role is None or self._may_come(role, self._clock()):
             return
         least_s = REJECTED_WAIT_S if role == "prefill" else WORKERLESS_WAIT_S
         for _, _, ticket in sorted(self._queue, key=lambda entry: entry[:2]):

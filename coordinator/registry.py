@@ -26,6 +26,8 @@ from coordinator.lags import Lags
 
 HANG_STEPS = 4.0
 """A turn of a worker's loop that takes longer than the failure timeout, and than so many expected steps, never ends."""
+_COLOCATED: Role = "colocated"
+"""A worker of this role does the work of both others."""
 
 
 class WorkerState(Enum):
@@ -140,8 +142,13 @@ class Registry:
         return here + [hello for role, hello in self._last.items() if role not in roles]
 
     def starting(self, role: Role) -> bool:
-        """Whether fewer workers of ``role`` have been ready so far than the system was started with."""
-        return len(self.seen[role]) < self.expected[role]
+        """Whether fewer workers that do the work of ``role`` have been ready so far than the system was started
+        with."""
+        return any(len(self.seen[each]) < self.expected[each] for each in (role, _COLOCATED))
+
+    def had(self, role: Role) -> bool:
+        """Whether any worker that does the work of ``role`` has been ready."""
+        return any(self.seen[each] for each in (role, _COLOCATED))
 
     def named(self, name: WorkerName) -> Worker | None:
         """The worker of that name."""

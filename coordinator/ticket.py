@@ -83,7 +83,8 @@ class Ticket:
     awaits: Incarnation | None = None
     """The worker that may have died of it: it is not tried again before that is known."""
     hopes: bool = False
-    """It came when there were only workers that may have lost just their connection, and waits until that is known."""
+    """It came when there were only workers that may have lost just their connection, or that may still find this
+    coordinator, and waits until that is known."""
     placed_at: float | None = None
     first_token_at: float | None = None
     first_attempt: int | None = None

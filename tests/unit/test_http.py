@@ -323,7 +323,10 @@ async def test_a_decode_worker_alone_prefills_by_itself(model: Path) -> None:
     ("roles", "options", "role"),
     [((), {}, "decode"), (("prefill",), {}, "decode"), (("decode",), {"no_prefill_policy": "reject"}, "prefill")],
 )
-async def test_no_worker_of_a_role_is_said_at_once(model: Path, roles: Any, options: Any, role: str) -> None:
+async def test_no_worker_of_a_role_is_said_at_once(
+    model: Path, roles: Any, options: Any, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 0.0)
     async with open_house(model, *roles, **options) as house:
         started = time.monotonic()
         response, body = await house.post(CHAT, HELLO)
@@ -361,6 +364,73 @@ async def test_of_many_prompts_decode_takes_some_and_the_rest_goes_where_one_is_
         assert len(house.workers[0].got(Prefill)) <= 4, "of 24 steps"
         paths = Counter([body["tandem"]["path"] for _, body in await asyncio.gather(*tasks)])
         assert paths["local"] >= 2 and paths["disagg"] >= 4 and paths.total() == 12, paths
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("colocated",)])
+async def test_requests_wait_for_the_workers_of_a_coordinator_that_has_just_started(model: Path, roles: Any) -> None:
+    async with open_house(model) as house:
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "n": 2, "max_tokens": 4}))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        assert (await house.get("/ready"))[0].status == 503
+        for role in roles:
+            await house.add(role)
+        assert (await asked)[0].status == 200
+
+
+@pytest.mark.parametrize("expected", [{}, {"decode": 2}, {"colocated": 1}])
+async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
+    model: Path, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 1.0)
+    options = {f"expect_{role}": count for role, count in expected.items()}
+    async with open_house(model, max_queued_requests=1, **options) as house:
+        for later in (False, True):
+            began = time.monotonic()
+            first = asyncio.create_task(house.post(CHAT, HELLO))
+            if not later:
+                await until(lambda: house.dispatcher.tickets, "it waits")
+                assert (await house.post(CHAT, HELLO))[0].status == 429, "no more than may queue"
+            response, body = await first
+            assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+            assert ("still starting" in body["error"]["message"]) == bool(expected)
+            assert time.monotonic() - began < (0.5 if later else 1.25)
+
+
+async def test_a_drain_does_not_wait_for_workers_that_may_join(model: Path) -> None:
+    async with open_house(model) as house:
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        began = time.monotonic()
+        await drain(house.services, asyncio.Event())
+        assert (await asked)[0].status == 503 and time.monotonic() - began < 2.0
+
+
+async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queue(model: Path) -> None:
+    async with open_house(model, max_queued_requests=1) as house:
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        asked.cancel()
+        await until(lambda: not house.dispatcher.tickets, "its place is free", 1.0)
+        assert house.dispatcher.admission.requests == 0
+
+
+async def test_nobody_waits_for_the_start_of_a_worker_that_was_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 60.0)
+    async with open_house(model) as house:
+        worker = await house.add("colocated")
+        worker.say(Goodbye(worker.hello.incarnation, "drained"))
+        await until(lambda: not len(house.dispatcher.registry), "it has left")
+        async with asyncio.timeout(5):
+            response, body = await house.post(CHAT, HELLO)
+        assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+
+
+async def test_who_waits_for_the_start_has_its_own_deadline(model: Path) -> None:
+    async with open_house(model, request_timeout=0.3) as house:
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 504 and body["error"]["code"] == "request_timeout"
 
 
 async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:
