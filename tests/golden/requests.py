@@ -398,12 +398,22 @@ def _generating() -> Iterator[Call]:
                 yield _post(f"{server} {path} stream={stream}", server, path, base | {"stream": stream})
 
 
+LONGER_THAN_THE_CONTEXT = {
+    CHAT: {"messages": [{"role": "user", "content": "x" * 100_000}]},
+    TEXT: {"prompt": "x" * 100_000},
+    TOKENIZE: {"prompt": "x" * 100_000},
+    DETOKENIZE: {"tokens": [40] * 10_000},
+}
+
+
 def _others() -> Iterator[Call]:
     yield from _fields(TOKENIZE, {"prompt": "hello"}, TOKENS)
     yield from _fields(DETOKENIZE, {"tokens": [40, 41]}, IDS)
     for path in (CHAT, TEXT, TOKENIZE, DETOKENIZE):
         for name, body in BODIES.items():
             yield _post(f"{path} body: {name}", "colocated", path, body)
+    for path, body in LONGER_THAN_THE_CONTEXT.items():
+        yield _post(f"{path} of more than the context can hold", "colocated", path, body)
     for path in PATHS:
         shown = path if len(path) < 60 else f"{path[:20]}..{len(path)}"
         for method in METHODS if path in ("/", CHAT, "/v1/models", "/health", "/admin/drain") else ("GET", "POST"):
