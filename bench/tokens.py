@@ -7,7 +7,7 @@ outside the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from common.client import Refused, Server
 from common.errors import StartError, reason
 
 PROSE_CHARACTERS = 100_000
+PIECE_CHARACTERS = 2_000
+"""Of one request to ``/tokenize``: servers refuse a text that cannot fit their context."""
 _TODO = "give --tokenizer FILE, the model's tokenizer.json"
 
 
@@ -33,6 +35,11 @@ class ServerTokenizer:
         self._server, self._model = server, model
 
     def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, piece by piece where it is long: where two meet there may be a token more than in the
+        whole."""
+        return [token for piece in pieces(text) for token in self._encode(piece)]
+
+    def _encode(self, text: str) -> list[int]:
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return [int(token) for token in self._ask("/tokenize", body, "tokens")]
 
@@ -65,6 +72,17 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of up to PIECE_CHARACTERS, cut before a space where there is one."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = text.rfind(" ", start + 1, start + PIECE_CHARACTERS + 1)
+        end = end if end > 0 else start + PIECE_CHARACTERS
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def ordinary_ids(tokenizer: Tokenizer) -> list[int]:
