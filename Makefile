@@ -32,7 +32,7 @@ test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another 
 tests: style
 	@said=$$(mktemp); set -m; (nice $(TYPES)) >$$said 2>&1 & checking=$$!; set +m; \
 	 trap 'kill -- -$$checking 2>/dev/null; rm -f $$said' EXIT; \
-	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses logical --maxprocesses 4 --dist loadscope; beside=$$?; \
+	 $(BIN)/python -m pytest $(OPTIONS) -m "not alone" --numprocesses 4 --dist loadscope; beside=$$?; \
 	 wait $$checking; checked=$$?; cat $$said; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone --ignore tests/chaos; alone=$$?; \
 	 $(BIN)/python -m pytest $(OPTIONS) -m alone --numprocesses 2 tests/chaos; chaos=$$?; \

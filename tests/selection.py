@@ -62,6 +62,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast", False):
         kept = {item for item in kept if _is_fast(item)}
     if config.getoption("--sample", False):
+        kept = {item for item in kept if not item.get_closest_marker("whole")}
         grids = defaultdict[Any, list[pytest.Function]](list)
         for item in items:
             if item.get_closest_marker("sampled") and isinstance(item, pytest.Function):

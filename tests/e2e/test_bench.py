@@ -72,6 +72,7 @@ def test_goals_are_measured_and_saved_with_their_table(
     assert shown == saved.with_suffix(".md").read_text() and shown.startswith("| goal | what | value |")
 
 
+@pytest.mark.whole
 def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkpoint made as that of the goals is, but too small for its figures to mean anything."""
     sizes = {"HIDDEN": 128, "LAYERS": 2, "HEADS": 4, "KV_HEADS": 2, "INTERMEDIATE": 256}

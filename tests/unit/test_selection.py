@@ -50,6 +50,9 @@ def test_sampled(a, b, c, d): ...
 @pytest.mark.parametrize("c", range(5))
 @pytest.mark.parametrize("d", "pqr")
 def test_whole(c, d): ...
+
+@pytest.mark.whole
+def test_of_the_whole_run(): ...
 """
 OUTER = """
 from tests import selection
@@ -68,6 +71,7 @@ def test_marked_grids_are_sampled_alike_in_every_order(tmp_path: Path) -> None:
         command += ["-W", "ignore", tmp_path, *options]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+        assert ("test_of_the_whole_run" in done.stdout) == ("--sample" not in options)
         return set(re.findall(r"test_\w+\[.*\]", done.stdout))
 
     whole, once, again = collect(), *(collect("--sample", f"--randomly-seed={n}") for n in (1, 2))

@@ -50,15 +50,15 @@ def compile_kernels(to: Path) -> None:
 @pytest.mark.skipif(TILES in VARIANTS, reason="tests of this core's own tile registers are among the others")
 @pytest.mark.skipif("avx512_bf16" not in VARIANTS, reason="what is around tiles is made for AVX512-BF16")
 def test_kernels_for_tiles_where_there_are_none(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """All tests of kernels for this variant, and those that run with whichever is the fastest."""
+    """All tests of kernels for this variant; with whole grids also those that run with whichever is the fastest."""
     if not knows_tiles():
         pytest.skip("this compiler knows no tiles")
     kernels = tmp_path / "kernels.so"
     compile_kernels(kernels)
     assert native.Library(kernels).variants[0] == TILES
     others = " or ".join(name for name in (*VARIANTS, "cpu") if name != TILES)
-    command = [sys.executable, "-m", "pytest", "-q", "--kernels", str(kernels), "-k", f"{TILES} or not ({others})"]
-    command += ["--sample"] if request.config.getoption("--sample") else []
+    chosen = ["--sample", "-k", TILES] if request.config.getoption("--sample") else ["-k", f"{TILES} or not ({others})"]
+    command = [sys.executable, "-m", "pytest", "-q", "--kernels", str(kernels), *chosen]
     run = subprocess.run(
         [*command, *(f"tests/unit/{name}" for name in TESTS)], cwd=ROOT, capture_output=True, text=True, check=False
     )
