@@ -214,6 +214,10 @@ def _host_took_cores(item: pytest.Item) -> bool:
     return item.stash[_taken].share() >= TAKEN
 
 
+_SHARING = ("tests/e2e/test_load.py", "tests/e2e/test_namespaces.py")
+"""Their tests share a system, as those of security share servers and those of known bugs one run."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several processes run tests: each test goes to the next process that is free, but those of one system of
@@ -224,7 +228,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class BySystem(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path, _, test = nodeid.partition("::")
-            if path.startswith("tests/security/"):
+            if path.startswith("tests/security/") or path in _SHARING or test.startswith("test_a_known_bug_is_caught"):
                 return path
             return test.partition("[")[2] if path.endswith("e2e/test_tokens.py") else nodeid
 
