@@ -27,7 +27,13 @@ NOT_FAST_MODULES = frozenset(
     f"{name}.py"
     for name in (
         # import torch
-        *("property/test_sampler", "unit/test_attention", "unit/test_bench_kernels", "unit/test_builtin_training"),
+        *(
+            "property/test_forged_control",
+            "property/test_sampler",
+            "unit/test_attention",
+            "unit/test_bench_kernels",
+            "unit/test_builtin_training",
+        ),
         *("unit/test_engine_logits", "unit/test_engine_step", "unit/test_lending", "unit/test_native_layers"),
         *("unit/test_quality", "unit/test_reference", "unit/test_sampler", "unit/test_tiles", "unit/test_weights"),
         # start processes in most of their tests (matplotlib does, to list the fonts there are)
