@@ -132,7 +132,9 @@ async def evaluate(
 
             answers = await asyncio.gather(*(one(record) for record in records))
     if not any(answer for answer, _ in answers):
-        raise StartError(f"{base} has answered nothing", answers[0][1], "ask again when it serves: tandem status")
+        raise StartError(
+            f"{base} has answered nothing", answers[0][1], "ask again when it serves: /ready says 200 then"
+        )
     for record, (answer, error) in zip(records, answers, strict=True):
         verdict = check(record["check"], answer) if answer else Verdict(False, False, error)
         report.add(record, _shown(answer), verdict)
@@ -164,7 +166,7 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
         async with session.get(f"{base}/models") as response:
             if response.status in (401, 403):
                 why = "the given one does not open it" if "Authorization" in session.headers else "none was given"
-                raise StartError(f"{base} wants a key", why, "give --api-key")
+                raise StartError(f"{base} wants a key", why, "give --api-key or set TANDEM_API_KEY")
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:

@@ -24,7 +24,7 @@ class Refused(TandemError):
     def todo(self, otherwise: str) -> str:
         """What its reader can do about it."""
         if self.status in (401, 403):
-            return "give the right key with --api-key"
+            return "give the right key with --api-key or TANDEM_API_KEY"
         return "try again in a moment" if self.status in (429, 503) else otherwise
 
 
@@ -99,7 +99,7 @@ class Server:
         if status != 200 or not isinstance(body, dict) or not body.get("data"):
             why, closed = _message(body) or f"HTTP status {status}", status in (401, 403)
             what = f"{self.url} wants a key" if closed else f"{self.url} names no model"
-            raise StartError(what, why, "give --api-key" if closed else "check --url")
+            raise StartError(what, why, "give --api-key or set TANDEM_API_KEY" if closed else "check --url")
         models: dict[str, dict[str, Any]] = {str(each["id"]): each for each in body["data"]}
         if name is not None and name not in models:
             why = f"it serves {', '.join(models)}"

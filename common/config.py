@@ -238,7 +238,10 @@ class ServingOptions:
         None, "key for /admin", KEY, "network and keys", secret=True, shown_default="a client's key"
     )
     insecure_http: bool = option(
-        False, "listen on other addresses than loopback without a key", SWITCH, "network and keys"
+        False,
+        "listen on other addresses than loopback without a key, and serve pages of every web site",
+        SWITCH,
+        "network and keys",
     )
     allowed_origins: tuple[str, ...] | None = option(
         None,

@@ -146,7 +146,7 @@ async def test_a_server_that_wants_a_key_is_no_server_that_is_not_there(key: str
     async with TestServer(app) as server:
         with pytest.raises(StartError, match="wants a key") as refused:
             await evaluate(str(server.make_url("/")), api_key=key)
-    assert why in refused.value.why and refused.value.todo == "give --api-key"
+    assert why in refused.value.why and refused.value.todo == "give --api-key or set TANDEM_API_KEY"
 
 
 def test_an_unknown_skill_lists_the_known_ones() -> None:
