@@ -16,9 +16,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from common.errors import StartError, reason
+
+if TYPE_CHECKING:
+    import yaml
 
 T = TypeVar("T")
 ENV_PREFIX = "TANDEM_"
@@ -466,15 +469,24 @@ def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
 
 
 def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
-    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``."""
+    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``. No error shows what
+    stands in it: that may be a key."""
     import yaml  # only who has a file pays for it
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"cannot read {path}", reason(error), "correct --config") from error
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        loaded = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise StartError(f"{path} is not YAML", " ".join(str(error).split()), "correct the file") from error
+        raise StartError(f"{path} is not YAML", _where(error), "correct the file") from None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # of values that do not fit their tags
+        why = "a value is not what its tag or its form says, or too deep"
+        raise StartError(f"{path} is not YAML", why, "correct the file") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -482,9 +494,32 @@ def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     for key, value in values.items():
         if key not in everything:
-            raise unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
+            raise _unknown_key(key, node, everything, path)
         if isinstance(value, dict) or (
             isinstance(value, list) and any(isinstance(each, dict | list) for each in value)
         ):
             raise StartError(f"{path}: {key} is no single value", "each key takes one", "correct the file")
     return values
+
+
+_SYNTAX = re.compile(r"<[a-z ]+>|[^\w\s]")
+"""What may stand between quotation marks in an error of the parser: the name of a token, or punctuation."""
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the line itself and without a word of it: that may be a key."""
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
+    if '"' in problem or not all(map(_SYNTAX.fullmatch, re.findall(r"'(.*?)'", problem))):
+        problem = re.split(r"['\"]", problem)[0].rstrip()
+    mark = getattr(error, "problem_mark", None)
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
+
+
+def _unknown_key(key: str, node: yaml.Node | None, everything: Iterable[str], path: Path) -> StartError:
+    """The error for a key that nobody knows. One that is like none is not shown: it may be a secret itself."""
+    if nearest(key, everything):
+        return unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
+    pairs = node.value if node is not None else ()
+    lines = [each.start_mark.line + 1 for each, _ in pairs if str(each.value).replace("-", "_") == key]
+    where = f"line {lines[0]} of {path}" if lines else f"{path}"
+    return StartError("unknown key", f"{where} sets it, and Tandem has no such key", "tandem config lists them all")

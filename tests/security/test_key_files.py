@@ -134,6 +134,15 @@ def test_files_of_cluster_keys_have_the_same_rule(tmp_path: Path, mode: int) -> 
         _refused(done, path, "other users can read or write it", f"chmod 600 {path}")
 
 
+@pytest.mark.parametrize("content", ['port: 1\napi_key: "KEY', "port: 1\napi_key: KEY: x", "port: 1\nKEY: secret"])
+def test_a_configuration_that_is_wrong_is_not_shown(tmp_path: Path, content: str) -> None:
+    key, path = new_key(), tmp_path / "tandem.yaml"
+    path.touch(0o600)
+    path.write_text(content.replace("KEY", key))
+    done = _start("coordinator", "--config", path)
+    assert done.returncode == 1 and "line 2" in done.stderr and key[3:] not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("line", ["KEY\x01", "KEY\u20ac", "KEY\x7f"])
 def test_a_line_that_can_be_no_key_is_named_and_not_shown(tmp_path: Path, line: str) -> None:
     key = new_key()

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import socket
 import ssl
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,39 @@ def test_bad_files_are_refused_in_words(tmp_path: Path, content: str, said: str)
     with pytest.raises(StartError) as refused:
         up("--config", str(file))
     assert said in " ".join((refused.value.what, refused.value.why, refused.value.todo))
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ('port: 1\napi_key: "KEY', "line 2, column"),
+        ("api_key: KEY: more", "(line 1, column"),
+        ("api_key: !KEY 1", "the tag (line 1, column 10)"),
+        ("api_key: *KEY", "undefined alias (line 1, column 10)"),
+        ("api_key: !!int KEY", "its tag"),
+        ("api_key: !!bool KEY", "its tag"),
+        ("api_key: !!timestamp KEY", "its tag"),
+        ("api_key: !!binary KEY\u20ac", "line 1, column 10"),
+        ("%TAG !KEY! a:\n%TAG !KEY! a:\n--- 1", "duplicate tag handle (line 2, column 1)"),
+        ("api_key: [KEY", "expected ',' or ']'"),
+        ("api_key: @KEY", "found character '@' that cannot start any token (line 1, column 10)"),
+        ("api_key: KEY\x01", "special characters are not allowed"),
+        ("api_key: &a KEY\nb: &a KEY", "second occurrence (line 2, column 4)"),
+        ("port: 1\nKEY: port", "line 2 of"),
+        ("api_key KEY", "no mapping"),
+        ("api_key: [KEY]", "no single value"),
+        ("api_key: KEY\u20ac", "what was given"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_and_not_shown(tmp_path: Path, content: str, where: str) -> None:
+    file, key = tmp_path / "tandem.yaml", new_key()
+    file.touch(0o600)
+    file.write_text(content.replace("KEY", key))
+    with pytest.raises(StartError) as refused:
+        up("--config", str(file))
+    text = " ".join((refused.value.what, refused.value.why, refused.value.todo))
+    assert where in text and key not in text and key.replace("-", "_") not in text
+    assert key[3:] not in "".join(traceback.format_exception(refused.value, chain=True))
 
 
 def test_a_missing_or_empty_file(tmp_path: Path) -> None:
