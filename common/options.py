@@ -12,12 +12,14 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from common import secret_files
 from common.errors import StartError, reason
 
 if TYPE_CHECKING:
@@ -423,7 +425,9 @@ def load(
     ``every`` are all configurations that exist: what another command takes may stand in a shared file or environment.
     ``fixed`` are fields that are no options.
     """
-    everything = {item.name for each in every for item in options(each)}
+    everything: dict[str, bool] = {}  # name of each option that exists, and whether it is secret
+    for item in (item for each in every for item in options(each)):
+        everything[item.name] = item.secret or everything.get(item.name, False)
     path = given.get("config") or environ.get(_CONFIG_ENV)
     file = _read_yaml(Path(path), everything) if path else {}
     values: dict[str, Any] = dict(fixed)
@@ -436,7 +440,7 @@ def load(
             origins[item.name] = "default"
             if item.positional and item.name not in fixed:
                 values[item.name] = ""
-    return Loaded(config(**values), origins, tuple(_strange(environ, everything)))
+    return Loaded(config(**values), origins, tuple(_strange(environ, set(everything))))
 
 
 def _find(
@@ -468,13 +472,14 @@ def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
             yield f"{name} is set but nothing reads it" + (f"; did you mean {guess}?" if guess else "")
 
 
-def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
-    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``. No error shows what
-    stands in it: that may be a key."""
+def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
+    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``. A file that sets a secret one
+    (``everything`` says of each name whether it is one) is its owner's alone; no error shows what stands in it."""
     import yaml  # only who has a file pays for it
 
     try:
         with open(path, encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"cannot read {path}", reason(error), "correct --config") from error
@@ -492,6 +497,8 @@ def _read_yaml(path: Path, everything: set[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise StartError(f"{path} is no mapping", "it must hold lines such as `port: 8000`", "correct the file")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    if any(everything.get(key) and value is not None for key, value in values.items()):
+        secret_files.check(status, path)
     for key, value in values.items():
         if key not in everything:
             raise _unknown_key(key, node, everything, path)

@@ -23,7 +23,7 @@ def read_secret(path: Path, flag: str) -> bytes:
     """
     try:
         with open(path, "rb") as file:
-            _check(os.fstat(file.fileno()), path)
+            check(os.fstat(file.fileno()), path)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise StartError(f"cannot read {path}", reason(error), f"correct {flag}") from error
@@ -32,7 +32,8 @@ def read_secret(path: Path, flag: str) -> bytes:
     return content
 
 
-def _check(status: os.stat_result, path: Path) -> None:
+def check(status: os.stat_result, path: Path) -> None:
+    """StartError if the file at ``path``, of which the open one's ``status`` is, can be read or written by others."""
     if status.st_uid not in (0, os.geteuid()):
         raise StartError(f"will not use {path}", "it belongs to another user", f"make it yours: chown $USER {path}")
     if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode):

@@ -134,6 +134,31 @@ def test_files_of_cluster_keys_have_the_same_rule(tmp_path: Path, mode: int) -> 
         _refused(done, path, "other users can read or write it", f"chmod 600 {path}")
 
 
+SECRETS = [
+    ("coordinator", "api_key: KEY"), ("up", "admin-api-key: KEY"), ("coordinator", "port: 8000\nadmin_api_key: 'KEY'"),
+    ("prefill", "coordinator: localhost:1\napi_key: KEY"), ("bench serve", "header: [authorization=KEY]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o640])
+@pytest.mark.parametrize(("command", "content"), SECRETS)
+def test_a_configuration_with_a_key_has_the_same_rule(tmp_path: Path, command: str, content: str, mode: int) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text(content.replace("KEY", new_key()))
+    path.chmod(mode)
+    words = (*command.split(), "--config", path)
+    _refused(_start(*words), path, "other users can read or write it", f"chmod 600 {path}")
+    path.chmod(0o600)
+    assert _start(*words).returncode == 0
+
+
+def test_a_configuration_without_a_key_is_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("port: 8000\napi_key_file: keys.txt\nadmin_api_key:\n")
+    path.chmod(0o644)
+    assert _start("bench", "serve", "--config", path).returncode == 0
+
+
 @pytest.mark.parametrize("content", ['port: 1\napi_key: "KEY', "port: 1\napi_key: KEY: x", "port: 1\nKEY: secret"])
 def test_a_configuration_that_is_wrong_is_not_shown(tmp_path: Path, content: str) -> None:
     key, path = new_key(), tmp_path / "tandem.yaml"
