@@ -32,12 +32,20 @@ from tests.models import EOS
 from tests.pace import scaled
 
 ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "deploy.cli")
+"""``tandem``, before the words that follow; run in ROOT."""
 READY_S = scaled(90.0)
 STOP_S = scaled(30.0)
 MODEL_LEN = 2048
 SMALL = ("--dtype", "float32", "--threads", "1", "--num-kv-blocks", "600", "--max-model-len", str(MODEL_LEN))
 """Flags of a system that is quick to start and has room for what tests ask."""
 _URL = re.compile(r"http://(?:127\.0\.0\.1|0\.0\.0\.0):\d+")
+
+
+def tandem(*words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """What a ``tandem`` command that ends by itself says and returns; ``before``: the command that runs it."""
+    command = [*before, *COMMAND, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 
 @dataclass
@@ -57,7 +65,7 @@ class Process:
         start = cls.spawner.popen() if cls.spawner else subprocess.Popen
         with log.open("ab") as out:
             popen = start(
-                [sys.executable, "-m", "deploy.cli", *map(str, words)],
+                [*COMMAND, *map(str, words)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import psutil
+import pytest
 
 from tests.e2e.system import System
 
@@ -22,6 +26,15 @@ def coordinator(directory: Path, *flags: str) -> Iterator[System]:
     words = ("coordinator", "--port", "0", "--control-port", "0", *flags)
     with System.running(directory / "coordinator.log", *words, until_ready=False) as system:
         yield system
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback; skips where there is none."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not ipaddress.ip_address(each.address).is_loopback:
+                return each.address
+    pytest.skip("this machine has no address but loopback")
 
 
 @dataclass

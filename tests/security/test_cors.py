@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.system import ROOT, System
+from tests.e2e.system import System, tandem
 from tests.leaked_keys import new_key
 from tests.security.outside import Answer, ask, coordinator, request
 
@@ -193,5 +192,4 @@ def test_origins_are_spelled_as_one_likes(words: tuple[str, ...], shown: str) ->
 
 
 def _config(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", "config", "coordinator", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    return tandem("config", "coordinator", *words)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.system import ROOT, SMALL, Process, System
+from tests.e2e.system import COMMAND, ROOT, SMALL, Process, System, tandem
 from tests.leaked_keys import new_key, watch
 from tests.security.outside import ask, coordinator, request
 
 NOBODY = 65_534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+as_another = pytest.mark.skipif(shutil.which("setpriv") is None, reason="becomes another user by setpriv")
 
 
 def _file(directory: Path, key: str, mode: int) -> Path:
@@ -28,30 +29,17 @@ def _file(directory: Path, key: str, mode: int) -> Path:
     return path
 
 
-def _start(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def _start(*words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Loads a configuration, as the start of every command does."""
-    return _run("-m", "deploy.cli", "config", *map(str, words))
-
-
-AS_NOBODY = f"""
-import os, sys
-from deploy import cli
-cli.version = lambda: ""
-os.setgroups([int(word) for word in sys.argv[1].split(",") if word])
-os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
-os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
-sys.exit(cli.main(sys.argv[2:]))
-"""
+    return tandem("config", *words, before=before)
 
 
 def _start_as_nobody(groups: list[int], *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same as another user, who need not be able to read the installation."""
-    return _run("-c", AS_NOBODY, ",".join(map(str, groups)), "config", *map(str, words))
-
-
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    """The same as another user, who keeps root's right to read files: the installation may be open to root alone."""
+    right = "+dac_override"
+    before = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", f"--inh-caps={right}", f"--ambient-caps={right}"]
+    before.append(f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups")
+    return _start(*words, before=before)
 
 
 def _refused(done: subprocess.CompletedProcess[str], path: Path, why: str, todo: str) -> None:
@@ -99,6 +87,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 @as_root
+@as_another
 @pytest.mark.parametrize(
     ("mode", "gid", "groups", "taken"),
     [
@@ -123,14 +112,10 @@ def test_root_may_hand_a_file_to_a_group(shared: Path, mode: int, gid: int, grou
 @pytest.mark.parametrize("mode", [0o644, 0o640])
 def test_files_of_cluster_keys_have_the_same_rule(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "cluster.key"
-    command = [sys.executable, "-m", "deploy.cli"]
-    subprocess.run([*command, "keygen", "--out", str(path)], check=True, capture_output=True, cwd=ROOT)
+    assert tandem("keygen", "--out", path).returncode == 0
     path.chmod(mode)
     for role in ("coordinator", "prefill"):
-        done = subprocess.run(
-            [*command, role, "--cluster-key-file", str(path)],
-            capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
-        )  # fmt: skip
+        done = tandem(role, "--cluster-key-file", path)
         _refused(done, path, "other users can read or write it", f"chmod 600 {path}")
 
 
@@ -191,7 +176,7 @@ def _with_pipe(directory: Path, key: str, *words: str) -> Iterator[str]:
     reading, writing = os.pipe()
     os.write(writing, f"{key}\n".encode())
     os.close(writing)
-    command = [sys.executable, "-m", "deploy.cli", *words, "--port", "0", "--control-port", "0"]
+    command = [*COMMAND, *words, "--port", "0", "--control-port", "0"]
     log = directory / "pipe.log"
     watch(log)
     with log.open("wb") as out:

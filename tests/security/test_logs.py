@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.system import ROOT, System
+from tests.e2e.system import System, tandem
 from tests.leaked_keys import new_key
 from tests.security.outside import Connection, ask, coordinator, request
 
@@ -145,7 +143,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_key_that_no_header_can_carry_is_refused_unseen(attacked: Attacked, command: str, wrong: str) -> None:
     key = new_key()
-    done = _tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", wrong.replace("KEY", key))
+    done = tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", wrong.replace("KEY", key))
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert key not in done.stdout + done.stderr
 
@@ -153,23 +151,18 @@ def test_a_key_that_no_header_can_carry_is_refused_unseen(attacked: Attacked, co
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_key_is_not_repeated(attacked: Attacked, command: str) -> None:
     key = new_key()
-    done = _tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", key, "--debug-nothing")
+    done = tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", key, "--debug-nothing")
     assert done.returncode != 0 and key not in done.stdout + done.stderr, "the flag is unknown"
-    done = _tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", key)
+    done = tandem(*COMMANDS[command], "--url", attacked.system.url, "--api-key", key)
     assert done.returncode != 0 and key not in done.stdout + done.stderr
-    done = _tandem(*COMMANDS[command], "--url", f"http://user:{key}@127.0.0.1:9/v1?api_key={key}")
+    done = tandem(*COMMANDS[command], "--url", f"http://user:{key}@127.0.0.1:9/v1?api_key={key}")
     assert done.returncode != 0 and key not in done.stdout + done.stderr
 
 
 def test_a_header_with_a_key_is_not_repeated(attacked: Attacked) -> None:
     key = new_key()
     for word in (f"Authorization Bearer {key}", f"Authorization=Bearer {key}"):
-        done = _tandem("bench", "serve", "--url", attacked.system.url, "--num-prompts", "1", "--header", word)
+        done = tandem("bench", "serve", "--url", attacked.system.url, "--num-prompts", "1", "--header", word)
         assert done.returncode != 0 and key not in done.stdout + done.stderr
-    done = _tandem("config", "bench", "serve", "--header", f"Authorization=Bearer {key}", "--api-key", key)
+    done = tandem("config", "bench", "serve", "--header", f"Authorization=Bearer {key}", "--api-key", key)
     assert done.returncode == 0 and key not in done.stdout + done.stderr
-
-
-def _tandem(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)

@@ -28,14 +28,15 @@ import psutil
 import pytest
 import xxhash
 
-from tests.e2e.system import READY_S, Process, System
-from tests.e2e.test_cluster import own_address
+from tests.e2e.system import READY_S, Process, System, tandem
+from tests.leaked_keys import new_key
+from tests.security.outside import own_address
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STRANGER = Path(__file__).with_name("stranger.py")
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "wire.json").read_text())
-KEY = "sk-for-clients"
+KEY = new_key()
 SMALL = ("--num-kv-blocks", "512", "--max-model-len", "512", "--served-model-name", "model")
 MOST_CHATS = 60
 LOG_EVERY_S = 10.0
@@ -90,17 +91,20 @@ def dial(at: str, how: str, uid: int | None) -> dict[str, Any]:
 # -- what is listening ------------------------------------------------------------------------------------------------
 
 
-def label(pid: int) -> str:
-    """What a child of the launcher is called; the launcher itself is ``up``."""
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    return words[words.index("deploy.process") + 1] if "deploy.process" in words else "up"
+def listening(system: System) -> dict[str, str]:
+    """Every address at which a process of this system listens, as ``unix:NAME`` or ``127.0.0.1:PORT``, and who it is: a
+    worker, the coordinator, the launcher (``up``), or something else. A Unix socket that takes datagrams counts as one
+    that listens."""
+    sockets = sockets_of(system.process)
+    http = sockets[system.url.removeprefix("http://")]
+    names = {system.process.popen.pid: "up", http: "coordinator"} | {pid: name for name, pid in workers(system).items()}
+    return {at: names.get(pid, "something else") for at, pid in sockets.items()}
 
 
-def listening(process: Process) -> dict[str, str]:
-    """Every address at which a process of this system listens, as ``unix:NAME`` or ``127.0.0.1:PORT``, and its label.
-    A Unix socket that takes datagrams counts as one that listens."""
+def sockets_of(process: Process) -> dict[str, int]:
+    """The process that listens, by address."""
     process.look_around()
-    inodes: dict[str, str] = {}
+    inodes: dict[str, int] = {}
     for pid in process.family:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             try:
@@ -108,8 +112,8 @@ def listening(process: Process) -> dict[str, str]:
             except FileNotFoundError:
                 continue
             if found:
-                inodes[found[1]] = label(pid)
-    sockets: dict[str, str] = {}
+                inodes[found[1]] = pid
+    sockets: dict[str, int] = {}
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -177,7 +181,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 def test_every_socket_that_listens_is_known(system: System) -> None:
     """Who adds one says here how it knows its peers: HTTP asks for a key, control (two) and KV speak CURVE, and the
     pool is shown to processes of the same user, whom the kernel names."""
-    found = Counter((label, at.startswith("unix:")) for at, label in listening(system.process).items())
+    found = Counter((label, at.startswith("unix:")) for at, label in listening(system).items())
     known = {("coordinator", False): 2, ("coordinator", True): 1, ("decode-0", False): 1, ("prefill-0", True): 1}
     assert found == known
 
@@ -188,7 +192,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
     before = workers(system)
     assert set(before) == {"prefill-0", "decode-0"}
     http = system.url.removeprefix("http://")
-    sockets = {at: label for at, label in listening(system.process).items() if at != http}
+    sockets = {at: label for at, label in listening(system).items() if at != http}
     attacks = [(at, how) for at in sockets for how in ("raw", "plain", "curve")]
     if uid is None:  # the pool is this user's
         attacks = [each for each in attacks if sockets[each[0]] != "prefill-0"]
@@ -216,7 +220,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
 
 def test_a_process_of_this_user_gets_the_pool_and_no_other_does(system: System) -> None:
     """The oracle of the test above: what it says is refused is there."""
-    (door,) = (at for at, label in listening(system.process).items() if label == "prefill-0")
+    (door,) = (at for at, label in listening(system).items() if label == "prefill-0")
     assert dial(door, "raw", None)["files"] == 1
 
 
@@ -237,9 +241,7 @@ def external(directory: Path, system: System, keys: Path, name: str, *flags: str
 
 def keygen(directory: Path) -> Path:
     keys = directory / "cluster.key"
-    subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "keygen", "--out", str(keys)], check=True, capture_output=True, timeout=60
-    )
+    assert tandem("keygen", "--out", keys).returncode == 0
     return keys
 
 

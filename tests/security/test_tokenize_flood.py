@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.e2e.system import Client, System
-from tests.models import make_model
+from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -249,7 +249,9 @@ async def test_what_cannot_fit_the_context_is_refused_at_once(
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """A coordinator alone, of a model whose context is longer than any body: only its tokenizer is asked."""
     directory: Path = tmp_path_factory.mktemp("large")
-    model = make_model("llama", directory / "model", max_position_embeddings=1 << 20)
+    model = fake_checkpoint(directory / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
     with System.running(directory / "log", *words, until_ready=False) as system:
         yield system
