@@ -1,9 +1,9 @@
 """A pytest plugin: no log holds a key that a test has used.
 
-A test that needs a key makes one here. Every log is searched for all of them: what this process logs, record by record;
-what a test's output captures; the log of a process when that process has ended, and of those that never did at the end
-of the session. A test during which a key was found fails, and so does the session. With xdist every worker searches its
-own logs for its own keys.
+A test that needs a key makes one here, or tells of one that must be the same every time. Every log is searched for all
+of them: what this process logs, record by record; what a test's output captures; the log of a process when that process
+has ended, and of those that never did at the end of the session. A test during which a key was found fails, and so does
+the session. With xdist every worker searches its own logs for its own keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ _all_found: list[str] = []
 
 def new_key() -> str:
     """A key that no log may hold from now on."""
-    key = f"sk-{secrets.token_hex(12)}"
+    return register(f"sk-{secrets.token_hex(12)}")
+
+
+def register(key: str) -> str:
+    """``key``, which no log may hold from now on. A word that logs hold anyway is no key for a test."""
     _keys.add(key)
     return key
 

@@ -9,13 +9,19 @@ from pathlib import Path
 
 from tests.golden import adapter
 from tests.golden.store import HERE, Lines, read_whole, write_whole
+from tests.leaked_keys import register
 
 FILE = HERE / "commands.txt"
 WIDE = {"COLUMNS": "100000", "NO_COLOR": "1", "PYTHON_COLORS": "0"}
+FLAG, VARIABLE = register("key-in-a-flag"), register("key-in-a-variable")
 SETTINGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "alone": ([], {}, ""),
-    "flags": (["--log-level", "debug", "--host=0.0.0.0", "--api-key", "of a client"], {}, ""),
-    "a variable": ([], {"TANDEM_LOG_LEVEL": "error", "TANDEM_API_KEY": "secret", "TANDEM_PORT": "9000"}, ""),
+    "flags": (["--log-level", "debug", "--host=0.0.0.0", "--api-key", FLAG], {}, ""),
+    "a variable": (
+        [],
+        {"TANDEM_LOG_LEVEL": "error", "TANDEM_API_KEY": VARIABLE, "TANDEM_PORT": "9000"},
+        "",
+    ),
     "a file": ([], {}, "log-level: warning\nport: 9001\nlog_format: json\nmax-num-seqs: 8\n"),
     "all three": (
         ["--log-level", "debug"],

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.leaked_keys import register
+
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
-KEY, ADMIN_KEY = "key-of-a-client", "key-of-an-admin"
+KEY, ADMIN_KEY = register("key-of-a-client"), register("key-of-an-admin")
 PAGE = "https://page.example"
 INT64 = 1 << 63
 FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "too_long")

@@ -26,7 +26,9 @@ from common import builtin
 from common.config import BenchCompareConfig
 from common.errors import StartError
 from deploy import cli
+from tests.leaked_keys import new_key
 
+KEY = new_key()
 OBJECTIVES = (Objective("ttft", 1000.0), Objective("tpot", 40.0))
 
 
@@ -314,7 +316,7 @@ class _Models(BaseHTTPRequestHandler):
     """A server that wants a key and has a model."""
 
     def do_GET(self) -> None:
-        known = self.headers["Authorization"] == "Bearer right"
+        known = self.headers["Authorization"] == f"Bearer {KEY}"
         body = json.dumps({"data": [{"id": "some"}]} if known else {"error": {"message": "no such key"}}).encode()
         self.send_response(200 if known else 401)
         self.send_header("Content-Length", str(len(body)))
@@ -341,8 +343,8 @@ def test_a_wrong_url_is_found_before_anything_is_started(
 ) -> None:
     for words, said in (
         (["--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
-        (["--url", models, "--api-key", "wrong"], "no such key"),
-        (["--url", models, "--api-key", "right", "--served-model-name", "none"], "does not serve none"),
+        (["--url", models, "--api-key", new_key()], "no such key"),
+        (["--url", models, "--api-key", KEY, "--served-model-name", "none"], "does not serve none"),
     ):
         assert cli.main(["bench", "compare", *words]) == 1
         assert said in (error := capsys.readouterr().err) and "keeps running" not in error and not measured
@@ -359,12 +361,12 @@ def test_a_model_of_the_other_server_may_be_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compare, "prepare", stop)
     monkeypatch.setattr(compare, "running", lambda *_: nullcontext("http://ours"))
     config = BenchCompareConfig(
-        model="some", systems="1p1d", url="http://theirs", api_key="key", served_model_name="second"
+        model="some", systems="1p1d", url="http://theirs", api_key=KEY, served_model_name="second"
     )
     for system in ("1p1d", OTHER):
         with pytest.raises(StartError, match="enough"):
             compare._measure(config, Outcome(system), 0, Terms(), Console(stderr=True))
-    assert asked == [("http://ours", None, None), ("http://theirs", "key", "second")]
+    assert asked == [("http://ours", None, None), ("http://theirs", KEY, "second")]
 
 
 def test_all_systems_get_the_same_requests() -> None:
@@ -388,7 +390,7 @@ def test_all_systems_get_the_same_requests() -> None:
 def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
     models: str, measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--systems", "1p1d,1c", "--runs", "2", "--url", models, "--api-key", "right"]
+    words = ["--systems", "1p1d,1c", "--runs", "2", "--url", models, "--api-key", KEY]
     assert cli.main(["bench", "compare", *words]) == 0
     assert measured == ["1p1d", "1c", "other"] * 2
     said = " ".join(capsys.readouterr().err.split())
@@ -396,6 +398,6 @@ def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
 
 
 def test_flags_of_the_systems_are_saved_without_their_keys() -> None:
-    config = BenchCompareConfig(model="", up_flags="--api-key four --max-num-seqs 8")
+    config = BenchCompareConfig(model="", up_flags=f"--api-key {KEY} --max-num-seqs 8")
     assert compare._as_json(config, [Outcome("1c")], (), [])["up_flags"] == "--api-key ... --max-num-seqs 8"
     assert compare._as_json(replace(config, up_flags=None), [Outcome("1c")], (), [])["up_flags"] == ""

@@ -29,6 +29,7 @@ from bench.workloads import Ask
 from common.config import BenchServeConfig
 from common.errors import StartError
 from deploy import cli
+from tests.leaked_keys import new_key
 from tests.unit.test_cli import assert_refused, tandem
 
 
@@ -225,17 +226,20 @@ def test_a_ramp_is_told_as_vllm_does(mock_url: str, tmp_path: Path) -> None:
 
 
 def test_the_command_is_kept_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["bench", "compare", "/some/model", "--api-key", "one", "--url", "http://two:three@host:80/v1"]
-    flags = ["--up-flags", "--api-key 'f o u r' --admin-api-key=five", "--up-flags=--api-key six", "--api-key=seven"]
+    one, two, three, four, five, six, seven = (new_key() for _ in range(7))
+    words = ["bench", "compare", "/some/model", "--api-key", one, "--url", f"http://{two}:{three}@host:80/v1"]
+    flags = ["--up-flags", f"--api-key 'f {four}' --admin-api-key={five}", f"--up-flags=--api-key {six}"]
+    flags.append(f"--api-key={seven}")
     monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", *words, *flags])
     assert provenance()["command"] == (
         "tandem bench compare model --api-key ... --url http://host:80/v1"
         " --up-flags '--api-key ... --admin-api-key=...' '--up-flags=--api-key ...' --api-key=..."
     )
-    words = ["bench", "serve", "--api_key", "one", "--header", "a=two", "b=three", "--num-prompts", "4", "--header=c=d"]
+    words = ["bench", "serve", "--api_key", one, "--header", f"a={two}", f"b={three}", "--num-prompts", "4"]
+    words.append(f"--header=c={four}")
     monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", *words])
     assert provenance()["command"] == ("tandem bench serve --api_key ... --header ... ... --num-prompts 4 --header=...")
-    monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", "bench", "compare", "--api-key", "one", "model"])
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tandem", "bench", "compare", "--api-key", one, "model"])
     assert provenance()["command"] == "tandem bench compare --api-key ... model"
 
 

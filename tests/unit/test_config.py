@@ -229,19 +229,20 @@ def test_a_secret_never_shows() -> None:
 def test_keys_come_from_the_flag_and_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.touch(0o600)
-    file.write_text("# ours\none\n\n two \n")
-    config = up("--api-key", "zero", "--api-key-file", str(file)).config
+    zero, one, two = new_key(), new_key(), new_key()
+    file.write_text(f"# ours\n{one}\n\n {two} \n")
+    config = up("--api-key", zero, "--api-key-file", str(file)).config
     file.write_text("\n")
     with pytest.raises(StartError, match="holds no key"):
         up("--api-key-file", str(file))
     file.unlink()  # it is read once: it may be a pipe
-    assert config.api_keys() == config.for_coordinator().api_keys() == ("zero", "one", "two")
-    assert "zero" not in repr(config) and "two" not in repr(config)
+    assert config.api_keys() == config.for_coordinator().api_keys() == (zero, one, two)
+    assert zero not in repr(config) and two not in repr(config)
 
 
 def test_other_addresses_than_loopback_need_a_word() -> None:
     up("--host", "0.0.0.0", "--insecure-http").config.check_binds()
-    up("--host", "0.0.0.0", "--api-key", "k").config.check_binds()
+    up("--host", "0.0.0.0", "--api-key", new_key()).config.check_binds()
     with pytest.raises(StartError, match="without a key"):
         up("--host", "0.0.0.0").config.check_binds()
     with pytest.raises(StartError, match="plain text"):
@@ -327,12 +328,13 @@ def test_one_rule_says_what_is_loopback(host: str, here: bool) -> None:
 
 
 def test_up_makes_the_configuration_of_its_parts() -> None:
-    config = up("m", "--host", "0.0.0.0", "--api-key", "k", "--max-num-seqs", "3", "--served-model-name", "n").config
+    key = new_key()
+    config = up("m", "--host", "0.0.0.0", "--api-key", key, "--max-num-seqs", "3", "--served-model-name", "n").config
     worker = config.for_worker("prefill", WorkerName("prefill-0"), threads=2)
     assert (worker.role, worker.name, worker.host) == ("prefill", "prefill-0", "127.0.0.1")
     assert (worker.model, worker.max_num_seqs, worker.threads, worker.served_name) == ("m", 3, 2, "n")
     door = config.for_coordinator(expect_decode=2)
-    assert (door.host, door.api_key, door.expect_decode, door.control_host) == ("0.0.0.0", "k", 2, "127.0.0.1")
+    assert (door.host, door.api_key, door.expect_decode, door.control_host) == ("0.0.0.0", key, 2, "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ def test_clean():
 def test_record():
     logging.warning("key %s", leaked_keys.new_key())
 
+def test_registered():
+    logging.warning("said key %s", leaked_keys.register("always-the-same"))
+
 def test_traceback():
     try:
         raise ValueError(leaked_keys.new_key())
@@ -54,9 +57,16 @@ def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: 
         capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     failed = set(re.findall(r"^ERROR \S*::test_(\w+)", done.stdout, re.MULTILINE))
-    assert failed == {"record", "traceback", "output", "process_that_has_ended"}, done.stdout
+    assert failed == {"record", "registered", "traceback", "output", "process_that_has_ended"}, done.stdout
     assert done.returncode == 1
     leaks = done.stdout.partition("keys in logs")[2].partition("short test summary")[0]
-    for where in ("logger root: key KEY", "ValueError: KEY", "said KEY", "ended.log: KEY", "alive.log: KEY"):
+    for where in (
+        "logger root: key KEY",
+        "logger root: said key KEY",
+        "ValueError: KEY",
+        "said KEY",
+        "ended.log: KEY",
+        "alive.log: KEY",
+    ):
         assert leaks.count(where) == 1, done.stdout
-    assert "sk-" not in leaks
+    assert "sk-" not in leaks and "always-the-same" not in leaks
