@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,31 @@ def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: 
     ):
         assert leaks.count(where) == 1, done.stdout
     assert "sk-" not in leaks and "always-the-same" not in leaks
+
+
+NAMES = {"api_key", "admin_api_key", "TANDEM_API_KEY", "TANDEM_ADMIN_API_KEY", "--api-key", "--admin-api-key"}
+
+
+def spelled_out(source: str) -> Iterator[str]:
+    """Keys that stand as they are behind a flag, in a field or in a variable."""
+
+    def text(node: ast.AST | None) -> str:
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+    for node in ast.walk(ast.parse(source)):
+        pairs: list[tuple[str, str]] = []
+        if isinstance(node, ast.List | ast.Tuple | ast.Call):
+            row = node.args if isinstance(node, ast.Call) else node.elts
+            pairs += [(text(flag), text(value)) for flag, value in itertools.pairwise(row)]
+        if isinstance(node, ast.Call):
+            pairs += [(each.arg or "", text(each.value)) for each in node.keywords]
+        if isinstance(node, ast.Dict):
+            pairs += [(text(name), text(value)) for name, value in zip(node.keys, node.values, strict=True)]
+        yield from (value for name, value in pairs if name in NAMES and value and not value.startswith("--"))
+
+
+def test_no_test_spells_out_a_key_that_is_not_searched_for() -> None:
+    found = {str(file.relative_to(ROOT)): [*spelled_out(file.read_text())] for file in ROOT.glob("tests/**/*.py")}
+    assert {name: keys for name, keys in found.items() if keys and name != "tests/unit/test_leaked_keys.py"} == {}
+    for line in ('up("--api-key", "a")', '["--admin-api-key", "a"]', 'f(api_key="a")', '{"TANDEM_API_KEY": "a"}'):
+        assert [*spelled_out(line)] == ["a"], line
