@@ -35,7 +35,7 @@ from coordinator.registry import Registry
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
-from coordinator.server import MAX_HEADER_BYTES, SERVER, Runner, malformed_request
+from coordinator.server import MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.text import ChatText
 from coordinator.ticket import Ticket
@@ -136,6 +136,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         keepalive_timeout=KEEPALIVE_CONNECTION_S,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
         lingering_time=LINGER_S,
         shutdown_timeout=_LAST_WORDS_S,
     )

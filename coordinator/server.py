@@ -3,6 +3,8 @@
 aiohttp logs a malformed request with the bytes that it read (keys among them) and a traceback, repeats them to the
 client as plain text, and names its own version. Here such a request is counted, logged at most every ten seconds
 without a byte of it, and answered with an error in our shape. ``Expect`` is handled by the application, not before it.
+aiohttp bounds each header and their number, so that their product would be what a connection may hold: here the request
+line and the headers have a bound together.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import http_exceptions, web
+from aiohttp import StreamReader, http_exceptions, web
 from aiohttp.http_parser import RawRequestMessage
+from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from common.errors import RequestError
@@ -26,16 +29,33 @@ log = logging.getLogger("tandem.http")
 EXPECTATION = web.RequestKey("expectation", str)
 """The ``Expect`` header of a request that has one."""
 MAX_HEADER_BYTES = 16 << 10
+"""Of the request line, and of each header."""
+MAX_HEADERS = 128
+MAX_HEAD_BYTES = 64 << 10
+"""Of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
+MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
+"""Of the heads of all requests that wait on one connection for the answer to an earlier one."""
 COMPLAIN_EVERY_S = 10.0
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
+
+
+class HeadTooLong(http_exceptions.BadHttpMessage):
+    """A request line and headers of more than MAX_HEAD_BYTES, or waiting ones of more than MAX_WAITING_BYTES."""
+
 
 _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         http_exceptions.LineTooLong,
         "too long",
         f"The request line or a header has more than {MAX_HEADER_BYTES:,} bytes.",
+    ),
+    (
+        HeadTooLong,
+        "too long",
+        f"The request line and the headers have more than {MAX_HEAD_BYTES:,} bytes together, or those of requests that"
+        f" wait for an earlier one on the same connection more than {MAX_WAITING_BYTES:,}.",
     ),
     (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
@@ -96,22 +116,63 @@ class MalformedLog:
 class Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_error_response", "_malformed")
+    __slots__ = ("_body", "_error_response", "_malformed", "_refused", "_unparsed")
 
     def __init__(
         self, manager: web.Server, *, malformed: MalformedLog, error_response: ErrorResponse, **arguments: Any
     ) -> None:
         super().__init__(manager, **arguments)
         self._malformed, self._error_response = malformed, error_response
+        self._body: StreamReader | None = None
+        self._refused = False
+        self._unparsed = 0
+        """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
 
     def data_received(self, data: bytes) -> None:
+        if self._refused or self._close or self._force_close:
+            return
+        parsed = self._parsed()
         try:
             super().data_received(data)
         except Exception as error:  # asyncio would log it, with all that its text says
             self._log(error)
             self.force_close()
             return
+        self._unparsed = self._unparsed + len(data) if self._parsed() == parsed else 0
+        self._refuse_long_heads()
         self._end_malformed_body()
+
+    def _parsed(self) -> tuple[int, int]:
+        """Requests so far, and bytes of the body of the last of them."""
+        if self._messages:
+            self._body = self._messages[-1][1]
+        elif self._current_request is not None:
+            self._body = self._current_request.content
+        return self._request_count, self._body.total_bytes if self._body is not None else 0
+
+    def _refuse_long_heads(self) -> None:
+        """Ends the connection with an error at the first head that is too long, whether all of it has come or not."""
+        waiting = 0
+        for place, (message, _) in enumerate(self._messages):
+            if isinstance(message, RawRequestMessage):
+                size = _head_bytes(message)
+                waiting += size
+                if size > MAX_HEAD_BYTES or waiting > MAX_WAITING_BYTES:
+                    self._refuse(place)
+                    return
+        if self._unparsed > MAX_HEAD_BYTES:
+            self._refuse(len(self._messages))
+
+    def _refuse(self, place: int) -> None:
+        """Answers the requests before ``place``, and then HeadTooLong. What the parser holds is given back; what still
+        comes is dropped, for as long as the rest of a body that was refused is, so that its sender can read why."""
+        while len(self._messages) > place:
+            self._messages.pop()
+        endless = StreamReader(self, limit=1, loop=self._loop)
+        self._messages.append((_ErrInfo(400, HeadTooLong(message=""), ""), endless))
+        self._refused, self._parser, self._unparsed = True, None, 0
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _end_malformed_body(self) -> None:
         """Fails the body that is being read if what has come cannot be parsed: its reader would wait for the rest."""
@@ -153,6 +214,12 @@ class Connection(web.RequestHandler):
             self._malformed.add(found[0], str(peer[0]) if isinstance(peer, tuple) else None)
         else:
             log.error("a connection failed: %s", place_of(error))
+
+
+def _head_bytes(message: RawRequestMessage) -> int:
+    """Bytes of the request line and the headers, with their line ends."""
+    line = len(message.method) + len(message.path) + len("  HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in message.raw_headers)
 
 
 def place_of(error: BaseException | None) -> str:

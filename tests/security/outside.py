@@ -37,6 +37,17 @@ def own_address() -> str:
     pytest.skip("this machine has no address but loopback")
 
 
+def memory(system: System) -> int:
+    """Resident bytes of the process that answers at ``system.url``."""
+    port = urlsplit(system.url).port
+    mine = psutil.Process(system.process.popen.pid)
+    return max(
+        each.memory_info().rss
+        for each in (mine, *mine.children(recursive=True))
+        if any(place.laddr.port == port and place.status == psutil.CONN_LISTEN for place in each.net_connections())
+    )
+
+
 @dataclass
 class Answer:
     """One response as it came over the wire."""

@@ -12,12 +12,15 @@ import pytest
 
 from tests.e2e.system import System
 from tests.leaked_keys import new_key
-from tests.security.outside import Connection, ask, coordinator, request
+from tests.security.outside import Connection, ask, coordinator, memory, request
 
 LIMIT = 64 << 10
 AT_ONCE_S = 5.0
 """On a machine that is busy with other things; before, it was client_timeout and 10 s."""
 GENERATE = "/v1/completions"
+MIB = 1 << 20
+HEAD = 64 << 10
+"""Bytes that the request line and all headers may have together."""
 KEY = new_key()
 
 
@@ -161,3 +164,78 @@ def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
             while time.monotonic() - began < 30:
                 sender.sendall(bytes(1 << 16))
         assert time.monotonic() - began < 2 + AT_ONCE_S
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def _headers(size: int) -> list[str]:
+    """Headers of ``size`` bytes together, none of which is too long by itself."""
+    lines = []
+    while size > 0:
+        name = f"x-{len(lines)}: "
+        lines.append(name + "a" * (min(size, 16_000) - len(name) - 2))
+        size -= 16_000
+    return lines
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("size", [HEAD + 1000, 30 * HEAD])
+def test_headers_that_are_too_long_together_are_refused_before_a_key_is_asked_for(
+    server: System, size: int, whole: bool
+) -> None:
+    head = request("GET", "/v1/models", *_headers(size))
+    with Connection(server.url) as connection:
+        began = time.monotonic()
+        connection.send(head if whole else head[:-2])
+        answer = connection.answer()
+        assert answer.status == 400 and answer.code == "malformed_request"
+        assert f"{HEAD:,} bytes" in answer.json["error"]["message"]
+        assert connection.closed()
+        assert time.monotonic() - began < 2 + AT_ONCE_S
+
+
+def test_those_of_a_later_request_are_too(server: System) -> None:
+    with Connection(server.url) as connection:
+        for size, status in ((HEAD - 1000, 401), (HEAD - 1000, 401), (HEAD + 1000, 400)):
+            connection.send(request("GET", "/v1/models", *_headers(size)))
+            assert connection.answer().status == status
+        assert connection.closed()
+
+
+def test_bodies_do_not_count_as_headers(server: System) -> None:
+    body = b'{"prompt": 1}'.ljust(LIMIT)
+    with Connection(server.url) as connection:
+        for _ in range(3):
+            connection.send(_post(f"Content-Length: {LIMIT}", *_headers(HEAD - 2000)) + body)
+            assert connection.answer().code != "malformed_request"
+            connection.send(_post("Transfer-Encoding: chunked"))
+            for at in range(0, LIMIT, 16):
+                connection.send(b"10\r\n" + body[at : at + 16] + b"\r\n")
+            connection.send(b"0\r\n\r\n")
+            assert connection.answer().code != "malformed_request"
+
+
+def test_headers_behind_a_body_are_bounded_as_well(server: System) -> None:
+    with Connection(server.url) as connection:
+        connection.send(_post("Transfer-Encoding: chunked", "Expect: 100-continue"))
+        assert connection.answer().status == 100, "the body is being read"
+        connection.send(b"2\r\n{}\r\n0\r\n" + "\r\n".join(_headers(20 * HEAD)).encode())
+        answer = connection.answer()
+        assert answer.status == 400 and answer.code == "malformed_request"
+
+
+def test_headers_without_end_fill_no_memory(server: System) -> None:
+    before = memory(server)
+    data = request("GET", "/version", *_headers(30 * HEAD))[:-2]
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(100):
+            connection = open_ones.enter_context(Connection(server.url))
+            connection.send(data)
+            assert connection.answer().status == 400
+        assert memory(server) - before < 40 * MIB, "188 MiB were sent"
+
+
+def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
+    for count, status in ((100, 401), (200, 400)):
+        assert ask(server.url, request("GET", "/v1/models", *(f"x-{at}: y" for at in range(count)))).status == status

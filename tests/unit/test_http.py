@@ -56,6 +56,7 @@ from coordinator.metrics import _Sum
 from coordinator.registry import Worker
 from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
+from coordinator.server import MAX_WAITING_BYTES
 from coordinator.sse import deliver
 from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
@@ -1917,6 +1918,37 @@ async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
         assert await _cut_off(house) == {"sending": 2}
         for _, writer in lines:
             writer.close()
+
+
+async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
+    go_on = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        await go_on.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+        one = "GET / HTTP/1.1\r\nHost: localhost\r\n" + f"x: {'y' * 15_000}\r\n" * 4 + "\r\n"
+        fit = MAX_WAITING_BYTES // len(one)
+        for _ in range(fit + 5):
+            writer.write(one.encode())
+        server = runner.server
+        assert server is not None
+        await until(lambda: any(each._refused for each in server.connections), "the rest is refused")
+        go_on.set()
+        async with asyncio.timeout(10):
+            said = await reader.read()
+        assert said.count(b"HTTP/1.1 200") in (fit, fit + 1), "the first no longer waits"
+        assert said.count(b"HTTP/1.1 400") + said.count(b"HTTP/1.0 400") == 1
+        writer.close()
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_worker_is_drained_by_name(model: Path) -> None:
