@@ -23,7 +23,7 @@ from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
-from coordinator.bodies import Bodies, BodyShare
+from coordinator.bodies import INLINE_BYTES, Bodies, BodyShare
 from coordinator.cors import Cors
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
@@ -44,8 +44,6 @@ log = logging.getLogger("tandem.http")
 
 T = TypeVar("T")
 
-INLINE_BYTES = 16 << 10
-"""Bodies up to here are parsed, checked and templated in the event loop."""
 KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
 """For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
@@ -194,7 +192,8 @@ async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
 
 
 async def _receive(request: web.Request, share: BodyShare) -> bytes:
-    """All bytes of the body, counted in ``share`` as they come."""
+    """All bytes of the body, counted in ``share`` as they come: while a flood of small ones that stay unfinished is
+    refused, those that come in one piece are served."""
     services = request.app[SERVICES]
     all_there = request.content.is_eof()  # a timer would be for nothing
     announce_reading(request)
@@ -205,7 +204,7 @@ async def _receive(request: web.Request, share: BodyShare) -> bytes:
                 body += chunk
                 if len(body) > request.client_max_size:
                     raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
-                if len(body) > INLINE_BYTES:
+                if len(body) > INLINE_BYTES or not request.content.is_eof():  # a small one that is whole waits no more
                     share.grow(len(body))
     except TimeoutError:
         services.metrics.cut_off("sending")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -239,3 +241,25 @@ def test_headers_without_end_fill_no_memory(server: System) -> None:
 def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
     for count, status in ((100, 401), (200, 400)):
         assert ask(server.url, request("GET", "/v1/models", *(f"x-{at}: y" for at in range(count)))).status == status
+
+
+# -- bodies that do not end -------------------------------------------------------------------------------------------
+
+
+def test_small_bodies_that_stay_unfinished_are_bounded_and_others_are_served(tmp_path: Path) -> None:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections, size = 6_000, 16_383
+    if most != resource.RLIM_INFINITY and most < connections + 200:
+        pytest.skip(f"only {most} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, connections + 200), most))  # the server inherits it
+    try:
+        with coordinator(tmp_path) as system, contextlib.ExitStack() as open_ones:
+            flood = [open_ones.enter_context(Connection(system.url)) for _ in range(connections)]
+            for connection in flood:
+                connection.send(request("POST", "/tokenize", f"Content-Length: {size + 1}") + b" " * size)
+            assert flood[-1].answer().status == 429
+            for body in (b'{"prompt": "x"}', b'{"prompt": "x"}'.ljust(100_000)):
+                answer = ask(system.url, request("POST", "/tokenize", f"Content-Length: {len(body)}") + body)
+                assert answer.status == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))

@@ -46,10 +46,11 @@ from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
+from coordinator.bodies import INLINE_BYTES, Kind
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.guard import error_response
-from coordinator.http import INLINE_BYTES, make_runner
+from coordinator.http import make_runner
 from coordinator.lanes import LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
@@ -1489,16 +1490,31 @@ async def test_bodies_in_memory_are_bounded_and_large_ones_apart(house: House) -
     bodies = house.services.bodies
     large, ordinary = ({"prompt": "x " * (size // 2)} for size in (LARGE_BYTES * 2, LARGE_BYTES // 16))
     with bodies.share() as share:
-        share.grow(bodies.budgets[True])
+        share.grow(bodies.budgets[Kind.LARGE])
         response, body = await house.post("/tokenize", large)
         assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
         assert (await house.post("/tokenize", ordinary))[0].status == 200
         share.grow(LARGE_BYTES)
-        bodies.budgets[False] = LARGE_BYTES
+        bodies.budgets[Kind.ORDINARY] = LARGE_BYTES
         assert (await house.post("/tokenize", ordinary))[0].status == 429
     assert (await house.post("/tokenize", large))[0].status == 400, "read, and too long for the context"
     assert (await house.post("/tokenize", ordinary))[0].status == 200
-    assert bodies.held == {False: 0, True: 0}
+    assert not any(bodies.held.values())
+
+
+async def test_a_small_body_counts_while_it_is_unfinished(house: House) -> None:
+    bodies = house.services.bodies
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]))
+    body = b'{"prompt": "x"}'
+    writer.write(f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+    writer.write(body[:-2])
+    await until(lambda: bodies.held[Kind.SMALL] == len(body) - 2, "it counts")
+    bodies.budgets[Kind.SMALL] = 0
+    assert (await house.post("/tokenize", {"prompt": "x"}))[0].status == 200, "it came in one piece"
+    writer.write(body[-2:-1])
+    assert b" 429 " in await reader.readline()
+    writer.close()
+    await until(lambda: not any(bodies.held.values()), "nothing is left")
 
 
 async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> None:
