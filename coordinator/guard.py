@@ -24,6 +24,7 @@ from coordinator.answers import encode
 from coordinator.cors import Cors
 from coordinator.fields import Json
 from coordinator.refusals import RETRY_JITTER
+from coordinator.repeats import RateLimitedLog
 from coordinator.reply import error_body
 from coordinator.server import EXPECTATION, internal_error
 
@@ -68,8 +69,8 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
 
 
-def guard(config: CoordinatorConfig, cors: Cors) -> Middleware:
-    """The one middleware."""
+def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middleware:
+    """The one middleware. ``left`` is told of clients that leave before they are answered."""
     gate = _Gate(config, cors)
 
     @web.middleware
@@ -93,7 +94,9 @@ def guard(config: CoordinatorConfig, cors: Cors) -> Middleware:
         except asyncio.CancelledError:
             written = request.get(WRITTEN)
             if request.transport is None and not (written and written.done()):
-                log.info("499 %s %s: the client has left (%s)", request.method, route(request), request[REQUEST_ID])
+                resource = request.match_info.route.resource
+                what = f"{request.method} {resource.canonical if resource else 'elsewhere'}"
+                left.add(what, f"499 {what}: the client has left")
             raise
         except Exception:
             log.exception("%s %s failed", request.method, route(request))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import socket
@@ -32,6 +33,7 @@ from coordinator.metrics import Metrics
 from coordinator.openai import CompletionBody, Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
 from coordinator.registry import Registry
+from coordinator.repeats import RateLimitedLog
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
@@ -89,6 +91,9 @@ class Services:
     scale: Scale | None = None
     answers: OpenAnswers = field(default_factory=OpenAnswers)
     bodies: Bodies = field(init=False)
+    cuts: RateLimitedLog = field(
+        default_factory=lambda: RateLimitedLog(logging.WARNING, "%d more clients were cut off: %s")
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bodies", Bodies(self.config.max_body_bytes))
@@ -105,18 +110,25 @@ def make_app(services: Services) -> web.Application:
     cors = Cors(config.allowed_origins or ())
     if cors.allows_all and not config.api_keys():
         log.warning("every web page in a browser that reaches this server may use it: set --api-key")
+    left = RateLimitedLog(logging.INFO, "%d more clients have left before they were answered: %s")
     app = web.Application(
-        middlewares=[guard(config, cors)],
+        middlewares=[guard(config, cors, left)],
         client_max_size=config.max_body_bytes,
     )
     app.on_response_prepare.append(_name_server)
     app.on_response_prepare.append(cors.add_headers)
+    app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
     app[HEARD] = set()
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
     app.router.add_routes(routes)
     return app
+
+
+async def _close_logs(left: RateLimitedLog, cuts: RateLimitedLog, _: web.Application) -> None:
+    left.close()
+    cuts.close()
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
@@ -358,9 +370,14 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
     return await stream.close()
 
 
-def _patience(services: Services) -> tuple[float, Callable[[], None]]:
+def _patience(services: Services) -> tuple[float, Callable[[str], None]]:
     """How long a client may not read, and who hears if it does not."""
-    return services.config.client_timeout, lambda: services.metrics.cut_off("reading")
+
+    def cut(why: str) -> None:
+        services.metrics.cut_off("reading")
+        services.cuts.add(f"({why})", f"a client is cut off: it {why}")
+
+    return services.config.client_timeout, cut
 
 
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:

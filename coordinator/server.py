@@ -9,11 +9,9 @@ line and the headers have a bound together.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +21,7 @@ from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from common.errors import RequestError
+from coordinator.repeats import RateLimitedLog
 
 log = logging.getLogger("tandem.http")
 
@@ -35,7 +34,6 @@ MAX_HEAD_BYTES = 64 << 10
 """Of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
 """Of the heads of all requests that wait on one connection for the answer to an earlier one."""
-COMPLAIN_EVERY_S = 10.0
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
@@ -76,50 +74,13 @@ def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
     return None
 
 
-class MalformedLog:
-    """Logs malformed requests: the first at once, those after it counted, in at most one line every ten seconds."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._pause: asyncio.TimerHandle | None = None
-
-    def add(self, kind: str, peer: str | None) -> None:
-        if self._pause is not None:
-            self._counts[kind] += 1
-            return
-        log.warning("a malformed request from %s is refused: %s", peer or "an unknown peer", kind)
-        self._wait()
-
-    def close(self) -> None:
-        """Logs what was counted and not logged yet."""
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
-        self._log_counts()
-
-    def _wait(self) -> None:
-        self._pause = asyncio.get_running_loop().call_later(COMPLAIN_EVERY_S, self._resume)
-
-    def _resume(self) -> None:
-        self._pause = None
-        if self._counts:
-            self._log_counts()
-            self._wait()
-
-    def _log_counts(self) -> None:
-        if self._counts:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in self._counts.most_common())
-            log.warning("%d more malformed requests were refused: %s", self._counts.total(), kinds)
-            self._counts.clear()
-
-
 class Connection(web.RequestHandler):
     """One connection of a client."""
 
     __slots__ = ("_body", "_error_response", "_malformed", "_refused", "_unparsed")
 
     def __init__(
-        self, manager: web.Server, *, malformed: MalformedLog, error_response: ErrorResponse, **arguments: Any
+        self, manager: web.Server, *, malformed: RateLimitedLog, error_response: ErrorResponse, **arguments: Any
     ) -> None:
         super().__init__(manager, **arguments)
         self._malformed, self._error_response = malformed, error_response
@@ -210,8 +171,8 @@ class Connection(web.RequestHandler):
     def _log(self, error: BaseException | None) -> None:
         """One line without the text of ``error``, which may hold what a client has sent."""
         if error is not None and (found := malformed_request(error)):
-            peer = self.peername
-            self._malformed.add(found[0], str(peer[0]) if isinstance(peer, tuple) else None)
+            peer = self.peername[0] if isinstance(self.peername, tuple) else "an unknown peer"
+            self._malformed.add(found[0], f"a malformed request from {peer} is refused: {found[0]}")
         else:
             log.error("a connection failed: %s", place_of(error))
 
@@ -253,7 +214,8 @@ class Runner(web.AppRunner):
 
     def __init__(self, app: web.Application, error_response: ErrorResponse, **arguments: Any) -> None:
         super().__init__(app, **arguments)
-        self._error_response, self._malformed = error_response, MalformedLog()
+        self._error_response = error_response
+        self._malformed = RateLimitedLog(logging.WARNING, "%d more malformed requests were refused: %s")
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

@@ -9,7 +9,6 @@ is cancelled, which stops the work everywhere.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from aiohttp import HttpVersion11, web
@@ -22,15 +21,14 @@ LOOKS = 4
 KEEPALIVE = b"\n\n"
 """Two empty lines between two events, which the event-stream format ignores. Clients that split at two line breaks
 ignore them too, whereas they glue a comment, or a single line break, to the next event."""
-log = logging.getLogger("tandem.http")
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream:
-    """One streaming response on the connection of ``request``; ``on_cut`` hears when its reader is cut."""
+    """One streaming response on the connection of ``request``; ``on_cut`` hears why, if its reader is cut."""
 
     def __init__(
-        self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[], None]
+        self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[str], None]
     ) -> None:
         self._request, self._stall_s, self._on_cut = request, stall_s, on_cut
         self._transport = request.transport
@@ -63,13 +61,12 @@ class EventStream:
         if not waiting or delivered > self._delivered:
             self._delivered, self._moved_at = delivered, now
         if waiting > self._bound:
-            self._cut(transport, f"is {waiting >> 10} KiB behind")
+            self._cut(transport, "is too far behind")
         elif now - self._moved_at > self._stall_s:
             self._cut(transport, f"has taken nothing for {self._stall_s:g} s")
 
     def _cut(self, transport: asyncio.Transport, why: str) -> None:
-        log.warning("a client is cut off: it %s", why)
-        self._on_cut()
+        self._on_cut(why)
         transport.abort()
 
     async def until(self, finished: asyncio.Future[None]) -> None:
@@ -90,10 +87,10 @@ class EventStream:
 
 
 async def deliver(
-    request: web.Request, response: web.StreamResponse, stall_s: float, on_cut: Callable[[], None]
+    request: web.Request, response: web.StreamResponse, stall_s: float, on_cut: Callable[[str], None]
 ) -> web.StreamResponse:
     """Sends what is left of ``response``, until the kernel has all of it; a reader that takes nothing of it for
-    ``stall_s`` is cut."""
+    ``stall_s`` is cut, and ``on_cut`` hears why."""
     transport = request.transport
     await response.prepare(request)
     _wait_for_the_last_byte(transport, True)
@@ -108,8 +105,7 @@ async def deliver(
             if left < before or not left:
                 moved_at = clock()
             if not sending.done() and clock() - moved_at > stall_s:
-                log.warning("a client is cut off: it has taken nothing of its answer for %g s", stall_s)
-                on_cut()
+                on_cut(f"has taken nothing of its answer for {stall_s:g} s")
                 transport.abort()
                 break
         await sending

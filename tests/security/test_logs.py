@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -121,6 +122,22 @@ def test_a_storm_of_malformed_requests_is_a_handful_of_lines_with_a_count(
     seconds = _span_s(lines)
     assert len(lines) <= MOST_LINES + seconds / 10, lines
     assert len(system.process.text.splitlines()) < len(lines) + 6
+
+
+def test_clients_that_hang_up_are_a_handful_of_lines_with_a_count_and_without_their_ids(tmp_path: Path) -> None:
+    key, hang_ups = new_key(), 300
+    head = request("POST", "/tokenize", "Content-Length: 100", "Expect: 100-continue", f"X-Request-Id: {key}")
+    with coordinator(tmp_path) as system:
+        for _ in range(hang_ups):
+            with Connection(system.url) as connection:
+                connection.send(head)
+                assert connection.answer().status == 100, "its body is waited for"
+        assert ask(system.url, request("GET", "/health")).status == 200
+    lines = [line for line in system.process.text.splitlines() if " left" in line]
+    counted = sum(int(count) for count in re.findall(r" (\d+) more clients have left", "\n".join(lines)))
+    assert counted + 1 == hang_ups and f"{counted} POST /tokenize" in lines[-1]
+    assert len(lines) <= MOST_LINES + _span_s(lines) / 10, lines
+    assert key not in system.process.text
 
 
 def _span_s(lines: list[str]) -> float:

@@ -50,11 +50,12 @@ from coordinator.bodies import INLINE_BYTES, Kind
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.guard import error_response
-from coordinator.http import make_runner
+from coordinator.http import _patience, make_runner
 from coordinator.lanes import LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
+from coordinator.repeats import RateLimitedLog
 from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.server import MAX_WAITING_BYTES
@@ -503,7 +504,9 @@ async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.L
             await until(functools.partial(_told, decode, told), "decode is told")
             assert time.monotonic() - started < scaled(0.2)
         await until(lambda: not decode.busy, "decode is free")
-    assert sum("499 POST /v1/chat/completions: the client has left" in line for line in caplog.messages) == 2
+    assert caplog.messages.count("499 POST /v1/chat/completions: the client has left") == 1
+    more = "1 more clients have left before they were answered: 1 POST /v1/chat/completions"
+    assert caplog.messages.count(more) == 1
 
 
 async def test_a_client_that_has_read_its_stream_to_the_end_leaves_without_a_word(
@@ -1814,7 +1817,7 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
-            return await deliver(request, web.Response(body=bytes(64 << 20)), 0.3, cut.set)
+            return await deliver(request, web.Response(body=bytes(64 << 20)), 0.3, lambda _: cut.set())
         finally:
             over.set()
 
@@ -1832,6 +1835,31 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
         writer.close()
     finally:
         await runner.cleanup()
+
+
+async def test_clients_that_are_cut_off_are_counted_in_the_log(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    _, cut = _patience(house.services)
+    for _ in range(1000):
+        cut("is too far behind")
+    house.services.cuts.close()
+    assert caplog.messages == [
+        "a client is cut off: it is too far behind",
+        "999 more clients were cut off: 999 (is too far behind)",
+    ]
+
+
+async def test_counted_lines_come_while_it_goes_on_and_then_stop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.repeats.LOG_EVERY_S", 0.05)
+    many = RateLimitedLog(logging.WARNING, "%d more: %s")
+    for number in range(5):
+        many.add("even" if number % 2 == 0 else "odd", f"it is {number}")
+    await until(lambda: len(caplog.messages) == 2, "they are counted")
+    await until(lambda: many._pause is None, "it is over")
+    many.add("odd", "it is odd again")
+    many.close()
+    assert caplog.messages == ["it is 0", "4 more: 2 odd, 2 even", "it is odd again"]
 
 
 class _Stalls:
@@ -1868,12 +1896,12 @@ class _Stalls:
 
 @pytest.mark.parametrize("moves_s", [0.05, 0.45])
 async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long_and_not_twice(moves_s: float) -> None:
-    stalls, cuts = _Stalls(moves_s), list[bool]()
+    stalls, cuts = _Stalls(moves_s), list[str]()
     request: Any = SimpleNamespace(transport=stalls)
     response: Any = stalls
     with pytest.raises(ConnectionResetError):
-        await deliver(request, response, 1.0, lambda: cuts.append(True))
-    assert cuts == [True] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
+        await deliver(request, response, 1.0, cuts.append)
+    assert cuts == ["has taken nothing of its answer for 1 s"] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
 
 
 async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> None:
@@ -1883,7 +1911,7 @@ async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> Non
     async def answer(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        response = await deliver(request, web.Response(body=bytes(48 << 10)), 20, lambda: None)
+        response = await deliver(request, web.Response(body=bytes(48 << 10)), 20, lambda _: None)
         left.append(request.transport.get_write_buffer_size())
         return response
 
