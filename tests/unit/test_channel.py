@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from socket import create_server
+from socket import create_connection, create_server
 from typing import Any
 
 import pytest
@@ -331,6 +331,17 @@ def test_who_dials_anew_in_the_middle_of_its_message_of_too_many_parts_is_heard(
                 pass
             assert parts == [b"name", b"after"]
         router.disable_monitor()
+
+
+def test_a_stranger_that_says_nothing_is_hung_up_on(cluster: Path) -> None:
+    channels = Channels(keys.load(cluster, "coordinator"))
+    try:
+        router, address = channels.router("tcp://127.0.0.1:*")
+        with router, create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=12) as stranger:
+            while stranger.recv(1024):  # a greeting; libzmq by itself would wait for 30 s
+                pass
+    finally:
+        channels.close()
 
 
 def test_who_cannot_open_a_socket_says_so_as_of_an_address_that_is_none() -> None:

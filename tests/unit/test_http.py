@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import zmq
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from common.errors import RequestError
 from common.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
@@ -46,7 +46,7 @@ from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
-from coordinator.bodies import INLINE_BYTES, Kind
+from coordinator.bodies import INLINE_BYTES, Bodies, Kind, kind_of
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.guard import error_response
@@ -59,7 +59,7 @@ from coordinator.repeats import RateLimitedLog
 from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.server import MAX_WAITING_BYTES
-from coordinator.sse import deliver
+from coordinator.sse import EventStream, deliver
 from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -1505,6 +1505,27 @@ async def test_bodies_in_memory_are_bounded_and_large_ones_apart(house: House) -
     assert not any(bodies.held.values())
 
 
+def _grow_all(shares: contextlib.ExitStack, bodies: Bodies, size: int, count: int) -> None:
+    for _ in range(count):
+        shares.enter_context(bodies.share()).grow(size)
+
+
+@pytest.mark.parametrize(
+    ("size", "most"), [(1_000, 40 << 20), (INLINE_BYTES + 1, 40 << 20), (LARGE_BYTES, 40 << 20), (8 << 20, 80 << 20)]
+)
+def test_all_bodies_of_a_kind_together_are_bounded(size: int, most: int) -> None:
+    bodies = Bodies(8 << 20)
+    with contextlib.ExitStack() as shares:
+        for _ in range(most // (2 * size)):
+            shares.enter_context(bodies.share()).grow(size)
+        with pytest.raises(RequestError, match="are being received"):
+            _grow_all(shares, bodies, size, most // size)
+        for other in {1, INLINE_BYTES + 1, LARGE_BYTES + 1}:
+            if kind_of(other) is not kind_of(size):
+                shares.enter_context(bodies.share()).grow(other)
+    assert not any(bodies.held.values())
+
+
 async def test_a_small_body_counts_while_it_is_unfinished(house: House) -> None:
     bodies = house.services.bodies
     reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]))
@@ -1902,6 +1923,37 @@ async def test_a_reader_of_a_whole_answer_is_cut_when_it_has_stalled_for_so_long
     with pytest.raises(ConnectionResetError):
         await deliver(request, response, 1.0, cuts.append)
     assert cuts == ["has taken nothing of its answer for 1 s"] and 1.0 <= stalls.cut_at - stalls.moved_at < 1.6
+
+
+class _Takes:
+    """A transport whose reader has taken nothing of what is written, and can take more at any time."""
+
+    def __init__(self) -> None:
+        self.left, self.gone = 0, False
+
+    def write(self, data: bytes) -> None:
+        self.left += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def is_closing(self) -> bool:
+        return self.gone
+
+    def abort(self) -> None:
+        self.gone = True
+
+
+async def test_a_reader_that_is_slower_than_its_stream_is_cut_before_much_waits_for_it() -> None:
+    transport, cuts = _Takes(), list[str]()
+    request: Any = SimpleNamespace(transport=transport, version=HttpVersion11)
+    stream = EventStream(request, {}, 1000.0, cuts.append)
+    sent = 0
+    while not cuts and sent < 64 << 20:
+        stream.send(bytes(16 << 10))
+        sent += 16 << 10
+    assert cuts == ["is too far behind"] and transport.gone
+    assert 512 << 10 < sent <= 2 << 20
 
 
 async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> None:

@@ -169,6 +169,13 @@ def test_a_place_is_kept_for_a_refused_client_until_it_is_overdue() -> None:
     admission.enter(1, 10, overdue, key=10, first_try=True)
 
 
+def test_a_flood_of_refused_clients_is_not_remembered_one_by_one() -> None:
+    admission = full(2, (9.0, 9.0), 10.0)
+    times = [refusal(admission, 0.0, key=key, first_try=True) for key in range(5_000)]
+    assert len(admission._expected) <= 2_500
+    assert times[-1] == MAX_RETRY_S, "one that is not remembered is behind all that are"
+
+
 def test_no_places_are_kept_where_clients_do_not_come_back() -> None:
     admission, now = full(4, (9.0,) * 4, 10.0), 0.0
     for key in range(100):
