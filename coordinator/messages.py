@@ -6,10 +6,9 @@ taken: images, audio and files are refused in words.
 
 from __future__ import annotations
 
-import json
 from typing import NoReturn
 
-from coordinator.fields import Fields, Json, check_counts, refuse, wrong_type
+from coordinator.fields import Fields, Json, parse_arguments, refuse, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 14
@@ -94,13 +93,7 @@ def _tool_call(call: object, at: str) -> Json:
     function = fields.nested("function") or fields.missing("function")
     name = function.string("name", limit=256) or function.missing("name")
     arguments = function.string("arguments", limit=1 << 26) or "{}"
-    check_counts(arguments.encode(), function.at("arguments"))
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        refuse(f"{function.at('arguments')!r} must be a JSON object, as a string.", function.at("arguments"))
-    if not isinstance(parsed, dict):
-        refuse(f"{function.at('arguments')!r} must be a JSON object, as a string.", function.at("arguments"))
+    parsed = parse_arguments(arguments, function.at("arguments"))
     return {
         "id": fields.string("id") or "",
         "type": "function",

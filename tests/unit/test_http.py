@@ -1551,6 +1551,19 @@ async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> No
         assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [r'{"x":"\ud800"}', '{"x":' + "[" * 64 + "]" * 64 + "}", '{"x":' + "[" * 900 + "]" * 900 + "}", '{"x":NaN}', "[]"],
+)
+async def test_tool_call_arguments_are_read_as_strictly_as_a_body(house: House, arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for path in (CHAT, "/tokenize"):
+        response, body = await house.post(path, asked)
+        assert response.status == 400, body
+        assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:
     async with open_house(model, "prefill") as house:
         await house.add("decode", changes={"kv_blocks": 20})
