@@ -9,11 +9,9 @@ import contextlib
 from collections.abc import Iterator
 from enum import Enum
 
-from coordinator.lanes import LARGE_BYTES
+from coordinator.lanes import INLINE_BYTES, LARGE_BYTES
 from coordinator.refusals import overloaded
 
-INLINE_BYTES = 16 << 10
-"""Bodies up to here are parsed, checked and templated in the event loop, as soon as they are there."""
 SMALL_BUDGET = 32 << 20
 """Bytes of all bodies of up to INLINE_BYTES together that have come in part."""
 ORDINARY_BUDGET = 32 << 20

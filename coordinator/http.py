@@ -24,11 +24,12 @@ from common.errors import RequestError
 from common.ids import new_request_id, pack_tokens
 from common.request import SamplingParams
 from coordinator.answers import ChatShape, Choice, CompletionShape, Head, Shape
-from coordinator.bodies import INLINE_BYTES, Bodies, BodyShare
+from coordinator.bodies import Bodies, BodyShare
 from coordinator.cors import Cors
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
 from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
+from coordinator.lanes import INLINE_BYTES, is_small
 from coordinator.metrics import Metrics
 from coordinator.openai import CompletionBody, Options, parse_chat, parse_completion
 from coordinator.refusals import shutting_down
@@ -186,8 +187,8 @@ async def _show_out(app: web.Application, runner: web.AppRunner) -> None:
 async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
     """Return ``read`` of the JSON object of a POST; RequestError for anything else that was sent.
 
-    The parser and ``read`` run as one step of a lane if the body is long, so that bodies wait as bytes, not as
-    objects."""
+    The parser and ``read`` run as one step of a lane if the body is long or has many objects, so that bodies wait as
+    bytes, not as objects."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(
@@ -198,9 +199,9 @@ async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
     services = request.app[SERVICES]
     with services.bodies.share() as share:
         body = await _receive(request, share)
-        if len(body) <= INLINE_BYTES:
+        if is_small(body):
             return read(parse_json(body))
-        return await services.model.in_body_lane(len(body), lambda: read(parse_json(body)))
+        return await services.model.in_body_lane(body, lambda: read(parse_json(body)))
 
 
 async def _receive(request: web.Request, share: BodyShare) -> bytes:
@@ -216,7 +217,7 @@ async def _receive(request: web.Request, share: BodyShare) -> bytes:
                 body += chunk
                 if len(body) > request.client_max_size:
                     raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
-                if len(body) > INLINE_BYTES or not request.content.is_eof():  # a small one that is whole waits no more
+                if len(body) > INLINE_BYTES or not request.content.is_eof():  # a lane counts small ones that are whole
                     share.grow(len(body))
     except TimeoutError:
         services.metrics.cut_off("sending")

@@ -21,7 +21,7 @@ from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
 from common.kv.prefix import Chain, chain_root
 from common.request import SamplingParams
-from coordinator.lanes import Lanes
+from coordinator.lanes import Lanes, cost
 from coordinator.openai import ChatBody, Options, Sampling
 from coordinator.registry import Registry
 from coordinator.router import Chains
@@ -165,9 +165,9 @@ class ServedModel:
         """``work`` on ``size`` characters or tokens, as one step; RequestError 429 if too much waits already."""
         return await self._lanes.of(size).only_step(size, work)
 
-    async def in_body_lane(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on a request body of ``size`` bytes, as one step; RequestError 429 if too much waits already."""
-        return await self._lanes.of_body(size).only_step(size, work)
+    async def in_body_lane(self, body: bytes, work: Callable[[], T]) -> T:
+        """``work`` on a request body, as one step; RequestError 429 before any if too much waits already."""
+        return await self._lanes.of_body(len(body)).only_step(cost(body), work)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

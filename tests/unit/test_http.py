@@ -46,12 +46,12 @@ from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, sse
 from coordinator.app import LAG_EVERY_S, drain
-from coordinator.bodies import INLINE_BYTES, Bodies, Kind, kind_of
+from coordinator.bodies import Bodies, Kind, kind_of
 from coordinator.breakers import FAILURES
 from coordinator.fields import MAX_CONTAINERS, parse_json
 from coordinator.guard import error_response
 from coordinator.http import _patience, make_runner
-from coordinator.lanes import LARGE_BYTES, Bounds
+from coordinator.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import _Sum
 from coordinator.registry import Worker
@@ -1421,6 +1421,9 @@ async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkey
     for length in (10, INLINE_BYTES):
         assert (await house.post("/tokenize", {"prompt": "x" * length}))[0].status == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    for count in (2, INLINE_OBJECTS):
+        assert (await house.post("/tokenize", {"messages": HELLO["messages"] * count}))[0].status == 200
+    assert [thread is threading.main_thread() for thread in threads[2:]] == [True, False]
 
 
 class Held:
@@ -1453,7 +1456,7 @@ PROSE = "the quick brown fox " * 150
 @pytest.mark.parametrize("text", [SHORT_TEXT, LONG_TEXT])
 async def test_texts_that_wait_for_tokens_are_bounded(house: House, held: Held, text: str) -> None:
     lanes = house.services.model._lanes
-    lanes.of(len(text))._bounds = Bounds(texts=1, chars=1 << 30)
+    lanes.of(len(text))._bounds = Bounds(texts=1, chars=1 << 30, by_size=True)
     asked = {"prompt": text}
     first = asyncio.create_task(house.post("/tokenize", asked))
     await until(lambda: held.begun, "the first is tokenized")
@@ -1463,6 +1466,33 @@ async def test_texts_that_wait_for_tokens_are_bounded(house: House, held: Held, 
     assert response.headers["Retry-After"]
     held.go_on.set()
     assert (await first)[0].status == (await house.post("/tokenize", asked))[0].status == 200
+
+
+async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(house: House, held: Held) -> None:
+    lane = house.services.model._lanes.of(len(SHORT_TEXT))
+    lane._bounds = Bounds(texts=1, chars=1 << 30, by_size=True)
+    long = asyncio.create_task(house.post("/tokenize", {"prompt": SHORT_TEXT * 4}))
+    await until(lambda: held.begun, "the long one is tokenized")
+    short = asyncio.create_task(house.post("/tokenize", {"prompt": SHORT_TEXT}))
+    await until(lambda: lane.texts == 2, "the short one waits")
+    held.go_on.set()
+    assert [(await each)[0].status for each in (long, short)] == [200, 200]
+
+
+async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(house: House, held: Held) -> None:
+    lane = house.services.model._lanes.of(len(SHORT_TEXT))
+    sizes = [4_000, 4_009, 4_008, 4_002, 4_001, 4_007]
+    waiting = []
+    for number, size in enumerate(sizes):
+        waiting.append(asyncio.create_task(house.post("/tokenize", {"prompt": "x" * size})))
+        await until(lambda number=number: lane.texts == number + 1 and bool(held.begun), f"{number + 1} are there")
+    held.go_on.set()
+    await asyncio.gather(*waiting)
+    order = list(dict.fromkeys(map(len, held.begun)))
+    assert order[0] == 4_000 and order[1:] in (
+        [4_001, 4_009, 4_002, 4_008, 4_007],
+        [4_009, 4_001, 4_008, 4_002, 4_007],
+    )
 
 
 async def test_a_short_text_does_not_wait_for_a_long_one(house: House, held: Held) -> None:
@@ -1480,10 +1510,10 @@ async def test_work_on_a_text_ends_when_its_client_has_left(house: House, held: 
     await until(lambda: held.begun, "the first is tokenized")
     waiting = asyncio.create_task(house.post("/tokenize", {"prompt": LONG_TEXT + "y"}))
     lane = house.services.model._lanes.of(len(LONG_TEXT))
-    await until(lambda: lane._texts == 2, "the second waits")
+    await until(lambda: lane.texts == 2, "the second waits")
     for task in (running, waiting):
         task.cancel()
-    await until(lambda: not lane._texts and not lane._chars, "neither counts")
+    await until(lambda: not lane.texts and not lane.chars, "neither counts")
     held.go_on.set()
     assert (await house.post("/tokenize", {"prompt": LONG_TEXT + "z"}))[0].status == 200, "the lane is free"
     assert held.begun.count(LONG_TEXT) == 1 and LONG_TEXT + "y" not in held.begun
