@@ -38,7 +38,7 @@ from coordinator.repeats import RateLimitedLog
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
-from coordinator.server import MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Runner, malformed_request
+from coordinator.server import EXPECTATION, MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.text import ChatText
 from coordinator.ticket import Ticket
@@ -324,8 +324,7 @@ async def _answer(
         if reply.error is not None:
             raise reply.error
         assert isinstance(reply, WholeReply)
-        response = json_response(reply.body(), headers=_headers(request, reply))
-        return await deliver(request, response, *_patience(services))
+        return await deliver_whole(request, json_response(reply.body(), headers=_headers(request, reply)))
 
 
 def _ticket(
@@ -369,6 +368,14 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
     stream.send(reply.open(stream.send))
     await stream.until(reply.finished)
     return await stream.close()
+
+
+async def deliver_whole(request: web.Request, response: web.Response) -> web.StreamResponse:
+    """Sends all of ``response``; a client that takes nothing of it for ``client_timeout`` is cut."""
+    response.headers["x-request-id"] = request[REQUEST_ID]
+    if EXPECTATION in request:
+        response.force_close()  # as of guard, for what is sent before it sees it
+    return await deliver(request, response, *_patience(request.app[SERVICES]))
 
 
 def _patience(services: Services) -> tuple[float, Callable[[str], None]]:

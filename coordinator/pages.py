@@ -14,7 +14,7 @@ from common.request import MAX_TOKENS
 from coordinator.breakers import Breakers, BreakerState, Pair
 from coordinator.fields import Fields, Json, refuse
 from coordinator.guard import json_response
-from coordinator.http import SERVICES, Services, read_body
+from coordinator.http import SERVICES, Services, deliver_whole, read_body
 from coordinator.links import Links
 from coordinator.openai import ChatBody, parse_chat, token_ids
 from coordinator.registry import Registry, Worker
@@ -97,8 +97,12 @@ async def model(request: web.Request) -> web.Response:
 
 
 @routes.post("/tokenize")
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
+    return await deliver_whole(request, await _tokenized(request))
+
+
+async def _tokenized(request: web.Request) -> web.Response:
     model = request.app[SERVICES].model
 
     def read(body: Json) -> _Asked:
@@ -136,8 +140,12 @@ def _as_chat(body: Json) -> ChatBody:
 
 
 @routes.post("/detokenize")
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """The text of at most a context of tokens."""
+    return await deliver_whole(request, await _detokenized(request))
+
+
+async def _detokenized(request: web.Request) -> web.Response:
     model = request.app[SERVICES].model
 
     def read(body: Json) -> list[int]:
@@ -193,9 +201,10 @@ def _not_ready(services: Services) -> str | None:
 
 
 @routes.get("/metrics")
-async def metrics(request: web.Request) -> web.Response:
+async def metrics(request: web.Request) -> web.StreamResponse:
     page = request.app[SERVICES].metrics.page()
-    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    response = web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return await deliver_whole(request, response)
 
 
 @routes.get("/version")
@@ -204,13 +213,13 @@ async def version(request: web.Request) -> web.Response:
 
 
 @routes.get("/admin/workers")
-async def workers(request: web.Request) -> web.Response:
+async def workers(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
     now_s = dispatcher.gateway.clock()
     shown = [_worker(each, dispatcher.links, avoided[each.id], now_s) for each in registry]
-    return json_response({"workers": shown})
+    return await deliver_whole(request, json_response({"workers": shown}))
 
 
 @routes.post("/admin/drain")

@@ -1,0 +1,67 @@
+"""Answers larger than their requests, and answers that nobody reads: neither fills the coordinator's memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.e2e.system import System
+from tests.fakes.checkpoint import fake_checkpoint
+from tests.pace import scaled
+from tests.security.outside import ask, request
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TOKENS = 600_000
+LONG_TOKEN = 3
+"""``<|assistant|>`` of :mod:`tests.fakes.checkpoint`."""
+MOST_BODY = 4 << 20
+CLIENT_TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A coordinator alone, of a model whose context is longer than any body."""
+    directory: Path = tmp_path_factory.mktemp("repeated")
+    model = fake_checkpoint(directory / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
+    words: list[Any] = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
+    limits = ["--client-timeout", str(CLIENT_TIMEOUT_S), "--max-body-bytes", str(MOST_BODY)]
+    with System.running(directory / "log", *words, *limits, until_ready=False) as system:
+        yield system
+
+
+def _cut(server: System) -> float:
+    """How many clients were cut as they did not read."""
+    page = ask(server.url, request("GET", "/metrics", "Connection: close")).body.decode()
+    found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', page, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/tokenize", {"prompt": "a1 " * (TOKENS // 3), "return_token_strs": True}),
+        ("/detokenize", {"tokens": [LONG_TOKEN] * TOKENS}),
+    ],
+)
+def test_who_takes_nothing_of_an_answer_is_cut(server: System, path: str, asked: dict[str, Any]) -> None:
+    before, place = _cut(server), urlsplit(server.url)
+    sent = request("POST", path, body=json.dumps(asked, separators=(",", ":")).encode())
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((place.hostname, place.port))
+        connection.sendall(sent)
+        until = time.monotonic() + scaled(20)
+        while _cut(server) == before:
+            assert time.monotonic() < until, "it is still there"
+            time.sleep(0.1)  # another process is asked again and again
