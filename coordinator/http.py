@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -261,11 +261,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body = parse_completion(fields, context_length)
         model.check_name(body.options.model)
         model.check_prompts(body.prompts)
+        model.check_repeats(body, body.prompts)
         return body
 
     body = await read_body(request, read)
     options = body.options
     prompts = await model.text_prompts(body.prompts)
+    if options.return_token_ids:
+        model.check_repeats(replace(body, echo=False), prompts)
     echoes = await _echoes(model, body, prompts) if body.echo else []
     del body  # it may be long, and the answer may take long
     shape = CompletionShape(_head("cmpl", model), options, model.text, echoes)

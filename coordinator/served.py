@@ -21,8 +21,10 @@ from common.config import CoordinatorConfig
 from common.errors import RequestError, StartError
 from common.kv.prefix import Chain, chain_root
 from common.request import SamplingParams
+from coordinator.answers import encode
+from coordinator.fields import refuse
 from coordinator.lanes import Lanes, cost
-from coordinator.openai import ChatBody, Options, Sampling
+from coordinator.openai import ChatBody, CompletionBody, Options, Sampling
 from coordinator.registry import Registry
 from coordinator.router import Chains
 from coordinator.slices import SLICE_CHARS
@@ -33,6 +35,8 @@ T = TypeVar("T")
 INLINE_BYTES = 32_768
 MAX_COUNTED_TOKENS = 1 << 20
 """POST /tokenize goes on beyond the context length up to so many tokens."""
+_ID_BYTES = 6
+"""About what a token id takes in JSON, with its comma."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -63,6 +67,7 @@ class ServedModel:
                 f"give at most {checkpoint.position_limit}",
             )
         self._settings = f"{self.defaults}{config.chat_template}{self._limit}"
+        self._most_repeated = config.max_body_bytes
         self._lanes = Lanes()
 
     def close(self) -> None:
@@ -116,6 +121,22 @@ class ServedModel:
                 self.check_chars(len(prompt), "prompt")
             elif max(prompt) >= self.checkpoint.vocab_size:
                 self._outside("prompt", max(prompt))
+
+    def check_repeats(self, body: CompletionBody, prompts: Sequence[str | list[int]]) -> None:
+        """RequestError if ``prompts`` of ``body`` that the answer repeats, once for each choice, have more bytes
+        than a request body may have. Of prompts that are text only what ``echo`` repeats is known."""
+        size = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                size += len(encode(prompt)) if body.echo else 0
+                continue
+            if body.options.return_token_ids:
+                size += len(prompt) * _ID_BYTES
+            if body.echo:
+                size += sum(len(self.text.token_bytes(token)) for token in prompt)
+        if size * body.options.n > self._most_repeated:
+            text = f"The answer would repeat {size:,} bytes of prompts for each of {body.options.n} choices, at most"
+            refuse(f"{text} {self._most_repeated:,} in all are allowed (--max-body-bytes).", "n")
 
     async def _text_prompt(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -65,3 +65,17 @@ def test_who_takes_nothing_of_an_answer_is_cut(server: System, path: str, asked:
         while _cut(server) == before:
             assert time.monotonic() < until, "it is still there"
             time.sleep(0.1)  # another process is asked again and again
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"return_token_ids": True}])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_answer_does_not_repeat_more_than_a_body_may_hold(
+    server: System, fields: dict[str, Any], as_ids: bool
+) -> None:
+    prompt: Any = [LONG_TOKEN] * 5_000 if as_ids else "additional Properties " * 1_000
+    asked = {"prompt": [prompt] * 64, "n": 16, "max_tokens": 1, **fields}
+    answer = ask(server.url, request("POST", "/v1/completions", body=json.dumps(asked).encode()))
+    assert answer.status == 400, answer.raw[:500]
+    assert answer.json["error"]["param"] == "n" and answer.code == "invalid_value"
+    few = {**asked, "n": 1, "prompt": [prompt] * 2}
+    assert ask(server.url, request("POST", "/v1/completions", body=json.dumps(few).encode())).status == 503
