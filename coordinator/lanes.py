@@ -133,6 +133,7 @@ class Lane:
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
+            del result  # as of step in _next
 
     def _next(self) -> None:
         """One step, in the thread: called once for each that was asked for."""
@@ -145,6 +146,8 @@ class Lane:
             step.result.set_exception(error)
         else:
             step.result.set_result(made)
+        finally:
+            del step  # an error's traceback has this frame: a cycle would keep the text until it is collected
 
     def _pop(self) -> _Step | None:
         """The smallest step that waits or the one that has waited longest, in turn; None if none waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -1477,6 +1479,25 @@ async def test_texts_that_wait_do_not_use_up_the_places_of_smaller_ones(house: H
     await until(lambda: lane.texts == 2, "the short one waits")
     held.go_on.set()
     assert [(await each)[0].status for each in (long, short)] == [200, 200]
+
+
+async def test_a_lane_keeps_nothing_of_a_text_that_was_refused(house: House) -> None:
+    class Text:
+        """What a step works on."""
+
+    def refuse_it(text: Text) -> None:
+        raise RequestError(str(text))
+
+    text = Text()
+    left = weakref.ref(text)
+    gc.disable()
+    try:
+        with pytest.raises(RequestError):
+            await house.services.model.in_lane(10, functools.partial(refuse_it, text))
+        del text
+        await until(lambda: left() is None, "it is freed without a collection")
+    finally:
+        gc.enable()
 
 
 async def test_a_lane_takes_the_smallest_and_the_oldest_in_turn(house: House, held: Held) -> None:
