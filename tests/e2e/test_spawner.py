@@ -76,8 +76,8 @@ def test_standard_input_is_handed_over() -> None:
     command = [sys.executable, "-m", "deploy.cli", "up", "--config", "/dev/stdin"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     forked = Process.spawner.popen()(command, **pipes, text=True, cwd=ROOT)
-    said = "".join(forked.communicate("strange_word: 5", timeout=60))
-    assert forked.returncode == 1 and "strange_word" in said
+    said = "".join(forked.communicate("portt: 5", timeout=60))
+    assert forked.returncode == 1 and "unknown key portt" in said
 
 
 def test_another_popen_is_refused_clearly() -> None:
