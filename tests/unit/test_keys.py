@@ -536,9 +536,10 @@ def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
     cluster: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.membership.RETRY_S", 0.1)
-    first, second = Member(cluster, door), Member(cluster, door)
+    first = Member(cluster, door)
+    first.until_welcome(door)
+    second = Member(cluster, door)
     try:
-        first.until_welcome(door)
         second.until_refused(door, "give every worker a name of its own")
         assert not second.membership.joined
         first.close()
