@@ -16,7 +16,7 @@ from common.errors import StartError, reason
 
 PROSE_CHARACTERS = 100_000
 PIECE_CHARACTERS = 2_000
-"""Of one request to ``/tokenize``: servers refuse a text that cannot fit their context."""
+"""The most characters in one request to ``/tokenize``: servers refuse a text that cannot fit their context."""
 _TODO = "give --tokenizer FILE, the model's tokenizer.json"
 
 

@@ -436,7 +436,7 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             )
 
     def keys(self, *parties: Party) -> dict[Party, ClusterKeys]:
-        """The keys of each of these roles: the file's, else new ones, which nobody else has. StartError as of
+        """The keys of each of these roles: the file's, else new ones, which no other process has. StartError as of
         :meth:`ClusterOptions.keys_of`."""
         if not self.cluster_key_file:
             return mint_keys()

@@ -150,7 +150,7 @@ class Membership:
             if message is None:
                 return
             self._heard_at = self._clock()
-            if not isinstance(message, Rejoin | NameTaken):  # those are for a stranger, and nobody has counted them
+            if not isinstance(message, Rejoin | NameTaken):  # those are not counted by the coordinator
                 self.acted_on += 1
             if isinstance(message, Lease):
                 self.acted_on = message.sent

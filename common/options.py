@@ -523,7 +523,7 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _unknown_key(key: str, node: yaml.Node | None, everything: Iterable[str], path: Path) -> StartError:
-    """The error for a key that nobody knows. One that is like none is not shown: it may be a secret itself."""
+    """The error for an unknown key. One that resembles no option is not shown: it may be a secret itself."""
     if nearest(key, everything):
         return unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
     pairs = node.value if node is not None else ()

@@ -1,4 +1,4 @@
-"""Files that hold secrets: read once, and only if nobody else could have read or written them.
+"""Files that hold secrets: read once, and only if no other user could have read or written them.
 
 What counts is the file that was opened, behind every symbolic link. A pipe (``<(pass show key)``, /dev/stdin, a FIFO)
 keeps nothing that others could read later: of it only the owner counts.

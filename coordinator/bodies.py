@@ -22,7 +22,7 @@ RETRY_S = 1.0
 
 
 class Kind(Enum):
-    """Of a body, by its size so far."""
+    """The kind of a body, by its size so far."""
 
     SMALL = "small"
     ORDINARY = "ordinary"

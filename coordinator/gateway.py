@@ -62,7 +62,7 @@ that it is asked for its Hello. Those after them are strikes."""
 COMPLAIN_EVERY_S = 10.0
 """Rubbish and refused workers are counted one by one, and logged at most so often."""
 MOST_REASONS = 8
-"""Of refusals, that are logged at a time."""
+"""Reasons of refusals that are logged at a time."""
 UNSAID = "its log says why (without cluster keys it tells no stranger)"
 PROBES_S = (0.01, 0.1)
 """After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
@@ -368,7 +368,7 @@ class Gateway:
             self._refusals.clear()
 
     def _refuse(self, frame: bytes, refused: Refused, *, told: bool = False) -> None:
-        """``told``: also a stranger, since it says nothing of what is served here."""
+        """``told``: the reason is sent to strangers too, since it says nothing of what is served here."""
         said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
         if said in self._refusals or len(self._refusals) < MOST_REASONS:
             self._refusals[said] += 1
