@@ -6,6 +6,8 @@ BIN   := $(VENV)/bin
 ARGS  ?=
 SEEDS ?= 0:20000
 TYPES := $(BIN)/mypy --no-error-summary && $(BIN)/lint-imports --no-logo
+# Compiled modules are kept: tests start hundreds of interpreters, and each would compile all of ours again.
+unexport PYTHONDONTWRITEBYTECODE
 # A quiet pip that still shows errors.
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
@@ -25,7 +27,7 @@ test: tests ## all checks and every kind of test, of large grids a fixed sample 
 test-all: tests ## all checks and all tests: whole grids and every simulated history
 
 test-fast: $(VENV)/.installed-test ## tests that need neither torch nor another process (a minute)
-	@$(BIN)/python -m pytest --fast --numprocesses 4
+	@$(BIN)/python -m pytest --fast --numprocesses 6
 
 # Most side by side, and with them the types; by themselves those that bound times closely, of which two at a time those
 # of whole systems, which mostly wait for what a fault leads to. All of it is run, whatever fails.
