@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import leaked_keys, selection
 from tests.chaos.host import TAKEN, TRIES, Taken
+from tests.e2e.spawner import Spawner
 from tests.pace import scaled
 
 # A busy machine makes an example slow, not wrong.
@@ -248,6 +249,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def one_spawner() -> Iterator[Spawner]:
+    """What all workers of e2e and security are forked by in this process."""
+    with Spawner.running() as spawner:
+        yield spawner
 
 
 @pytest.fixture

@@ -12,16 +12,9 @@ from tests.e2e.system import MODEL_LEN, Process
 from tests.reference import Reference
 
 
-@pytest.fixture(scope="session")
-def one_spawner() -> Iterator[Spawner]:
-    with Spawner.running() as spawner:
-        yield spawner
-
-
 @pytest.fixture(scope="module", autouse=True)
 def spawner(one_spawner: Spawner) -> Iterator[None]:
-    """The workers of all systems of this folder share one import of torch and transformers. Those of other folders,
-    which may run in this process next, are started as an operator starts them."""
+    """The workers of all systems of this folder share one import of torch and transformers."""
     Process.spawner = one_spawner
     yield
     Process.spawner = None

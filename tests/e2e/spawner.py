@@ -12,7 +12,8 @@ its workers are forked in turn; its coordinator, which never sees torch, is star
 
 The asking process becomes the parent, as if it had started the child itself: the spawner forks twice, and the asking
 process is a subreaper (``PR_SET_CHILD_SUBREAPER``) until it has got the orphan. Exit codes, signals, process ids,
-process groups and the parent-death signal are therefore real. ``test_up.py`` starts everything the ordinary way.
+process groups and the parent-death signal are therefore real. Tests about processes and signals (``test_up.py``) start
+theirs the ordinary way.
 
     python -m tests.e2e.spawner SOCKET      imports when the first command comes; ends when the socket is closed
 """

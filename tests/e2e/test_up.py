@@ -1,4 +1,6 @@
-"""The real ``tandem up`` with the built-in model: it serves, heals, drains, and leaves nothing behind."""
+"""The real ``tandem up`` with the built-in model: it serves, heals, drains, and leaves nothing behind.
+
+What is about processes and signals is started as an operator starts it, the rest by the spawner."""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from bench.handoff_cost import cpu_seconds
 from common import builtin
 from common.client import Refused, Server
 from deploy.up import ONE_SIGNAL_S
+from tests.e2e.spawner import Spawner
 from tests.pace import scaled
 
 pytestmark = pytest.mark.e2e
@@ -34,12 +38,12 @@ START_S = 90.0
 class Up:
     """One running ``tandem up`` on free ports, its output in a file."""
 
-    def __init__(self, directory: Path, *words: str) -> None:
+    def __init__(self, directory: Path, popen: type[subprocess.Popen[Any]], *words: str) -> None:
         self._output = directory / "up.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--control-port", "0", *words]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -126,25 +130,41 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def start(cache: Path) -> Iterator[Callable[..., Up]]:
+@contextmanager
+def starting(cache: Path, popen: type[subprocess.Popen[Any]]) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
     def start_one(*words: str) -> Up:
         directory = cache / f"up-{time.monotonic_ns()}"
         directory.mkdir()
-        started.append(Up(directory, "--num-kv-blocks", "1024", *words))
+        started.append(Up(directory, popen, "--num-kv-blocks", "1024", *words))
         return started[-1]
 
-    yield start_one
-    for up in started:
-        up.end()
+    try:
+        yield start_one
+    finally:
+        for up in started:
+            up.end()
+
+
+@pytest.fixture
+def start(cache: Path) -> Iterator[Callable[..., Up]]:
+    """Starts one as an operator does."""
+    with starting(cache, subprocess.Popen) as start_one:
+        yield start_one
+
+
+@pytest.fixture
+def start_quickly(cache: Path, one_spawner: Spawner) -> Iterator[Callable[..., Up]]:
+    """Starts one whose workers share an import of torch and transformers."""
+    with starting(cache, one_spawner.popen()) as start_one:
+        yield start_one
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core, on which all are")
-def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(start: Callable[..., Up]) -> None:
+def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(start_quickly: Callable[..., Up]) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    up = start("--cpus", f"{first},{second}", "--max-num-batched-tokens", "256")
+    up = start_quickly("--cpus", f"{first},{second}", "--max-num-batched-tokens", "256")
     server = up.server()
     decode, coordinator = workers(server)["decode-0"]["pid"], coordinator_of(up)
     seen = threading.Event()
@@ -169,8 +189,8 @@ def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(start: Callab
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core, on which all are")
-def test_many_streams_are_helped_with_while_no_prompt_is_computed(start: Callable[..., Up]) -> None:
-    server = start().server()
+def test_many_streams_are_helped_with_while_no_prompt_is_computed(start_quickly: Callable[..., Up]) -> None:
+    server = start_quickly().server()
     begun, ended = threading.Barrier(21), threading.Event()
 
     def stream() -> None:
@@ -193,9 +213,9 @@ def test_many_streams_are_helped_with_while_no_prompt_is_computed(start: Callabl
 
 
 @pytest.mark.parametrize("words", ["--threads 1", "--colocated 1 --threads 2"])
-def test_who_has_nothing_to_do_sleeps(words: str, start: Callable[..., Up]) -> None:
+def test_who_has_nothing_to_do_sleeps(words: str, start_quickly: Callable[..., Up]) -> None:
     """All processes together, after a prompt and an answer: none polls, and no thread looks for work for long."""
-    up = start(*words.split())
+    up = start_quickly(*words.split())
     server = up.server()
     send_prompt(server)
     assert list(ask(server, 4))
@@ -275,9 +295,9 @@ def test_a_worker_that_hangs_is_replaced_and_its_stream_ends_whole(start: Callab
 
 
 @pytest.mark.alone
-def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start: Callable[..., Up]) -> None:
+def test_a_worker_that_hangs_when_the_coordinator_comes_back_is_replaced(start_quickly: Callable[..., Up]) -> None:
     """The new coordinator has never heard of it: its launcher has."""
-    up = start("--failure-timeout", "0.5")
+    up = start_quickly("--failure-timeout", "0.5")
     server = up.server()
     before = workers(server)
     coordinator = next(child for child in up.children() if "coordinator" in child.cmdline())
@@ -328,20 +348,20 @@ def test_nothing_survives_a_killed_launcher(said: str, start: Callable[..., Up])
     wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in family), 10)
 
 
-def test_a_worker_that_cannot_start_ends_it_in_words(start: Callable[..., Up], cache: Path) -> None:
+def test_a_worker_that_cannot_start_ends_it_in_words(start_quickly: Callable[..., Up], cache: Path) -> None:
     model = cache / "broken"
     shutil.copytree(builtin.path(), model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 8}))
-    up = start(str(model))
+    up = start_quickly(str(model))
     assert up.process.wait(START_S) == 1
     last = up.said.strip().splitlines()[-3:]
     assert [line.split(":")[0].strip() for line in last] == ["error", "why", "do"], up.said
     assert "Traceback" not in up.said
 
 
-def test_it_grows_and_shrinks_under_load_without_a_failed_request(start: Callable[..., Up]) -> None:
-    up = start("--drain-timeout", "1", "--max-model-len", "512", "--threads", "1")
+def test_it_grows_and_shrinks_under_load_without_a_failed_request(start_quickly: Callable[..., Up]) -> None:
+    up = start_quickly("--drain-timeout", "1", "--max-model-len", "512", "--threads", "1")
     server = up.server()
     over, answered, failed = threading.Event(), [], []
 
@@ -385,20 +405,20 @@ def test_it_grows_and_shrinks_under_load_without_a_failed_request(start: Callabl
     assert server.get("/ready")[0] == 200
 
 
-def test_a_change_that_hangs_can_be_taken_back(start: Callable[..., Up]) -> None:
-    up = start("--max-model-len", "512", "--threads", "1")
+def test_a_change_that_hangs_can_be_taken_back(start_quickly: Callable[..., Up]) -> None:
+    up = start_quickly("--max-model-len", "512", "--threads", "1")
     server = up.server()
-    there = {child.pid for child in up.children()}
+    launcher = psutil.Process(up.process.pid)
+    there = set(launcher.children())
 
     def scale(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "deploy.cli", "scale", "--url", server.url, *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     grown = scale("--decode", "2")
-    wait_for(lambda: any(child.pid not in there for child in up.children()), START_S)
-    for child in up.children():
-        if child.pid not in there:
-            child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: set(launcher.children()) - there, START_S)
+    for child in set(launcher.children()) - there:
+        child.send_signal(signal.SIGSTOP)
     same = scale("--decode", "2")
     back = scale("--decode", "1")
     said, _ = back.communicate(timeout=START_S)

@@ -12,8 +12,8 @@ import pytest
 OWN = Path(__file__).parent
 ROOMS = ("common", "coordinator", "prefill", "decode", "kvtransfer", "deploy", "bench")
 BY_NAME = ("importlib", "runpy")
-HELPERS = ("tests.e2e.system", "tests.leaked_keys", "tests.pace", "tests.fakes.checkpoint")
-"""Beside those of this folder. The first is the one place that knows how a ``tandem`` command is started."""
+HELPERS = ("tests.e2e.spawner", "tests.e2e.system", "tests.leaked_keys", "tests.pace", "tests.fakes.checkpoint")
+"""Beside those of this folder. The first two are where it is known how a ``tandem`` command is started."""
 _SAID = re.compile(rf"\b(from|import)\s+({'|'.join(ROOMS)})\b|\b({'|'.join(ROOMS)})\.(?!log\b)[a-z_]+")
 """A module of the product in a text: what another process is to run."""
 

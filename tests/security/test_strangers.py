@@ -167,6 +167,11 @@ def until(condition: Callable[[], object], process: Process, what: str) -> None:
 # -- strangers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def spawner() -> None:
+    """None: how keys are handed to children, and what children show, is looked at as an operator has it."""
+
+
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """A plain ``tandem up`` with keys for its clients."""
