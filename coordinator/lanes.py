@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,13 +22,16 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from common import threads
-from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S
+from coordinator.limits import not_before
 from coordinator.refusals import overloaded
 from coordinator.slices import SLICE_CHARS
 
 T = TypeVar("T")
 
-_CHARS_PER_S = 1e6
+_ASSUMED_S, _ASSUMED_CHARS = 0.1, 100_000
+"""What a lane that has done nothing yet is taken to have done, and in which time."""
+_FORGOTTEN = 0.05
+"""The share of earlier steps that each step takes the place of, in what a lane is known to do in which time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Lane:
         """By number, the oldest first."""
         self._numbers = count()
         self._oldest_next = True
+        self._busy_s, self._done_chars = _ASSUMED_S, float(_ASSUMED_CHARS)
+        """Of the last steps, smoothed."""
 
     @property
     def texts(self) -> int:
@@ -109,7 +115,7 @@ class Lane:
         texts, size = self._texts[held], self._chars[held]
         if texts >= bounds.texts or (texts and size + chars > bounds.chars):
             waiting = f"{texts} texts of {size} characters are being tokenized"
-            raise overloaded(waiting, min(MAX_RETRY_S, max(MIN_RETRY_S, size / _CHARS_PER_S)))
+            raise overloaded(waiting, not_before(self.chars * self._busy_s / self._done_chars))
         self._texts[held] += 1
         self._chars[held] += chars
         try:
@@ -121,12 +127,12 @@ class Lane:
     def _class(self, chars: int) -> int:
         return max(0, chars - 1).bit_length() if self._bounds.by_size else 0
 
-    async def step(self, work: Callable[[], T], size: int = 0) -> T:
+    async def step(self, work: Callable[[], T], size: int) -> T:
         """``work`` of ``size`` in the thread, when its turn has come. Cancelled before its turn, it is not done; what
         runs is finished."""
         number, result = next(self._numbers), Future[T]()
         with self._lock:
-            self._waiting[number] = _Step(size if self._bounds.by_size else 0, work, result)
+            self._waiting[number] = _Step(size, work, result)
         self._executor.submit(self._next)
         try:
             return await asyncio.wrap_future(result)
@@ -140,6 +146,7 @@ class Lane:
         step = self._pop()
         if step is None or not step.result.set_running_or_notify_cancel():
             return
+        began = time.monotonic()
         try:
             made = step.work()
         except BaseException as error:
@@ -147,14 +154,16 @@ class Lane:
         else:
             step.result.set_result(made)
         finally:
+            self._busy_s += time.monotonic() - began - _FORGOTTEN * self._busy_s
+            self._done_chars += step.size - _FORGOTTEN * self._done_chars
             del step  # an error's traceback has this frame: a cycle would keep the text until it is collected
 
     def _pop(self) -> _Step | None:
-        """The smallest step that waits or the one that has waited longest, in turn; None if none waits."""
+        """The step that has waited longest; by size, in turn with the smallest one. None if none waits."""
         with self._lock:
             if not self._waiting:
                 return None
-            self._oldest_next = not self._oldest_next
+            self._oldest_next = not (self._bounds.by_size and self._oldest_next)
             oldest = next(iter(self._waiting))
             return self._waiting.pop(
                 oldest if self._oldest_next else min(self._waiting, key=lambda number: self._waiting[number].size)

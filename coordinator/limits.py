@@ -124,7 +124,7 @@ class Admission:
             raise overloaded(
                 f"about {waits_s:.1f} s would pass in the queue and up to {service_s:.1f} s after it, "
                 f"but the deadline is in {within_s:.1f} s",
-                _not_before(waits_s + service_s - within_s),
+                not_before(waits_s + service_s - within_s),
             )
         self.requests += requests
         self.tokens += tokens
@@ -203,7 +203,7 @@ class Admission:
             self._expected.append(retry)
         turn = self._expected.index(retry) if retry in self._expected else len(self._expected)
         ahead = self._asked_by(self._expected[:turn])
-        delay_s = _not_before(self._stretch * self._frees_s(self._places_before(retry, *ahead), now_s))
+        delay_s = not_before(self._stretch * self._frees_s(self._places_before(retry, *ahead), now_s))
         retry.earliest_at = now_s + (1 - RETRY_JITTER) * delay_s
         retry.latest_at = now_s + (1 + RETRY_JITTER) * delay_s + RETRY_GRACE_S
         return delay_s
@@ -240,7 +240,7 @@ class Admission:
             self._since, self._placed, self._placements = now_s, 0, 0
 
 
-def _not_before(seconds: float) -> float:
+def not_before(seconds: float) -> float:
     """The delay, within the bounds that clients obey, whose earliest end under the jitter is ``seconds`` from now."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds / (1 - RETRY_JITTER)))
 

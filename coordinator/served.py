@@ -161,7 +161,7 @@ class ServedModel:
             return await self.run(chars, lambda: list(chain.from_iterable(slices)))
         lane, ids = self._lanes.of(chars), array("I")  # four bytes each: a list of as many integers has 36
         with lane.admitted(chars):
-            while (part := await lane.step(lambda: next(slices, None))) is not None:
+            while (part := await lane.step(lambda: next(slices, None), SLICE_CHARS)) is not None:
                 ids.extend(part)
                 if len(ids) > most:
                     head = f"This model's maximum context length is {self.context_length} tokens"
