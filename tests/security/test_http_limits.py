@@ -239,8 +239,9 @@ def test_headers_without_end_fill_no_memory(server: System) -> None:
 
 
 def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
-    for count, status in ((100, 401), (200, 400)):
-        assert ask(server.url, request("GET", "/v1/models", *(f"x-{at}: y" for at in range(count)))).status == status
+    for count, status in ((128, 401), (129, 400)):
+        headers = (f"x-{at}: y" for at in range(count - 1))  # and Host
+        assert ask(server.url, request("GET", "/v1/models", *headers)).status == status
 
 
 # -- bodies that do not end -------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from common.messages import (
 from common.request import FinishReason, Request, SamplingParams
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
-from coordinator import dispatch, sse
+from coordinator import dispatch, http, sse
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.bodies import Bodies, Kind, kind_of
 from coordinator.breakers import FAILURES
@@ -2078,6 +2078,31 @@ async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
         assert await _cut_off(house) == {"sending": 2}
         for _, writer in lines:
             writer.close()
+
+
+async def test_a_connection_that_was_used_is_closed_when_its_next_request_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert http.KEEPALIVE_CONNECTION_S == 75.0, "as the threat model says"
+    monkeypatch.setattr(http, "KEEPALIVE_CONNECTION_S", 0.2)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 "), "answered, and closed later"
+        writer.close()
+    finally:
+        await runner.cleanup()
 
 
 async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
