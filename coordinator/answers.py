@@ -17,7 +17,7 @@ from common.messages import Logprobs
 from common.request import FinishReason
 from coordinator.fields import Json
 from coordinator.openai import Options
-from coordinator.text import StopWindow, TextModel
+from coordinator.text import StopStrings, StopWindow, TextModel
 
 encode = msgspec.json.Encoder().encode
 _FLOOR = -9999.0
@@ -39,10 +39,12 @@ class Choice:
     __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "finish_reason", "ids", "index", "logprobs",
                  "prompt", "sent_chars", "text")  # fmt: skip
 
-    def __init__(self, index: int, prompt: list[int], options: Options, text: TextModel) -> None:
+    def __init__(
+        self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
+    ) -> None:
         self.index, self.prompt = index, prompt
         self._detokenizer = text.detokenizer(skip_special_tokens=options.skip_special_tokens)
-        self._window = StopWindow(options.stop, options.include_stop) if options.stop else None
+        self._window = StopWindow(stops) if stops else None
         self._include_stop, self._min_tokens = options.include_stop, options.sampling.min_tokens
         self.ids: list[int] = []
         self.text: list[str] = []

@@ -40,7 +40,7 @@ from coordinator.router import Chains
 from coordinator.served import ServedModel
 from coordinator.server import EXPECTATION, MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
-from coordinator.text import ChatText
+from coordinator.text import ChatText, StopStrings
 from coordinator.ticket import Ticket
 
 log = logging.getLogger("tandem.http")
@@ -197,6 +197,7 @@ async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
             code="unsupported_content_encoding",
         )
     services = request.app[SERVICES]
+    await asyncio.sleep(0)  # a client that has sent everything and left is known to have left behind this
     with services.bodies.share() as share:
         body = await _receive(request, share)
         if is_small(body):
@@ -304,8 +305,12 @@ async def _answer(
     """Tickets for ``prompts``, submitted together; the reply as a whole or as a stream."""
     services = request.app[SERVICES]
     model = services.model
-    choices = [Choice(at, prompts[at // options.n], options, model.text) for at in range(len(prompts) * options.n)]
-    reply = (StreamReply if options.stream else WholeReply)(options, shape, choices)
+    stops = StopStrings(options.stop, options.include_stop) if options.stop else None
+
+    def choice(index: int) -> Choice:
+        return Choice(index, prompts[index // options.n], options, model.text, stops)
+
+    reply = (StreamReply if options.stream else WholeReply)(options, shape, len(prompts) * options.n, choice)
     tickets = []
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)

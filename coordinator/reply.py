@@ -26,10 +26,15 @@ def error_body(error: RequestError) -> Json:
 
 
 class Reply:
-    """Base of both replies; ``choices`` are those of all ``tickets``, in OpenAI's order."""
+    """Base of both replies, of ``count`` choices of all ``tickets``, in OpenAI's order.
 
-    def __init__(self, options: Options, shape: Shape, choices: list[Choice]) -> None:
-        self.options, self.shape, self.choices = options, shape, choices
+    ``make`` makes a choice from its index when its first tokens come: a request that is refused costs little."""
+
+    def __init__(self, options: Options, shape: Shape, count: int, make: Callable[[int], Choice]) -> None:
+        self.options, self.shape = options, shape
+        self._count, self._make = count, make
+        self._choices: dict[int, Choice] = {}
+        self._completion_tokens = 0
         self.tickets: list[Ticket] = []
         self.error: RequestError | None = None
         loop = asyncio.get_running_loop()
@@ -53,11 +58,17 @@ class Reply:
             self._first[ticket.id] = at
             at += ticket.n
 
+    def choice(self, index: int) -> Choice:
+        """The choice at ``index``, made if it is new."""
+        if index not in self._choices:
+            self._choices[index] = self._make(index)
+        return self._choices[index]
+
     def usage(self) -> Usage:
         """What was used so far."""
         return Usage(
             prompt=sum(ticket.prompt_length for ticket in self.tickets),
-            completion=sum(len(choice.ids) for choice in self.choices),
+            completion=self._completion_tokens,
             cached=sum(int(ticket.timings.get("cached_tokens", 0)) for ticket in self.tickets),
         )
 
@@ -70,7 +81,7 @@ class Reply:
     def tokens(
         self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
     ) -> bool:
-        mine = self.choices[self._first[ticket.id] + choice]
+        mine = self.choice(self._first[ticket.id] + choice)
         if mine.stopped or self.error is not None:
             return False
         self._feed(mine, ids, logprobs, finish)
@@ -84,7 +95,7 @@ class Reply:
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         for _ in choice.feed(ids, logprobs, finish):
-            pass
+            self._completion_tokens += 1
 
     def done(self, ticket: Ticket) -> None:
         self._left -= 1
@@ -114,17 +125,21 @@ class WholeReply(Reply):
     """Gathers everything; the body is made at the end."""
 
     def body(self) -> Json:
-        return {**self.shape.whole(self.choices, self.usage()), **self.metrics()}
+        return {
+            **self.shape.whole([self.choice(index) for index in range(self._count)], self.usage()),
+            **self.metrics(),
+        }
 
 
 class StreamReply(Reply):
     """Writes chunks as tokens come. Until :meth:`open` they are kept: headers are sent with the first of them."""
 
-    def __init__(self, options: Options, shape: Shape, choices: list[Choice]) -> None:
-        super().__init__(options, shape, choices)
+    def __init__(self, options: Options, shape: Shape, count: int, make: Callable[[int], Choice]) -> None:
+        super().__init__(options, shape, count, make)
         self._early: list[bytes] = []
         self._write: Callable[[bytes], None] = self._early.append
-        self._last = choices[-1]
+        self._last = count - 1
+        self._running = count
         self.opened = False
 
     @property
@@ -143,13 +158,14 @@ class StreamReply(Reply):
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         continuous = self.options.continuous_usage
-        chunks = [
-            self.shape.chunk(choice, piece, self.usage() if continuous else None)
-            for piece in choice.feed(ids, logprobs, finish)
-        ]
+        chunks = []
+        for piece in choice.feed(ids, logprobs, finish):
+            self._completion_tokens += 1
+            chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
         if choice.finish_reason is not None:
-            if all(other.finish_reason is not None for other in self.choices):
-                self._last = choice  # its finish chunk carries the metrics, which are complete when the ticket is done
+            self._running -= 1
+            if self._running == 0:  # its finish chunk carries the metrics, which are complete when the ticket is done
+                self._last = choice.index
             else:
                 chunks.append(self.shape.end(choice, self.usage() if continuous else None, {}))
         self._write(b"".join(chunks))
@@ -157,7 +173,7 @@ class StreamReply(Reply):
     def _complete(self) -> None:
         usage, metrics = self.usage(), self.metrics()
         wants_usage, continuous = self.options.include_usage, self.options.continuous_usage
-        last = self.shape.end(self._last, usage if continuous else None, {} if wants_usage else metrics)
+        last = self.shape.end(self.choice(self._last), usage if continuous else None, {} if wants_usage else metrics)
         self._write(last + (self.shape.usage(usage, metrics) if wants_usage else b"") + DONE)
 
     def _broken(self, error: RequestError) -> None:

@@ -328,25 +328,35 @@ class _WindowDetokenizer:
         return self._text.decode(self._ids[self._start :], skip_special_tokens=self._skip)[len(before) :]
 
 
+class StopStrings:
+    """The stop strings of a request, for the windows of all its choices."""
+
+    __slots__ = ("chars", "include", "longest", "strings")
+
+    def __init__(self, strings: Sequence[str], include: bool) -> None:
+        self.strings, self.include = strings, include
+        self.longest = max(map(len, strings), default=0)
+        self.chars = frozenset("".join(stop[:-1] for stop in strings))
+        """Those that may stand at the end of a text that begins one."""
+
+
 class StopWindow:
     """Holds back the end of a text while it could still become a stop string."""
 
-    __slots__ = ("_chars", "_held", "_include", "_longest", "_stops")
+    __slots__ = ("_held", "_stops")
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        self._stops, self._include = stops, include
-        self._longest = max(map(len, stops), default=0)
-        self._chars = frozenset("".join(stop[:-1] for stop in stops))
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certainly before any stop string, whether a stop string is complete)."""
         held = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops.strings if (at := held.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda match: match[0])
             self._held = ""
-            return held[: at + len(stop) if self._include else at], True
+            return held[: at + len(stop) if self._stops.include else at], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
@@ -362,10 +372,10 @@ class StopWindow:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
-        if not text or text[-1] not in self._chars:
+        if not text or text[-1] not in self._stops.chars:
             return 0
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
+        for length in range(min(self._stops.longest - 1, len(text)), 0, -1):
             end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
+            if any(stop.startswith(end) for stop in self._stops.strings):
                 return length
         return 0

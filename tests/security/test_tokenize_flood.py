@@ -280,6 +280,26 @@ async def test_chats_do_not_wait_for_many_small_requests(served: System) -> None
     assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
 
 
+async def test_many_choices_and_stop_strings_keep_nobody_waiting(served: System) -> None:
+    """1,024 choices with 16 stop strings, of which none is anything like another, in 50 KB. Workers compute for them
+    until their clients hang up, so that what is timed is not a chat."""
+    letters = "".join(chr(0x4E00 + at) for at in range(16 * 1024))
+    stops = [letters[at : at + 1024] for at in range(0, len(letters), 1024)]
+    body = {"model": System.name, "prompt": ["a"] * 64, "n": 16, "max_tokens": 2, "stop": stops}
+    request = raw(served.url, TEXT, json.dumps(body, ensure_ascii=False).encode())
+
+    async def health() -> None:
+        async with client.session.get("/health") as response:
+            assert response.status == 200
+
+    async with served.client() as client, Watched(coordinator_of(served)) as memory:
+        waits = Waits(await waiting_times(health))
+        async with under_attack(served.url, request):
+            waits.took[ONE_PROMPT] = await waiting_times(health)
+    waits.check()
+    assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
+
+
 async def test_what_cannot_fit_the_context_is_refused_at_once(
     served: System, attacks: dict[str, tuple[str, bytes]]
 ) -> None:

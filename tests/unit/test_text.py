@@ -16,7 +16,7 @@ from common.errors import RequestError, StartError
 from coordinator.fields import Json
 from coordinator.openai import ChatBody, parse_chat
 from coordinator.template import ChatTemplate, pick_template
-from coordinator.text import StopWindow, TextModel, _WindowDetokenizer
+from coordinator.text import StopStrings, StopWindow, TextModel, _WindowDetokenizer
 from coordinator.traced import origins
 from tests.fakes.checkpoint import TEMPLATE, VOCAB, fake_checkpoint
 
@@ -125,7 +125,7 @@ def test_stop_strings_end_the_text_wherever_it_is_cut(
 ) -> None:
     whole = body + tail
     edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
-    window, shown, stopped = StopWindow(stops, include), "", False
+    window, shown, stopped = StopWindow(StopStrings(stops, include)), "", False
     for start, end in itertools.pairwise(edges):
         part, stopped = window.push(whole[start:end])
         shown += part
@@ -142,7 +142,7 @@ def test_stop_strings_end_the_text_wherever_it_is_cut(
 
 
 def test_only_what_could_become_a_stop_string_is_held_back() -> None:
-    window = StopWindow(["END", "\n\n"], include=False)
+    window = StopWindow(StopStrings(["END", "\n\n"], include=False))
     assert window.push("text E") == ("text ", False)
     assert window.push("N") == ("", False)
     assert window.push("X") == ("ENX", False)
