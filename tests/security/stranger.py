@@ -2,8 +2,9 @@
 
     python stranger.py  < {"uid": null or N, "at": "unix:NAME" or "HOST:PORT", "how": "...", "say": [hex, ...]}
 
-``how``: ``raw`` sends the bytes as they are, ``plain`` is a ZeroMQ dealer without keys, ``curve`` one with keys of its
-own making. Everything is imported before the process becomes another user, who may not be able to read this directory.
+``how``: ``raw`` sends the bytes as they are, ``greet`` sends the greeting of a peer that speaks CURVE and waits,
+``plain`` is a ZeroMQ dealer without keys, ``curve`` one with keys of its own making. Everything is imported before the
+process becomes another user, who may not be able to read this directory.
 Prints {"got": [hex, ...], "files": number of descriptors that came along, "dialled": whether somebody listened}.
 """
 
@@ -21,10 +22,14 @@ from typing import Any
 import zmq
 
 WAIT_S = 1.5
+GREET_WAIT_S = 10.0
+"""A peer that does not hang up at once breaks the handshake off after two seconds."""
 MOST_BYTES = 1 << 16
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""The 64 bytes of ZMTP 3.0: signature, version, mechanism, no server, filler. A peer answers them with its own."""
 
 
-def raw(at: str, say: list[bytes]) -> dict[str, Any]:
+def raw(at: str, say: list[bytes], wait_s: float = WAIT_S) -> dict[str, Any]:
     unix, _, name = at.rpartition("unix:")
     if unix or at.startswith("unix:"):
         dialled = socket.socket(socket.AF_UNIX)
@@ -34,7 +39,7 @@ def raw(at: str, say: list[bytes]) -> dict[str, Any]:
         dialled, address = socket.socket(), (host, int(port))
     got, files = b"", array.array("i")
     with dialled:
-        dialled.settimeout(WAIT_S)
+        dialled.settimeout(wait_s)
         try:
             dialled.connect(address)
         except OSError as error:
@@ -84,6 +89,8 @@ def main() -> None:
     say = [bytes.fromhex(each) for each in asked["say"]]
     if asked["how"] == "raw":
         answer = raw(asked["at"], say)
+    elif asked["how"] == "greet":
+        answer = raw(asked["at"], [CURVE_GREETING], GREET_WAIT_S)
     else:
         answer = dealer(asked["at"], say, asked["identity"].encode(), keyed=asked["how"] == "curve")
     json.dump(answer, sys.stdout)

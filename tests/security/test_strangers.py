@@ -198,7 +198,7 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
     assert set(before) == {"prefill-0", "decode-0"}
     http = system.url.removeprefix("http://")
     sockets = {at: label for at, label in listening(system).items() if at != http}
-    attacks = [(at, how) for at in sockets for how in ("raw", "plain", "curve")]
+    attacks = [(at, how) for at in sockets for how in ("raw", "greet", "plain", "curve")]
     if uid is None:  # the pool is this user's
         attacks = [each for each in attacks if sockets[each[0]] != "prefill-0"]
     with ThreadPoolExecutor(4) as pool:
@@ -211,6 +211,8 @@ def test_a_stranger_learns_nothing_and_changes_nothing(system: System, who: str)
             assert len(got) <= _GREETING_BYTES and got[:1] in (b"", b"\xff"), where
         elif how == "raw" and uid is None:
             assert len(got) <= _GREETING_BYTES, where
+        elif how == "greet" and (uid is None or not at.startswith("unix:")):  # elsewhere the kernel says who it is
+            assert len(got) == _GREETING_BYTES and got[:1] == b"\xff", where
         else:
             assert not got, where
     assert workers(system) == before
