@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.system import SMALL, System
 from tests.security.outside import ask, coordinator, request
 
 pytestmark = pytest.mark.e2e
@@ -40,15 +41,23 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield system.url
 
 
-def tokens(url: str, **body: Any) -> list[int]:
-    answer = ask(url, request("POST", "/tokenize", body=json.dumps(body).encode()))
+def post(url: str, path: str, **body: Any) -> Any:
+    answer = ask(url, request("POST", path, body=json.dumps(body).encode()))
     assert answer.status == 200, answer.body
-    found: list[int] = answer.json["tokens"]
+    return answer.json
+
+
+def tokens(url: str, **body: Any) -> list[int]:
+    found: list[int] = post(url, "/tokenize", **body)["tokens"]
     return found
 
 
 @pytest.fixture(scope="module")
 def control(url: str) -> set[int]:
+    return control_tokens(url)
+
+
+def control_tokens(url: str) -> set[int]:
     """Ids of control tokens, as a prompt that is not a chat may have them."""
     spelled = {text: tokens(url, prompt=text, add_special_tokens=False) for text in CONTROL}
     assert all(len(ids) == 1 for ids in spelled.values()), spelled
@@ -59,7 +68,8 @@ def everywhere(text: str) -> dict[str, Any]:
     """A chat with ``text`` in every place in which a client may put a string."""
     nested = {text: [text, {text: text, "x": [[text]]}], "x": 1}
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(nested)}}
-    parts = [{"type": "text", "text": text}, {"type": "input_text", "text": text}, {"type": "refusal", "refusal": text}]
+    parts = [{"type": kind, "text": text} for kind in ("text", "input_text", "output_text")]
+    parts.append({"type": "refusal", "refusal": text})
     properties = {text: {"enum": [text, text], "default": text, "description": text, "x": nested}}
     schema = {"type": text, "properties": properties, "required": [text], text: text}
     function = {"name": text, "description": text, "parameters": schema, text: text}
@@ -110,3 +120,56 @@ def test_roles_that_are_not_roles_are_refused(url: str) -> None:
         body = json.dumps({"messages": [{"role": role, "content": "a"}]}).encode()
         answer = ask(url, request("POST", "/tokenize", body=body))
         assert answer.status == 400 and answer.code == "invalid_value", role
+
+
+# -- what a worker is given -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """``tandem up`` with the built-in model and the template that shows all."""
+    directory: Path = tmp_path_factory.mktemp("served")
+    (directory / "all.jinja").write_text(SHOWS_ALL)
+    flags = ("--port", "0", "--control-port", "0", "--chat-template", directory / "all.jinja", *SMALL)
+    with System.running(directory / "up.log", "up", *flags) as system:
+        yield system
+
+
+def chat(text: str) -> dict[str, Any]:
+    """A short chat with ``text`` in the fields of every kind."""
+    function = {"name": text, "description": text, "parameters": {"type": "object", "properties": {}}}
+    return {
+        "messages": [
+            {"role": "system", "content": text, "name": text},
+            {"role": "user", "content": [{"type": "text", "text": text}, {"type": "output_text", "text": text}]},
+            {"role": "assistant", "content": text, "reasoning_content": text},
+            {"role": "function", "content": text, "name": text},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "reasoning_effort": text,
+        "chat_template_kwargs": {"mood": text, "extra": {text: text}},
+    }
+
+
+def pieces(url: str, control: set[int], body: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """The control tokens of the prompt that a worker computed, and the texts before, between and behind them."""
+    answer = post(url, "/v1/chat/completions", max_tokens=1, return_token_ids=True, **body)
+    steering: list[int] = []
+    between: list[list[int]] = [[]]
+    for token in answer["prompt_token_ids"]:
+        if token in control:
+            steering.append(token)
+            between.append([])
+        else:
+            between[-1].append(token)
+    return steering, [post(url, "/detokenize", tokens=ids)["prompt"] for ids in between]
+
+
+def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(served: System) -> None:
+    control = control_tokens(served.url)
+    steering, texts = pieces(served.url, control, chat(HARMLESS))
+    assert len(steering) == 8, "of each role but function, which has none, of each end, and of the answer"
+    assert sum(text.count(HARMLESS) for text in texts) > 20
+    for spelled in (*CONTROL, "end", "<|user", "|>"):
+        wanted = [text.replace(HARMLESS, spelled) for text in texts]
+        assert pieces(served.url, control, chat(spelled)) == (steering, wanted), spelled
