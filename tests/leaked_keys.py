@@ -1,13 +1,15 @@
 """A pytest plugin: no log holds a key that a test has used.
 
-A test that needs a key makes one here, or tells of one that must be the same every time. Every log is searched for all
-of them: what this process logs, record by record; what a test's output captures; the log of a process when that process
-has ended, and of those that never did at the end of the session. A test during which a key was found fails, and so does
-the session. With xdist every worker searches its own logs for its own keys.
+A test that needs a key, or a file of cluster keys, makes one here, or tells of one that must be the same every time.
+Every log is searched for all of them: what this process logs, record by record; what a test's output captures; the log
+of a process when that process has ended, and of those that never did at the end of the session. A test during which a
+key was found fails, and so does the session. With xdist every worker searches its own logs for its own keys.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import secrets
 from collections.abc import Iterator
@@ -33,6 +35,22 @@ def register(key: str) -> str:
     return key
 
 
+def keygen(path: Path, *words: str) -> Path:
+    """``path`` with the keys that ``tandem keygen --out PATH WORDS`` makes, no secret of which a log may hold."""
+    from deploy import cli  # only tests with cluster keys pay for it
+
+    assert cli.main(["keygen", "--out", str(path), *words]) == 0
+    register_cluster_keys(path)
+    return path
+
+
+def register_cluster_keys(path: Path) -> list[str]:
+    """The secrets of a file of cluster keys, which no log may hold from now on: as the file has them, and in base64, as
+    a launcher hands them to its children."""
+    found = json.loads(path.read_text())["secret"].values()
+    return [register(each) for key in found for each in (key, base64.b64encode(key.encode()).decode())]
+
+
 def watch(log: Path) -> None:
     """``log`` is searched when :func:`search` is called, at the latest at the end of the session."""
     _logs.add(log)
@@ -42,12 +60,13 @@ def search(log: Path) -> None:
     """Searches a log whose process has ended."""
     if log in _logs:
         _logs.discard(log)
-        _look(log.read_text(errors="replace") if log.exists() else "", str(log))
+        if _keys and log.exists():
+            _look(log.read_text(errors="replace"), str(log))
 
 
 def _look(text: str, where: str) -> None:
-    for line in text.splitlines():
-        for key in _keys:
+    for key in [key for key in _keys if key in text]:
+        for line in text.splitlines():
             if key in line:
                 leak = f"{where}: {line.replace(key, 'KEY')[:300]}"
                 _found.append(leak)

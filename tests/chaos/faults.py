@@ -469,9 +469,8 @@ async def _served_again(scene: Scene, role: str) -> None:
 
 async def refuse_stranger(scene: Scene) -> Proof:
     """A worker of another model wants to join."""
-    log = scene.house.directory / "stranger.log"
     _struck(scene)
-    stranger = await scene.house.start_stranger(log)
+    stranger, log = await scene.house.start_stranger()
     _let_go(scene)
     return lambda: bool(stranger.returncode) and "the coordinator refuses this worker" in log.read_text()
 

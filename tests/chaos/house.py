@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 
 from common.checkpoint import open_checkpoint
+from tests import leaked_keys
 from tests.chaos.proxy import Proxy
 from tests.chaos.worker import FIRST_FAULT
 from tests.fakes.checkpoint import fake_checkpoint
@@ -258,6 +259,7 @@ class House:
         self._shape = {"prefill": prefills, "decode": decodes, "colocated": colocated}
         self._news = asyncio.Event()
         self._pids: set[int] = set()
+        self._logs: set[Path] = set()
         self._pools: set[int] = set()
         self._incarnations: set[str] = set()
 
@@ -295,7 +297,7 @@ class House:
         ports = ("0", "0")
         if self.url:
             ports = (self.url.rpartition(":")[2], self.control.rpartition(":")[2])
-        log = self.directory / "coordinator.log"
+        log = self.watched("coordinator")
         log.write_text("")
         with log.open("ab") as out:
             self.coordinator = await self._spawn(
@@ -313,7 +315,7 @@ class House:
         worker.control.aim(self.control)
         worker.incarnation, worker.stopped, worker.events = "", False, []
         worker.awake_since, worker.ended_at = 0.0, float("inf")
-        with (self.directory / f"{worker.name}.log").open("ab") as log:
+        with self.watched(worker.name).open("ab") as log:
             worker.process = await self._spawn(
                 "-m", "tests.chaos.worker", "--role", worker.role, "--name", worker.name,
                 "--coordinator", worker.control.address, "--advertise", worker.data.address,
@@ -321,13 +323,23 @@ class House:
             )  # fmt: skip
         worker.reading = asyncio.ensure_future(self._read(worker, worker.process))
 
-    async def start_stranger(self, log: Path) -> Process:
-        """A worker that serves something else."""
+    async def start_stranger(self) -> tuple[Process, Path]:
+        """A worker that serves something else, and its log."""
+        log = self.watched("stranger")
         with log.open("wb") as out:
-            return await self._spawn(
+            stranger = await self._spawn(
                 "-m", "tests.chaos.worker", "--role", "decode", "--name", "stranger", "--coordinator", self.control,
                 "--advertise", "127.0.0.1:9", "--fingerprint", "another", stdin=PIPE, stdout=DEVNULL, stderr=out,
             )  # fmt: skip
+        return stranger, log
+
+    def watched(self, name: str) -> Path:
+        """The log of one process, in which no key may be; of an earlier process of this name it is searched now."""
+        log = self.directory / f"{name}.log"
+        leaked_keys.search(log)
+        leaked_keys.watch(log)
+        self._logs.add(log)
+        return log
 
     async def _spawn(self, *words: str, **pipes: Any) -> Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
@@ -398,6 +410,8 @@ class House:
                 await worker.reading
             await worker.control.close()
             await worker.data.close()
+        for log in self._logs:
+            leaked_keys.search(log)
 
     def check_nothing_left(self) -> None:
         left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]

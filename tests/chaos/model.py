@@ -71,7 +71,7 @@ class ModelHouse(House):
     async def start_worker(self, worker: Worker, *flags: str) -> None:
         worker.control.aim(self.control)
         worker.incarnation, worker.stopped = "", False
-        path = self.directory / f"{worker.name}.log"
+        path = self.watched(worker.name)
         path.touch()
         known = len(path.read_text())
         with path.open("ab") as log:

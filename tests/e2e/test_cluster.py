@@ -15,9 +15,9 @@ import pytest
 
 from common import builtin
 from common.hosts import is_loopback
-from deploy import cli
 from tests.e2e.system import READY_S, SMALL, Process, System, sampling_of
 from tests.e2e.test_tokens import travelled
+from tests.leaked_keys import keygen
 from tests.reference import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -69,8 +69,7 @@ async def until_serving(system: System, *workers: Process) -> None:
 async def test_keyed_parts_hand_over_across_an_open_address(
     encryption: str, tmp_path: Path, reference: Reference
 ) -> None:
-    host, keys = own_address(), tmp_path / "cluster.key"
-    assert cli.main(["keygen", "--out", str(keys)]) == 0
+    host, keys = own_address(), keygen(tmp_path / "cluster.key")
     keyed = "--cluster-key-file", str(keys)
     name = "--served-model-name", "model"
     words = "coordinator", "--port", "0", "--control-host", host, "--control-port", "0", "--local-prefill", "never"
@@ -92,8 +91,7 @@ async def test_keyed_parts_hand_over_across_an_open_address(
 
 @pytest.mark.timeout(300)
 async def test_ends_that_disagree_about_encryption_are_refused_in_words(tmp_path: Path) -> None:
-    host, keys = own_address(), tmp_path / "cluster.key"
-    assert cli.main(["keygen", "--out", str(keys)]) == 0
+    host, keys = own_address(), keygen(tmp_path / "cluster.key")
     keyed = "--cluster-key-file", str(keys)
     words = "coordinator", "--port", "0", "--control-host", host, "--control-port", "0"
     with (

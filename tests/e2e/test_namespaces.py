@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from deploy import cli
+from tests import leaked_keys
 from tests.chaos.house import Ask, oracle_checkpoint
 from tests.chaos.worker import FIRST_FAULT
 from tests.e2e.relay import enter as enter_namespace
@@ -162,6 +162,7 @@ class Started:
 
     def __init__(self, namespace: str, log: Path, *words: str) -> None:
         self._log = log
+        leaked_keys.watch(log)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -191,6 +192,8 @@ class Started:
             self.process.kill()
             assert self.process.stdin is not None
             self.process.stdin.close()
+            self.process.wait()
+            leaked_keys.search(self._log)
 
 
 class Cluster:
@@ -200,10 +203,9 @@ class Cluster:
         self.wire, self.directory, self.rng = wire, directory, Random(1)
         self.started: list[Started] = []
         self.model, self.fingerprint = oracle_checkpoint(directory / "model")
-        self.keys, self.decode_key = directory / "cluster.key", directory / "decode.key"
-        assert cli.main(["keygen", "--out", str(self.keys)]) == 0
-        words = ["keygen", "--role", "decode", "--cluster-key-file", str(self.keys), "--out", str(self.decode_key)]
-        assert cli.main(words) == 0
+        self.keys = leaked_keys.keygen(directory / "cluster.key")
+        part = "--role", "decode", "--cluster-key-file", str(self.keys)
+        self.decode_key = leaked_keys.keygen(directory / "decode.key", *part)
 
     def open(self) -> None:
         self.coordinator = self.start(
@@ -319,8 +321,7 @@ def test_a_partition_of_five_seconds_costs_no_answer(cluster: Cluster) -> None:
     ("whose", "words"), [("nobody's", "it asks for a key"), ("another cluster's", "those of another keygen")]
 )
 def test_strangers_are_turned_away_in_words(cluster: Cluster, tmp_path: Path, whose: str, words: str) -> None:
-    other = tmp_path / "other.key"
-    assert cli.main(["keygen", "--out", str(other)]) == 0
+    other = leaked_keys.keygen(tmp_path / "other.key")
     name = f"stranger-{len(cluster.started)}"
     stranger = cluster.worker(cluster.wire.there, "decode", name, other if whose == "another cluster's" else None)
     stranger.until_said(words)

@@ -28,6 +28,7 @@ from bench.handoff_cost import cpu_seconds
 from common import builtin
 from common.client import Refused, Server
 from deploy.up import ONE_SIGNAL_S
+from tests import leaked_keys
 from tests.e2e.spawner import Spawner
 from tests.pace import scaled
 
@@ -40,6 +41,7 @@ class Up:
 
     def __init__(self, directory: Path, popen: type[subprocess.Popen[Any]], *words: str) -> None:
         self._output = directory / "up.log"
+        leaked_keys.watch(self._output)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--control-port", "0", *words]
         with self._output.open("wb") as output:
@@ -69,6 +71,7 @@ class Up:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        leaked_keys.search(self._output)
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:

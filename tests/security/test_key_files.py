@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.system import COMMAND, ROOT, SMALL, Process, System, tandem
-from tests.leaked_keys import new_key, watch
+from tests.leaked_keys import keygen, new_key, watch
 from tests.security.outside import ask, coordinator, request
 
 NOBODY = 65_534
@@ -111,8 +111,7 @@ def test_root_may_hand_a_file_to_a_group(shared: Path, mode: int, gid: int, grou
 
 @pytest.mark.parametrize("mode", [0o644, 0o640])
 def test_files_of_cluster_keys_have_the_same_rule(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "cluster.key"
-    assert tandem("keygen", "--out", path).returncode == 0
+    path = keygen(tmp_path / "cluster.key")
     path.chmod(mode)
     for role in ("coordinator", "prefill"):
         done = tandem(role, "--cluster-key-file", path)

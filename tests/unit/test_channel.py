@@ -34,13 +34,13 @@ from common.errors import StartError, WireError
 from common.keys import PARTIES, Party
 from common.messages import Ask, ToHeart
 from common.wire import decode
+from tests.leaked_keys import keygen
 from tests.unit.parts import counted, many
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    keys.make(tmp_path / "cluster.key")
-    return tmp_path / "cluster.key"
+    return keygen(tmp_path / "cluster.key")
 
 
 @pytest.mark.parametrize("party", PARTIES)

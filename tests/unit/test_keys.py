@@ -54,6 +54,7 @@ from kvtransfer.receiver import Failed, Receiver
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.fakes.worker import FakeWorker
+from tests.leaked_keys import keygen
 from tests.pace import scaled
 from tests.unit.parts import counted, many
 from tests.unit.test_registry import beat
@@ -65,9 +66,7 @@ QUIET_S = 0.3
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "cluster.key"
-    keys.make(path)
-    return path
+    return keygen(tmp_path_factory.mktemp("keys") / "cluster.key")
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -449,9 +448,7 @@ def test_strangers_do_not_get_in(door: Door, other: Path, who: str) -> None:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """The keys of another cluster."""
-    path = tmp_path / "other.key"
-    keys.make(path)
-    return path
+    return keygen(tmp_path / "other.key")
 
 
 class Member:

@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INNER = """
+import base64
+import json
 import logging
 from tests import leaked_keys
 
@@ -36,6 +38,19 @@ def test_traceback():
 
 def test_output():
     print("said", leaked_keys.new_key())
+
+def test_cluster_key(tmp_path):
+    path = leaked_keys.keygen(tmp_path / "cluster.key")
+    logging.warning("cluster key %s", json.loads(path.read_text())["secret"]["decode"])
+
+def test_cluster_key_in_base64(tmp_path):
+    path = leaked_keys.keygen(tmp_path / "cluster.key")
+    part = leaked_keys.keygen(tmp_path / "part.key", "--role", "decode", "--cluster-key-file", str(path))
+    key = json.loads(part.read_text())["secret"]["decode"]
+    logging.warning("handed on %s", base64.b64encode(key.encode()).decode())
+
+def test_public_cluster_key(tmp_path):
+    logging.warning("%s", json.loads(leaked_keys.keygen(tmp_path / "cluster.key").read_text())["public"])
 
 def test_process_that_has_ended(tmp_path):
     log = tmp_path / "ended.log"
@@ -60,7 +75,8 @@ def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: 
         capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     failed = set(re.findall(r"^ERROR \S*::test_(\w+)", done.stdout, re.MULTILINE))
-    assert failed == {"record", "registered", "traceback", "output", "process_that_has_ended"}, done.stdout
+    cluster = {"cluster_key", "cluster_key_in_base64"}
+    assert failed == {"record", "registered", "traceback", "output", "process_that_has_ended"} | cluster, done.stdout
     assert done.returncode == 1
     leaks = done.stdout.partition("keys in logs")[2].partition("short test summary")[0]
     for where in (
@@ -68,6 +84,8 @@ def test_a_key_in_a_log_fails_the_test_and_the_session(tmp_path: Path, workers: 
         "logger root: said key KEY",
         "ValueError: KEY",
         "said KEY",
+        "logger root: cluster key KEY",
+        "logger root: handed on KEY",
         "ended.log: KEY",
         "alive.log: KEY",
     ):
@@ -101,3 +119,37 @@ def test_no_test_spells_out_a_key_that_is_not_searched_for() -> None:
     assert {name: keys for name, keys in found.items() if keys and name != "tests/unit/test_leaked_keys.py"} == {}
     for line in ('up("--api-key", "a")', '["--admin-api-key", "a"]', 'f(api_key="a")', '{"TANDEM_API_KEY": "a"}'):
         assert [*spelled_out(line)] == ["a"], line
+
+
+NO_FILES = {"PIPE", "DEVNULL", "STDOUT"}
+
+
+def unwatched(source: str) -> Iterator[str]:
+    """Functions that start a process whose output goes to a file, and do not watch that file."""
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+        to_file = "open" in called and any(
+            each.arg in ("stdout", "stderr") and ast.unparse(each.value).rpartition(".")[2] not in NO_FILES
+            for call in calls
+            for each in call.keywords
+        )
+        if to_file and not called & {"watch", "watched"}:
+            yield function.name
+
+
+def test_every_log_of_a_process_is_watched() -> None:
+    found = {str(file.relative_to(ROOT)): [*unwatched(file.read_text())] for file in ROOT.glob("tests/**/*.py")}
+    assert {name: functions for name, functions in found.items() if functions} == {}
+    start = "def start(log):\n    {}popen(words, stdout=log.open('wb'), stderr=subprocess.STDOUT)"
+    assert [*unwatched(start.format(""))] == ["start"]
+    assert [*unwatched(start.format("leaked_keys.watch(log); "))] == []
+
+
+def test_no_test_makes_cluster_keys_that_are_not_searched_for() -> None:
+    """But for the tests of ``tandem keygen`` itself."""
+    keygen = re.compile(r"""[\[(]["']keygen["']""")
+    found = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/*.py") if keygen.search(file.read_text())}
+    assert found == {"tests/leaked_keys.py", "tests/unit/test_keys.py"}
