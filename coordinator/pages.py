@@ -134,9 +134,15 @@ class _Asked:
     strings: bool
 
 
+_TEMPLATED = (
+    *("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+"""What a chat's prompt depends on."""
+
+
 def _as_chat(body: Json) -> ChatBody:
-    kept = ("model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-    return parse_chat({name: body[name] for name in kept if name in body})
+    return parse_chat({name: body[name] for name in _TEMPLATED if name in body})
 
 
 @routes.post("/detokenize")

@@ -173,3 +173,9 @@ def test_a_worker_computes_control_tokens_only_where_the_template_wrote_them(ser
     for spelled in (*CONTROL, "end", "<|user", "|>"):
         wanted = [text.replace(HARMLESS, spelled) for text in texts]
         assert pieces(served.url, control, chat(spelled)) == (steering, wanted), spelled
+
+
+def test_tokenize_counts_the_prompt_that_a_worker_computes(served: System) -> None:
+    body = chat(HARMLESS)
+    answer = post(served.url, "/v1/chat/completions", max_tokens=1, return_token_ids=True, **body)
+    assert tokens(served.url, **body) == answer["prompt_token_ids"]
