@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
+
+from tests.golden.troubles import trouble
 
 # -- simulated histories ----------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     """``options`` of the coordinator, and some of the workers and the model: "fails" is the code with which workers
     refuse, "retriable" whether others could do better, "slow" how many seconds they wait after each token, "draining"
     whether the server shuts down, "full" whether as many requests wait as may, "template" the chat template ("":
-    none)."""
+    none), "workers" more options of fake workers by role, "trouble" what goes wrong (:mod:`tests.golden.troubles`)."""
     from common.messages import Failed, Generate, Prefill
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
@@ -107,7 +110,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     options = dict(options)
     code, slow, draining = options.pop("fails", ""), options.pop("slow", 0.0), options.pop("draining", False)
     retriable, template = options.pop("retriable", False), options.pop("template", None)
-    full = options.pop("full", False)
+    full, more, wrong = options.pop("full", False), options.pop("workers", {}), options.pop("trouble", "")
     refuse = Failed(bytes(16), 0, code, "5 tokens fit", retriable) if code else None  # type: ignore[arg-type]
     if template is not None:
         model = _with_template(model, template)
@@ -129,7 +132,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             return waits
 
         for role in roles:
-            worker: Any = await house.add(role, script=script, step_s=slow, refuse=refuse)
+            worker: Any = await house.add(role, script=script, step_s=slow, refuse=refuse, **more.get(role, {}))
             if role == "decode":
                 worker._timings = after_prefill(worker._timings)
         house.dispatcher.draining = draining
@@ -153,8 +156,28 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             named = [(names, declared) for each, names in collectors if (declared := getattr(each, "_labelnames", ()))]
             return {name: [declared] for names, declared in named for name in names}
 
-        yield Served(int(house.url.rpartition(":")[2]), asked, labels)
+        async with trouble(wrong, house):
+            yield Served(int(house.url.rpartition(":")[2]), asked, labels)
         admission.requests -= waiting
+
+
+@contextlib.contextmanager
+def watched_refusals() -> Iterator[set[tuple[str, int, str]]]:
+    """A set that gets (file, line, name of what is called there) of all that leads to each RequestError meanwhile."""
+    from common.errors import RequestError
+
+    found: set[tuple[str, int, str]] = set()
+    made = RequestError.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        called, frame = RequestError.__name__, sys._getframe(1)
+        while frame is not None:
+            found.add((frame.f_code.co_filename, frame.f_lineno, called))
+            called, frame = frame.f_code.co_name, frame.f_back  # type: ignore[assignment]
+
+    with mock.patch.object(RequestError, "__init__", init):
+        yield found
 
 
 def _asked(request: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ PAGE = "https://page.example"
 INT64 = 1 << 63
 FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "too_long")
 """With which a worker gives a request up for good."""
+SILENT = {"colocated": {"delay_s": 60.0}}
+"""Of workers that say no token."""
 
 
 class Call(NamedTuple):
@@ -27,6 +29,8 @@ class Call(NamedTuple):
     body: bytes | None
     raw: bytes | None = None
     """The whole request, if it is no well-formed one."""
+    later: bytes = b""
+    """What follows ``raw`` as soon as the server has sent something."""
 
 
 SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -49,6 +53,22 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "refusing template": ((), {"template": "{{ raise_exception('roles must alternate') }}"}),
     **{f"fails: {code}": (("colocated",), {"fails": code}) for code in FAILURES},
     "fails for now": (("colocated",), {"fails": "engine_error", "retriable": True}),
+    "forgetful template": ((), {"template": "{% for each in messages[1:] %}{{ each.content }}{% endfor %}"}),
+    "small prefill": (
+        ("prefill", "decode"),
+        {"no_prefill_policy": "reject", "workers": {"prefill": {"changes": {"kv_blocks": 4}}}},
+    ),
+    "a handler fails": ((), {"trouble": "a handler fails"}),
+    "a handler refuses": ((), {"trouble": "a handler refuses"}),
+    "no ids": ((), {"trouble": "no request gets an id"}),
+    "second token fails": (("colocated",), {"trouble": "the second token cannot be written"}),
+    "end fails": (("colocated",), {"trouble": "no end can be written"}),
+    "no memory": ((), {"trouble": "no memory for bodies"}),
+    "full lanes": ((), {"trouble": "full lanes"}),
+    "slow queue": (("colocated",), {"trouble": "a slow queue"}),
+    "deadly": (("colocated",) * 3, {"trouble": "who is busy dies", "workers": SILENT}),
+    "broken lines": (("colocated",) * 2, {"trouble": "connections break", "workers": SILENT}),
+    "shrinking": (("prefill", "decode"), {"trouble": "a smaller decode worker", "slow": 60.0, "failure_timeout": 0.5}),
 }
 """Workers and options of each, as :func:`tests.golden.adapter.serve` takes them."""
 
@@ -478,8 +498,53 @@ def _guarded() -> Iterator[Call]:
     yield _post("small: an open-ended answer", "small", CHAT, {"messages": SOME_CHAT["messages"]})
 
 
+def _refused() -> Iterator[Call]:
+    """What the tables above do not reach, see :mod:`tests.golden.refusals`."""
+    deep: Any = "x"
+    for _ in range(70):
+        deep = [deep]
+    part, call = {"role": "user", "content": ["x"] * 16_385}, {"type": "function", "function": {"arguments": "{}"}}
+    for name, path, body in (
+        ("70 levels", TEXT, SOME_TEXT | {"prompt": deep}),
+        ("131,073 strings", TEXT, {"prompt": [""] * 131_073}),
+        ("131,073 arrays", TEXT, {"prompt": [[]] * 131_073}),
+        ("4,097 biases", TEXT, SOME_TEXT | {"logit_bias": {str(token): 1 for token in range(4_097)}}),
+        ("16,385 parts", CHAT, SOME_CHAT | {"messages": [part]}),
+        ("a tool call that is none", CHAT, SOME_CHAT | {"messages": [{"role": "assistant", "tool_calls": [1]}]}),
+        ("a tool call without a name", CHAT, SOME_CHAT | {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+        ("more blocks than there are", TEXT, SOME_TEXT | {"n": 16, "max_tokens": 300}),
+        ("a long text of too many tokens", TEXT, {"prompt": "q " * 8_500}),
+    ):
+        yield _post(f"{path} {name}", "colocated", path, body)
+    yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})
+    start = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+    chunked = start + b"Transfer-Encoding: chunked\r\n"
+    chunks = b"bb8\r\n" + b"x" * 3000 + b"\r\n0\r\n\r\n"
+    yield Call("small: chunks of 3 KB", "small", "POST", "", {}, None, chunked + b"Connection: close\r\n\r\n" + chunks)
+    heads = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 15_000) for number in range(5))
+    yield Call("raw: a long head", "colocated", "GET", "", {}, None, start + heads + b"\r\n")
+    expecting = chunked + b"Expect: 100-continue\r\n\r\n"
+    yield Call("raw: a bad chunk later", "colocated", "POST", "", {}, None, expecting, b"zz\r\n")
+    last = {"role": "assistant", "content": "so"}
+    continued = {"messages": [last], "continue_final_message": True}
+    yield _post("forgetful template: a message to continue", "forgetful template", CHAT, continued)
+    for stream in (False, True):
+        for server in ("second token fails", "end fails", "slow queue", "broken lines"):
+            yield _post(f"{server} {CHAT} stream={stream}", server, CHAT, SOME_CHAT | {"stream": stream})
+        body = {"prompt": [50] * 80, "max_tokens": 3, "stream": stream}
+        yield _post(f"small prefill {TEXT} stream={stream}", "small prefill", TEXT, body)
+    yield _post(f"deadly {CHAT}", "deadly", CHAT, SOME_CHAT)
+    long = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    yield _post(f"shrinking {TEXT}", "shrinking", TEXT, long)
+    for server in ("a handler fails", "a handler refuses", "no ids", "full lanes"):
+        yield _post(f"{server}: {TOKENIZE}", server, TOKENIZE, {"prompt": "q" * 20_000})
+    half = start + b"Content-Length: 99\r\n\r\n{"
+    yield Call("no memory: half a body", "no memory", "POST", "", {}, None, half)
+    yield _post("no memory: a body of 20 KB", "no memory", TOKENIZE, {"prompt": "q" * 20_000})
+
+
 def calls() -> list[Call]:
-    found = [*_generating(), *_others(), *_guarded()]
+    found = [*_generating(), *_others(), *_guarded(), *_refused()]
     found.sort(key=lambda call: list(SERVERS).index(call.server))  # stable: one server after the other
     by_name: dict[str, Call] = {}
     for call in found:

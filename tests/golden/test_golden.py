@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import adapter, histories
+from tests.golden import adapter, histories, refusals
 from tests.golden.parts import PARTS, part
 from tests.golden.store import ADVICE, Digest, difference, read_digests, read_whole, write_digests, write_whole
 
@@ -40,10 +40,18 @@ def tool(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | variables, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["transcripts", "metrics", "commands", "wire", "tokens"])
+@pytest.mark.parametrize("name", ["metrics", "commands", "wire", "tokens"])
 def test_part(name: str) -> None:
     if words := changes(name):
         pytest.fail(words, pytrace=False)
+
+
+def test_transcripts() -> None:
+    """They are as they were, and reach every place that refuses a request: they are played once for both."""
+    with adapter.watched_refusals() as reached:
+        words = changes("transcripts")
+    if found := [*([words] if words else []), *refusals.complaints(reached)]:
+        pytest.fail("\n".join(found), pytrace=False)
 
 
 def test_histories_do_not_depend_on_the_order_of_hashes() -> None:
@@ -112,12 +120,22 @@ def test_the_tool_names_what_is_not_there() -> None:
     assert done.returncode == 2 and "nothing is frozen as 'nothing'; see wire.json" in done.stderr
 
 
+def test_a_place_that_refuses_is_named_without_its_line() -> None:
+    names = [place.name for place in refusals.places()]
+    assert len(names) == len(set(names))
+    assert (
+        "Dispatcher.died: quarantined()" in names
+        and "quarantined: RequestError(500, server_error, request_quarantined)" in names
+    )
+    assert any("no transcript reaches Dispatcher.died: quarantined()" in each for each in refusals.complaints(set()))
+
+
 def test_only_the_adapter_imports_what_is_tested() -> None:
-    """So a module that moves changes one file here."""
+    """So a module that moves changes two files here."""
     own = Path(__file__).parent
     rooms = ("common", "coordinator", "prefill", "decode", "kvtransfer", "deploy", "bench")
     imports = re.compile(rf"\s*(from|import) ({'|'.join(rooms)})\b")
     for file in own.glob("*.py"):
         found = [line for line in file.read_text().splitlines() if imports.match(line)]
-        assert bool(found) == (file.name == "adapter.py"), (file.name, found)
+        assert bool(found) == (file.name in ("adapter.py", "troubles.py")), (file.name, found)
     assert {f"{name}.py" for name in PARTS} <= {file.name for file in own.glob("*.py")}

@@ -31,6 +31,7 @@ VOLATILE_KEYS = {
 }
 """Values that differ from run to run, and what they must be."""
 IDS = re.compile(r"\b(chatcmpl|cmpl|req)-[0-9a-f]{24,32}\b")
+LEFT = re.compile(r"(?<=the deadline is in )[\d.]+")
 _CHOICE = re.compile(r'"index": ?(\d+)')
 MEASURED = re.compile(r"_(ms|s)(_mean|_max|_p\d+)?$")
 """Keys of measured times."""
@@ -54,7 +55,12 @@ async def answer(call: Call, port: int) -> bytes:
         writer.write(exchange(call, port))
         async with asyncio.timeout(PATIENCE_S):
             await writer.drain()
-            return await reader.read(-1)
+            begun = b""
+            if call.later:
+                begun = await reader.readuntil(b"\r\n\r\n")
+                writer.write(call.later)
+                await writer.drain()
+            return begun + await reader.read(-1)
     except ConnectionError:  # refused before all of the request was read
         return b""
     finally:
@@ -148,7 +154,11 @@ def steady(value: Any, port: int, key: str = "") -> Any:
 
 
 def steady_text(text: str, port: int) -> str:
-    return IDS.sub(r"\1-(id)", text).replace(f":{port}", ":(port)").replace(adapter.version(), "(version)")
+    return (
+        LEFT.sub("(left)", IDS.sub(r"\1-(id)", text))
+        .replace(f":{port}", ":(port)")
+        .replace(adapter.version(), "(version)")
+    )
 
 
 async def _record(wanted: Container[str] | None, model: Path) -> list[tuple[str, Lines]]:
@@ -179,6 +189,8 @@ async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
         if not seeded:
             asked["seed"] = "(drawn)"
         shown.append(f"worker gets {compact(asked)}")
+    if "trouble" in SERVERS[call.server][1]:
+        shown = list(set(shown))  # how many of its attempts have arrived by now is chance
     return sorted(shown)
 
 

@@ -1,0 +1,88 @@
+"""Places in ``coordinator/`` that refuse or fail a request, and those of them that no transcript reaches.
+
+A place is a call of ``RequestError``, or of a function that always returns or raises one. Its name has the function
+that it is in, what is called, and its status, code and parameter where they are constants, but no file and no line: a
+place that moves keeps its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOM = Path(__file__).parents[2] / "coordinator"
+BASE = "RequestError"
+_MAKERS = ("NoReturn", BASE)
+"""What the annotation of a function says that always returns or raises one."""
+_WORD = re.compile(r"[\w.\[\]-]{1,40}")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+EXCUSED = {
+    "drain: shutting_down()": "fails what still runs when the drain of the whole process takes too long: tests/e2e",
+    "Dispatcher.submit: shutting_down()": "the drain would have to begin while the prompt is tokenized",
+    "Dispatcher._give_up_stranded: _too_large()": "for requests that began nowhere; its errors are those of submit",
+}
+"""Why no transcript reaches a place."""
+
+
+class Place(NamedTuple):
+    """``lines`` of the call in ``file``, and the last part of the name of what is called."""
+
+    name: str
+    file: str
+    lines: range
+    called: str
+
+
+def places() -> list[Place]:
+    trees = {str(file): ast.parse(file.read_text()) for file in sorted(ROOM.glob("**/*.py"))}
+    makers = {BASE} | {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and isinstance(node.returns, ast.Name) and node.returns.id in _MAKERS
+    }
+    found: list[Place] = []
+    counts: Counter[str] = Counter()
+    for file, tree in trees.items():
+        for within, call in _calls(tree, ""):
+            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if called in makers:
+                name = f"{within or 'module'}: {called}({', '.join(_constants(call))})"
+                counts[name] += 1
+                name += f" #{counts[name]}" if counts[name] > 1 else ""
+                found.append(Place(name, file, range(call.lineno, (call.end_lineno or call.lineno) + 1), called))
+    return found
+
+
+def _calls(node: ast.AST, within: str) -> Iterator[tuple[str, ast.Call]]:
+    """The calls below ``node``, in their order, with the qualified name of the function that each is in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield within, child
+        named = isinstance(child, Function | ast.ClassDef)
+        yield from _calls(child, f"{within}.{child.name}".strip(".") if named else within)
+
+
+def _constants(call: ast.Call) -> Iterator[str]:
+    """Numbers and words among the arguments; not the prose, which transcripts hold."""
+    for argument in (*call.args, *(each.value for each in call.keywords)):
+        if isinstance(argument, ast.Constant):
+            value = argument.value
+            if isinstance(value, int) or (isinstance(value, str) and _WORD.fullmatch(value)):
+                yield str(value)
+
+
+def complaints(reached: set[tuple[str, int, str]]) -> list[str]:
+    """What is wrong with ``reached``, as :func:`tests.golden.adapter.watched_refusals` collects it: places that no
+    transcript reaches without an excuse, and excuses that are not needed."""
+    by_name = {
+        place.name: any((place.file, line, place.called) in reached for line in place.lines) for place in places()
+    }
+    lacking = [f"no transcript reaches {name}" for name, there in by_name.items() if not there and name not in EXCUSED]
+    return lacking + [f"needs no excuse: {name}" for name in EXCUSED if by_name.get(name, True)]

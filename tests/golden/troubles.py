@@ -1,0 +1,130 @@
+"""Servers in which something goes wrong, by the words with which :data:`tests.golden.requests.SERVERS` asks for it.
+
+Like ``adapter``, this knows the modules under test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from aiohttp import web
+
+# -- code that fails --------------------------------------------------------------------------------------------------
+
+
+def _fails(where: str, error: type[Exception] = ZeroDivisionError) -> Callable[[Any], Any]:
+    return lambda house: mock.patch(where, side_effect=error)
+
+
+def _second_token_fails(house: Any) -> Any:
+    from coordinator.answers import Choice
+
+    original = Choice.feed
+
+    def feed(self: Any, ids: Sequence[int], *rest: Any) -> Any:
+        if self.ids:
+            raise ZeroDivisionError
+        return original(self, ids, *rest)
+
+    return mock.patch.object(Choice, "feed", feed)
+
+
+# -- bounds that are reached ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _no_memory_for_bodies(house: Any) -> Iterator[None]:
+    budgets = house.services.bodies.budgets
+    budgets.update(dict.fromkeys(budgets, 0))
+    yield
+
+
+@contextlib.contextmanager
+def _full_lanes(house: Any) -> Iterator[None]:
+    from coordinator.lanes import Bounds
+
+    lanes = house.services.model._lanes
+    for lane in (lanes._short, lanes._bodies, lanes._long):
+        lane._bounds = Bounds(texts=0, chars=0)
+    yield
+
+
+@contextlib.contextmanager
+def _slow_queue(house: Any) -> Iterator[None]:
+    """One request waits that takes longer than any may."""
+    admission = house.dispatcher.admission
+    admission.back(10**6)
+    admission._rate = 1.0
+    yield
+    admission.leave(10**6, 0.0, placed=False)
+
+
+# -- workers that go --------------------------------------------------------------------------------------------------
+
+
+async def _who_is_busy_dies(house: Any) -> None:
+    while True:
+        for worker in house.workers:
+            if worker.alive and worker.busy:
+                worker.stop()
+        await asyncio.sleep(0.005)
+
+
+async def _connections_of_who_is_busy_break(house: Any) -> None:
+    dispatcher = house.dispatcher
+    while True:
+        for ticket in list(dispatcher.tickets.values()):
+            for worker in list(dispatcher.registry):
+                if worker.id in ticket.life.workers and worker.answered >= ticket.asked:
+                    dispatcher.gateway._lose(worker)
+        await asyncio.sleep(0.002)
+
+
+def _is_decoding(tickets: dict[Any, Any]) -> bool:
+    return any(each.output_length and each.life.state.value == "decoding" for each in tickets.values())
+
+
+async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
+    from tests.unit.coordinator_house import until
+
+    tickets = house.dispatcher.tickets
+    with mock.patch("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3):
+        await until(lambda: _is_decoding(tickets), "a request is decoded", 600.0)
+        first = next(worker for worker in house.workers if worker.role == "decode")
+        await house.add("decode", changes={"kv_blocks": 10})
+        first.stop()
+        await until(lambda: not tickets, "it ends", 60.0)
+
+
+FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "a handler fails": _fails("coordinator.served.ServedModel.counted"),
+    "a handler refuses": _fails("coordinator.served.ServedModel.counted", web.HTTPServiceUnavailable),
+    "no request gets an id": _fails("coordinator.guard._request_id"),
+    "the second token cannot be written": _second_token_fails,
+    "no end can be written": _fails("coordinator.reply.Reply.done"),
+    "no memory for bodies": _no_memory_for_bodies,
+    "full lanes": _full_lanes,
+    "a slow queue": _slow_queue,
+}
+EVENTS: dict[str, Callable[[Any], Awaitable[None]]] = {
+    "who is busy dies": _who_is_busy_dies,
+    "connections break": _connections_of_who_is_busy_break,
+    "a smaller decode worker": _a_smaller_decode_worker_comes_instead,
+}
+
+
+@contextlib.asynccontextmanager
+async def trouble(name: str, house: Any) -> AsyncIterator[None]:
+    """``house`` with the trouble ``name`` ("": none) meanwhile."""
+    with FAULTS[name](house) if name in FAULTS else contextlib.nullcontext():
+        task = asyncio.ensure_future(EVENTS[name](house)) if name in EVENTS else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
