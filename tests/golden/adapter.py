@@ -94,6 +94,8 @@ class Served(NamedTuple):
     asked: Callable[[int], Awaitable[list[dict[str, Any]]]]
     labels: Callable[[], dict[str, list[tuple[str, ...]]]]
     """Declared label names by metric, also of those that no sample has shown yet."""
+    metrics: Callable[[], Awaitable[str]]
+    """The page, when no request is left and all workers have been heard."""
 
 
 @contextlib.asynccontextmanager
@@ -114,10 +116,19 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     refuse = Failed(bytes(16), 0, code, "5 tokens fit", retriable) if code else None  # type: ignore[arg-type]
     if template is not None:
         model = _with_template(model, template)
-    async with open_house(model, **options) as house:
+
+    def opened(ticket: Any) -> bool:
+        return getattr(ticket.client, "opened", True)
+
+    async with open_house(model, **options) as house, _longest_jitter():
         tickets = house.dispatcher.tickets
 
         def script(request: Any, choice: int, position: int) -> int:
+            """The second token waits until the first one is written: else how many are in the first chunk of a stream
+            is chance."""
+            patience = time.monotonic() + 10.0
+            while position and not all(map(opened, list(tickets.values()))) and time.monotonic() < patience:
+                time.sleep(0.0005)  # in the worker's own thread
             return formula(request, choice, position) if position < 8 else EOS
 
         def after_prefill(timings: Callable[[], Any]) -> Callable[[], Any]:
@@ -139,6 +150,9 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         admission = house.dispatcher.admission
         waiting = admission.max_requests if full else 0
         admission.requests += waiting
+        enter, now = admission.enter, time.monotonic()
+        if full:  # what it says of the time until there is room depends on when it is asked
+            admission.enter = lambda count, tokens, _, **rest: enter(count, tokens, now, **rest)  # type: ignore[method-assign]
         seen = 0
 
         def begun() -> list[Any]:
@@ -156,9 +170,24 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             named = [(names, declared) for each, names in collectors if (declared := getattr(each, "_labelnames", ()))]
             return {name: [declared] for names, declared in named for name in names}
 
+        async def metrics() -> str:
+            workers = house.dispatcher.registry
+            await until(lambda: not tickets and all(each.beat for each in workers), "all is quiet")
+            return house.services.metrics.page().decode()
+
         async with trouble(wrong, house):
-            yield Served(int(house.url.rpartition(":")[2]), asked, labels)
+            yield Served(int(house.url.rpartition(":")[2]), asked, labels, metrics)
         admission.requests -= waiting
+
+
+@contextlib.asynccontextmanager
+async def _longest_jitter() -> AsyncIterator[None]:
+    """Retry times are the longest that may be drawn, so that they show the share of the jitter, too."""
+    from coordinator import guard
+
+    with mock.patch.object(guard, "_RANDOM") as random:
+        random.uniform = lambda low, high: high
+        yield
 
 
 @contextlib.contextmanager
@@ -424,9 +453,73 @@ def _other_order() -> Any:
     return mock.patch.object(Gateway, "send", send)
 
 
+def _other_chunks() -> Any:
+    from coordinator.sse import EventStream
+
+    original = EventStream.send
+
+    def send(self: Any, data: bytes) -> None:
+        for at in range(len(data)):
+            original(self, data[at : at + 1])
+
+    return mock.patch.object(EventStream, "send", send)
+
+
+def _joined_chunks() -> Any:
+    from coordinator.sse import EventStream
+
+    original = EventStream.send
+    held: list[bytes] = []
+
+    def send(self: Any, data: bytes) -> None:
+        """The second piece waits for the third."""
+        held.append(data)
+        if len(held) != 2:
+            original(self, b"".join(held[1:]) if len(held) == 3 else data)
+
+    return mock.patch.object(EventStream, "send", send)
+
+
+def _other_retry() -> Any:
+    from coordinator import guard
+
+    original = guard._retry_headers
+    return mock.patch.object(guard, "_retry_headers", lambda seconds: original(1.01 * seconds))
+
+
+def _other_reason() -> Any:
+    from coordinator import guard
+
+    original = guard.web.Response
+    return mock.patch.object(guard.web, "Response", lambda **options: original(reason="Fine", **options))
+
+
+def _other_outcome() -> Any:
+    from coordinator.metrics import Metrics
+
+    original = Metrics.ended
+    renamed = {"aborted": "cancelled"}
+    return mock.patch.object(
+        Metrics, "ended", lambda self, ticket, outcome: original(self, ticket, renamed.get(outcome, outcome))
+    )
+
+
 CHANGES = {
     "an error code": Change("transcripts", "empty /v1/completions stream=False", "no_workers", _other_code),
     "a header": Change("transcripts", "keys: GET /v1/models with none", "is another", _no_header),
+    "chunks of a byte": Change("transcripts", "pair /v1/completions streamed {}", "broken events", _other_chunks),
+    "chunks of two tokens": Change("transcripts", "pair /v1/completions streamed {}", "whole events", _joined_chunks),
+    "the server's name": Change(
+        "transcripts",
+        "GET /health",
+        "server: other",
+        lambda: mock.patch("coordinator.http.SERVER", "other"),
+    ),
+    "a retry time": Change(
+        "transcripts", "draining /v1/chat/completions stream=False", "retry-after-ms: ", _other_retry
+    ),
+    "a reason phrase": Change("transcripts", "GET /health", "HTTP/1.1 200 Fine", _other_reason),
+    "an outcome": Change("transcripts", "label values: leaving", "outcome=cancelled", _other_outcome),
     "a metric's name": Change("metrics", "tandem_bad_messages_total", "1 are gone", _other_metric),
     "a flag's default": Change("commands", "up: alone", "+out: block_size 32 default", _other_default),
     "a sampled token": Change("tokens", "llama: 5 tokens, seeded", "+tokens", _other_token),

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.golden import adapter
+from tests.golden.labels import sample
 from tests.golden.requests import CHAT, SERVERS, SOME_CHAT, Call
 from tests.golden.store import HERE, Lines, read_whole, write_whole
 from tests.golden.transcripts import answer
 
 FILE = HERE / "metrics.txt"
-_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? \S+")
-_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 def kept() -> dict[str, Lines]:
@@ -36,10 +34,10 @@ def families(page: str) -> dict[str, Lines]:
             found[name] = []
         elif line.startswith("# TYPE "):
             found[name].append("type " + line.split(" ")[3])
-        elif sample := _LINE.fullmatch(line):
-            labels = dict(_LABEL.findall(sample[2] or ""))
+        elif shown := sample(line):
+            shown_as, labels, _ = shown
             edge = labels.pop("le", None)
-            samples[name].add(f"sample {sample[1]}{{{','.join(labels)}}}")
+            samples[name].add(f"sample {shown_as}{{{','.join(labels)}}}")
             if edge is not None and edge not in edges[name]:
                 edges[name].append(edge)
     for name, lines in found.items():

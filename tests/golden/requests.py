@@ -31,6 +31,8 @@ class Call(NamedTuple):
     """The whole request, if it is no well-formed one."""
     later: bytes = b""
     """What follows ``raw`` as soon as the server has sent something."""
+    leaves: bool = False
+    """Whether the client closes the connection after the first event of a stream."""
 
 
 SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -68,6 +70,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "slow queue": (("colocated",), {"trouble": "a slow queue"}),
     "deadly": (("colocated",) * 3, {"trouble": "who is busy dies", "workers": SILENT}),
     "broken lines": (("colocated",) * 2, {"trouble": "connections break", "workers": SILENT}),
+    "leaving": (("colocated",), {"slow": 60.0}),
     "shrinking": (("prefill", "decode"), {"trouble": "a smaller decode worker", "slow": 60.0, "failure_timeout": 0.5}),
 }
 """Workers and options of each, as :func:`tests.golden.adapter.serve` takes them."""
@@ -536,6 +539,8 @@ def _refused() -> Iterator[Call]:
     yield _post(f"deadly {CHAT}", "deadly", CHAT, SOME_CHAT)
     long = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True, "stream": True}
     yield _post(f"shrinking {TEXT}", "shrinking", TEXT, long)
+    leaves = _post(f"leaving {CHAT}", "leaving", CHAT, SOME_CHAT | {"stream": True})
+    yield leaves._replace(leaves=True)
     for server in ("a handler fails", "a handler refuses", "no ids", "full lanes"):
         yield _post(f"{server}: {TOKENIZE}", server, TOKENIZE, {"prompt": "q" * 20_000})
     half = start + b"Content-Length: 99\r\n\r\n{"

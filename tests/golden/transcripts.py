@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden import adapter
+from tests.golden.labels import seen
 from tests.golden.requests import SERVERS, Call, calls
 from tests.golden.store import HERE, Digest, Lines, compact, flat, read_digests, write_digests
 
 FILE = HERE / "transcripts.txt"
 PATIENCE_S = 60.0
 UNSEEN_HEADERS = ("date", "content-length")
-PRESENT_HEADERS = ("server", "retry-after", "retry-after-ms")
-"""Of these only that they are there: they hold versions and measured times."""
+REASONS = {"Request Entity Too Large": "Content Too Large", "Unprocessable Entity": "Unprocessable Content"}
+"""Reason phrases of HTTP that newer versions of Python have by other words."""
 VOLATILE_KEYS = {
     "created": int,
     "version": str,
@@ -30,6 +31,8 @@ VOLATILE_KEYS = {
     **dict.fromkeys(("running", "waiting", "free", "held"), int),  # of a worker, as of its last heartbeat
 }
 """Values that differ from run to run, and what they must be."""
+_ENDS = re.compile(r"\b(outcome|reason|finished_reason)=")
+EVENT_END = b"\n\n"
 IDS = re.compile(r"\b(chatcmpl|cmpl|req)-[0-9a-f]{24,32}\b")
 LEFT = re.compile(r"(?<=the deadline is in )[\d.]+")
 _CHOICE = re.compile(r'"index": ?(\d+)')
@@ -55,6 +58,8 @@ async def answer(call: Call, port: int) -> bytes:
         writer.write(exchange(call, port))
         async with asyncio.timeout(PATIENCE_S):
             await writer.drain()
+            if call.leaves:
+                return await reader.readuntil(b"\r\n\r\n") + await reader.readuntil(EVENT_END + b"\r\n")
             begun = b""
             if call.later:
                 begun = await reader.readuntil(b"\r\n\r\n")
@@ -76,17 +81,19 @@ def transcript(call: Call, data: bytes, port: int) -> Lines:
             lines += [f"beyond: {steady_text(head.decode('latin-1'), port)!r}"]
             break
         status, *fields = head.decode("latin-1").split("\r\n")
-        lines.append(" ".join(status.split(" ")[:2]))  # the reason behind it is that of each Python
+        version, number, reason = (*status.split(" ", 2), "")[:3]
+        lines.append(f"{version} {number} {REASONS.get(reason, reason)}")
         headers = sorted(tuple(field.split(": ", 1)) for field in fields)
         names = {name.lower(): value for name, value in headers}
         for name, value in ((name.lower(), value) for name, value in headers):
             if name in UNSEEN_HEADERS:
                 continue
-            lines.append(f"{name}: {'(present)' if name in PRESENT_HEADERS else steady_text(value, port)}")
+            lines.append(f"{name}: {steady_text(value, port)}")
         if status.split(" ")[1] == "100" or call.method == "HEAD":
             continue
         if names.get("transfer-encoding") == "chunked":
             chunks, data = dechunked(data)
+            lines += chunk_lines(chunks, call)
             lines += body_lines(b"".join(chunks), names, call, port)
         else:
             size = int(names.get("content-length", len(data)))
@@ -105,6 +112,20 @@ def dechunked(data: bytes) -> tuple[list[bytes], bytes]:
             break
         chunks.append(chunk)
     return chunks, data
+
+
+def chunk_lines(chunks: list[bytes], call: Call) -> Lines:
+    """How many events each chunk of a stream has, and whether any chunk ends within one. Of answers to several prompts,
+    whose tokens come in any order, only the latter."""
+    whole = all(chunk.endswith(EVENT_END) for chunk in chunks)
+    counts = "" if several_prompts(call) else " ".join(str(chunk.count(EVENT_END)) for chunk in chunks)
+    return [f"{'whole' if whole else 'broken'} events in chunks: {counts}"]
+
+
+def several_prompts(call: Call) -> int:
+    """How many prompts a request has in one array; 0 if it has one by itself."""
+    prompt = json.loads(call.body or b"{}").get("prompt")
+    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int | float) else 0
 
 
 def body_lines(body: bytes, names: dict[str, str], call: Call, port: int) -> Iterator[str]:
@@ -163,7 +184,7 @@ def steady_text(text: str, port: int) -> str:
 
 async def _record(wanted: Container[str] | None, model: Path) -> list[tuple[str, Lines]]:
     found = []
-    chosen = [call for call in calls() if wanted is None or call.name in wanted]
+    chosen = [call for call in calls() if wanted is None or call.name in wanted or labels_of(call.server) in wanted]
     for server, group in itertools.groupby(chosen, lambda call: call.server):
         roles, options = SERVERS[server]
         async with adapter.serve(model, roles, options) as served:
@@ -171,7 +192,20 @@ async def _record(wanted: Container[str] | None, model: Path) -> list[tuple[str,
                 data = await answer(call, served.port)
                 lines = transcript(call, data, served.port)
                 found.append((call.name, lines + await _asked(call, lines, served)))
-    return found
+            found.append((labels_of(server), await _labels(served, "trouble" in options)))
+    return [(name, lines) for name, lines in found if wanted is None or name in wanted]
+
+
+async def _labels(served: adapter.Served, trouble: bool) -> Lines:
+    """Label values of metrics; in a server with a ``trouble`` only of how requests ended: whether a worker is there is
+    chance."""
+    found = [steady_text(line, served.port) for line in seen(await served.metrics())]
+    return [line for line in found if not trouble or _ENDS.search(line)]
+
+
+def labels_of(server: str) -> str:
+    """The name of the entry that has all label values of metrics after the requests to ``server``."""
+    return f"label values: {server}"
 
 
 async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
@@ -180,10 +214,8 @@ async def _asked(call: Call, lines: Lines, served: adapter.Served) -> Lines:
         return []
     count, seeded = 0, False
     if lines and lines[0].startswith("HTTP/1.1 200"):
-        body = json.loads(call.body or b"{}")
-        prompt, seeded = body.get("prompt"), body.get("seed") is not None
-        several = isinstance(prompt, list) and not isinstance(prompt[0], int | float)
-        count = len(prompt) if several else 1
+        seeded = json.loads(call.body or b"{}").get("seed") is not None
+        count = several_prompts(call) or 1
     shown = []
     for asked in await served.asked(count):
         if not seeded:
