@@ -23,7 +23,7 @@ _WORD = re.compile(r"[\w.\[\]-]{1,40}")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 EXCUSED = {
-    "drain: shutting_down()": "fails what still runs when the drain of the whole process takes too long: tests/e2e",
+    "drain: shutting_down()": "what still runs when a drain takes too long: tests/unit/test_http.py does that",
     "Dispatcher.submit: shutting_down()": "the drain would have to begin while the prompt is tokenized",
     "Dispatcher._give_up_stranded: _too_large()": "for requests that began nowhere; its errors are those of submit",
 }
