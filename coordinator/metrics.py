@@ -6,6 +6,8 @@ workers at each scrape, so that block states add up. No request ids in labels.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +50,9 @@ _STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
 _FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _REMEMBERED = 256
+PAGE_S = 0.5
+FRESH_PAGES = 8
+"""So many pages are made in PAGE_S, more than scrapers ask for; whoever asks for more gets the last of them."""
 _LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -62,8 +67,10 @@ class Metrics:
     """``load``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are asked at every scrape, once the
     dispatcher exists."""
 
-    def __init__(self, model: str, workers: Registry) -> None:
+    def __init__(self, model: str, workers: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
+        self._clock = clock
+        self._page, self._pages_made, self._pages_since = b"", 0, -math.inf
         self.load: Callable[[], Load] = lambda: Load(0, 0)
         self.bad_messages: Callable[[], int] = lambda: 0
         self.cut_off_peers: Callable[[], int] = lambda: 0
@@ -114,8 +121,15 @@ class Metrics:
         self.registry.register(_Pools(self, model, workers))
 
     def page(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self.registry)
+        """The exposition text: of this moment for the first FRESH_PAGES in each PAGE_S, the last of these for the rest,
+        because a page takes milliseconds of the event loop, which a flood of scrapes would take from all requests."""
+        now = self._clock()
+        if now - self._pages_since >= PAGE_S:
+            self._pages_since, self._pages_made = now, 0
+        if self._pages_made < FRESH_PAGES:
+            self._pages_made += 1
+            self._page = generate_latest(self.registry)
+        return self._page
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry).labels(self._model)

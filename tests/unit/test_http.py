@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import zmq
 from aiohttp import HttpVersion11, web
+from prometheus_client import CollectorRegistry, generate_latest
 
 from common.errors import RequestError
 from common.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
@@ -55,7 +56,7 @@ from coordinator.guard import error_response
 from coordinator.http import _patience, make_runner
 from coordinator.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
-from coordinator.metrics import _Sum
+from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
 from coordinator.registry import Worker
 from coordinator.repeats import RateLimitedLog
 from coordinator.residence import ASSUMED_S, ENOUGH
@@ -2264,6 +2265,31 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         'tandem_stage_seconds_count{stage="transfer_exposed"} 1.0',
     ):
         assert name in page, name
+
+
+async def test_a_flood_of_scrapes_makes_few_pages(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whereas each of a few shows what happened just before it."""
+    metrics, now, made = house.services.metrics, 100.0, 0
+
+    def make(registry: CollectorRegistry) -> bytes:
+        nonlocal made
+        made += 1
+        return generate_latest(registry)
+
+    async def scrape() -> float:
+        async with house.client.get(f"{house.url}/metrics") as response:
+            found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', await response.text(), re.M)
+            return float(found[1]) if found else 0.0
+
+    monkeypatch.setattr(metrics, "_clock", lambda: now)
+    monkeypatch.setattr("coordinator.metrics.generate_latest", make)
+    for number in range(FRESH_PAGES):
+        assert await scrape() == number
+        metrics.cut_off("reading")
+    assert await asyncio.gather(*(scrape() for _ in range(64))) == [FRESH_PAGES - 1] * 64
+    assert made == FRESH_PAGES
+    now += PAGE_S
+    assert await scrape() == FRESH_PAGES
 
 
 async def test_what_holds_the_event_loop_up_is_measured(house: House) -> None:
