@@ -48,7 +48,8 @@ class Choice:
         self._include_stop, self._min_tokens = options.include_stop, options.sampling.min_tokens
         self.ids: list[int] = []
         self.text: list[str] = []
-        self.logprobs: list[Logprobs] = []
+        self.logprobs: dict[str, bytearray] = {}
+        """Of an answer as a whole: arrays by name, as the JSON of their elements with a bracket before."""
         self.sent_chars = 0
         self.finish_reason: str | None = None
 
@@ -61,8 +62,6 @@ class Choice:
             logprob = logprobs[at] if at < len(logprobs) else None
             self.ids.append(token)
             self.text.append(text)
-            if logprob is not None:
-                self.logprobs.append(logprob)
             if stopped:
                 self.finish_reason = "stop"
             elif ends:
@@ -77,6 +76,18 @@ class Choice:
     @property
     def stopped(self) -> bool:
         return self.finish_reason is not None
+
+    def keep_logprobs(self, shown: Json) -> None:
+        """Append the elements of each array of ``shown``. A whole answer may have tens of megabytes of them: encoded
+        with each token they hold nobody up, as they would at its end, and take a fraction of the memory."""
+        for name, elements in shown.items():
+            self.logprobs.setdefault(name, bytearray(b"[")).extend(encode(elements)[1:-1] + b",")
+
+    def take_logprobs(self, name: str) -> msgspec.Raw:
+        """An array that was kept, which is given away."""
+        array = self.logprobs.pop(name, bytearray(b"[,"))
+        array[-1:] = b"]"
+        return msgspec.Raw(array)
 
     def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
         """The text that may be shown with ``token``, and whether a stop string is complete."""
@@ -119,7 +130,7 @@ def _entry(text: TextModel, token: int, logprob: float) -> Json:
 
 
 def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -> Json:
-    """OpenAI's log-probabilities of text completions; ``offset`` counts characters already sent."""
+    """OpenAI's log-probabilities of text completions; ``offset`` counts the characters before."""
     tokens: list[str] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
@@ -184,8 +195,11 @@ class Head:
 class Shape(Protocol):
     """How one kind of answer looks."""
 
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        """Encodes those of one token for :meth:`whole`."""
+
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        """The body of a response that does not stream."""
+        """The body of a response that does not stream. Takes the log-probabilities that were kept."""
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
         """The chunk of one token, ready for the wire; ``usage`` if it is wanted continuously."""
@@ -228,6 +242,10 @@ class ChatShape:
         self._head, self._options, self._text = head, options, text
         self._chunks = _Chunks("chat.completion.chunk", head, options.include_usage)
 
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            choice.keep_logprobs({"content": [chat_logprob(self._text, piece.token, piece.logprobs)]})
+
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         body = self._head.json("chat.completion")
         body["choices"] = [self._choice(choice) for choice in choices]
@@ -239,8 +257,7 @@ class ChatShape:
     def _choice(self, choice: Choice) -> Json:
         logprobs: Json | None = None
         if self._options.sampling.logprobs is not None:
-            pairs = zip(choice.ids, choice.logprobs, strict=False)
-            logprobs = {"content": [chat_logprob(self._text, *pair) for pair in pairs], "refusal": None}
+            logprobs = {"content": choice.take_logprobs("content"), "refusal": None}
         shown: Json = {
             "index": choice.index,
             "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
@@ -288,6 +305,11 @@ class CompletionShape:
         self._head, self._options, self._text, self._echoes = head, options, text, echoes
         self._chunks = _Chunks("text_completion", head, options.include_usage)
 
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            choice.keep_logprobs(completion_logprobs(self._text, [piece], choice.sent_chars))
+        choice.sent_chars += len(piece.text)
+
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         body = self._head.json("text_completion")
         body["choices"] = [self._choice(choice) for choice in choices]
@@ -300,8 +322,7 @@ class CompletionShape:
     def _choice(self, choice: Choice) -> Json:
         logprobs: Json | None = None
         if self._options.sampling.logprobs is not None:
-            rows = zip(choice.text, choice.ids, choice.logprobs, strict=False)
-            logprobs = completion_logprobs(self._text, [Piece(*row) for row in rows], 0)
+            logprobs = {name: choice.take_logprobs(name) for name in completion_logprobs(self._text, [], 0)}
         shown: Json = {
             "index": choice.index,
             "text": self._echo(choice) + "".join(choice.text),

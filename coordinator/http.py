@@ -314,7 +314,7 @@ async def _answer(
     tickets = []
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
-        sampling = model.sampling(options, len(prompt), prompt_field, most_output)
+        sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n)
         packed = pack_tokens(prompt)
         chains = await model.prefix_chains(packed, options.cache_salt)
         tickets.append(_ticket(services, arrived_at, packed, sampling, chains, options, reply))

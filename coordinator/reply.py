@@ -94,8 +94,7 @@ class Reply:
             self.started.set_result(None)
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
-        for _ in choice.feed(ids, logprobs, finish):
-            self._completion_tokens += 1
+        """Takes and counts new tokens of ``choice``."""
 
     def done(self, ticket: Ticket) -> None:
         self._left -= 1
@@ -122,7 +121,14 @@ class Reply:
 
 
 class WholeReply(Reply):
-    """Gathers everything; the body is made at the end."""
+    """Gathers everything, log-probabilities as JSON; the body is made at the end."""
+
+    def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
+        keep = self.shape.keep_logprobs if self.options.sampling.logprobs is not None else None
+        for piece in choice.feed(ids, logprobs, finish):
+            self._completion_tokens += 1
+            if keep is not None:
+                keep(choice, piece)
 
     def body(self) -> Json:
         return {

@@ -37,6 +37,10 @@ MAX_COUNTED_TOKENS = 1 << 20
 """POST /tokenize goes on beyond the context length up to so many tokens."""
 _ID_BYTES = 6
 """About what a token id takes in JSON, with its comma."""
+MOST_LOGPROB_BYTES = 128 << 20
+"""Of the log-probabilities of an answer as a whole, which stay in memory until it is sent."""
+_LOGPROB_BYTES = {"messages": 110, "prompt": 50}
+"""About what one of them takes in JSON, with its token, at most for ordinary ones; by what the prompt is called."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
@@ -193,12 +197,23 @@ class ServedModel:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     def sampling(
-        self, options: Options, prompt_tokens: int, prompt_field: str, most_output: int | None = None
+        self, options: Options, prompt_tokens: int, prompt_field: str, most_output: int | None, choices: int
     ) -> SamplingParams:
-        """Sampling for one prompt; RequestError when prompt and output do not fit the context. Who sets no limit gets
-        what fits, at most ``most_output`` per choice."""
+        """Sampling for one prompt of a request for ``choices`` in all; RequestError when prompt and output do not fit
+        the context, or the log-probabilities not the memory. Who sets no limit gets what fits, at most ``most_output``
+        per choice."""
         asked = options.sampling
-        max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
+        if asked.logprobs is None or options.stream:
+            max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
+        else:
+            per_token = _LOGPROB_BYTES[prompt_field] * (asked.logprobs + 1) * choices
+            most = MOST_LOGPROB_BYTES // per_token
+            most_output = most if most_output is None else min(most, most_output)
+            max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
+            if max_tokens > most:
+                text = f"The answer may have {max_tokens * per_token:,} bytes of log-probabilities, at most"
+                text = f"{text} {MOST_LOGPROB_BYTES:,} are allowed. Ask for less, or for a stream."
+                refuse(text, "top_logprobs" if prompt_field == "messages" else "logprobs")
         self._check_ids(asked)
         seed = secrets.randbits(64) if asked.seed is None else asked.seed % (1 << 64)
         chosen = {name: getattr(asked, name) for name in _FALLBACK}

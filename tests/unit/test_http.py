@@ -34,6 +34,7 @@ from common.messages import (
     Generate,
     Goodbye,
     Lease,
+    Logprobs,
     Prefill,
     Rejoin,
     Renewed,
@@ -48,6 +49,16 @@ from common.request import FinishReason, Request, SamplingParams
 from common.times import FailureTimes
 from common.wire import MAX_REPORT_BYTES, seal
 from coordinator import dispatch, http, sse
+from coordinator.answers import (
+    ChatShape,
+    Choice,
+    CompletionShape,
+    Head,
+    Usage,
+    chat_logprob,
+    completion_logprobs,
+    encode,
+)
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.bodies import Bodies, Kind, kind_of
 from coordinator.breakers import FAILURES
@@ -57,12 +68,15 @@ from coordinator.http import _patience, make_runner
 from coordinator.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
+from coordinator.openai import parse_chat
 from coordinator.registry import Worker
 from coordinator.repeats import RateLimitedLog
+from coordinator.reply import WholeReply
 from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
 from coordinator.server import MAX_WAITING_BYTES
 from coordinator.sse import EventStream, deliver
+from coordinator.text import TextModel
 from coordinator.ticket import Ticket
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
@@ -232,6 +246,64 @@ async def test_chat_logprobs(house: House) -> None:
     _, events = await house.stream(CHAT, asked)
     streamed = [event["choices"][0]["logprobs"]["content"][0] for event in events[:-1]]
     assert [entry["top_logprobs"] for entry in streamed] == [entry["top_logprobs"] for entry in content]
+
+
+@pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
+def test_logprobs_of_a_whole_answer_are_what_they_are_at_once(model: Path, shape: Any) -> None:
+    """The JSON of an answer whose log-probabilities were encoded with each token is that of all of them together."""
+    text, tokens = TextModel(model, vocab_size=VOCAB), list(range(8, 60))
+    body = parse_chat({**HELLO, "logprobs": True, "top_logprobs": 2})
+    known = [Logprobs(-(at**2), pack_tokens([at, 7]), (-0.1 * at, -math.inf)) for at in tokens]
+    choices = [Choice(at, [1], body.options, text, None) for at in range(2)]
+    made = shape(Head("id", 0, "tiny", "print"), body.options, text)
+    pieces = list(choices[0].feed(tokens, known, FinishReason.STOP))
+    for piece in pieces:
+        made.keep_logprobs(choices[0], piece)
+    whole = made.whole(choices, Usage())
+    if shape is ChatShape:
+        full = {"content": [chat_logprob(text, *pair) for pair in zip(tokens, known, strict=True)], "refusal": None}
+        none: Any = {"content": [], "refusal": None}
+    else:
+        full, none = completion_logprobs(text, pieces, 0), completion_logprobs(text, [], 0)
+    assert [encode(choice["logprobs"]) for choice in whole["choices"]] == [encode(full), encode(none)]
+
+
+async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
+    """With a thousand tokens the end of an answer takes little of the time that all of it takes."""
+    text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "logprobs": True}).options
+    shape = ChatShape(Head("id", 0, "tiny", "print"), options, text)
+    reply = WholeReply(options, shape, 1, lambda index: Choice(index, [1], options, text, None))
+    ticket: Any = SimpleNamespace(id=b"id", n=1, prompt_length=1, timings={})
+    reply.expect([ticket])
+    known = Logprobs(-0.5, pack_tokens(list(range(20))), tuple(-0.1 * at for at in range(20)))
+    began = time.thread_time()
+    for _ in range(1000):
+        reply.tokens(ticket, 0, [9], [known], FinishReason.RUNNING)
+    until_the_end = time.thread_time() - began
+    body = encode(reply.body())
+    assert len(body) > 1_000_000
+    assert time.thread_time() - began - until_the_end < until_the_end / 5
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        (CHAT, {**HELLO, "n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        (TEXT, {"prompt": [[9]] * 8, "n": 4, "logprobs": 20}, "logprobs"),
+    ],
+)
+async def test_logprobs_of_a_whole_answer_are_bounded(
+    house: House, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("coordinator.served.MOST_LOGPROB_BYTES", 100_000)
+    _, body = await house.post(path, {**asked, "max_tokens": 40})
+    assert (body["error"]["param"], body["error"]["code"]) == (param, "invalid_value")
+    await house.stream(path, {**asked, "max_tokens": 40})
+    _, body = await house.post(path, {**asked, "max_tokens": 2})
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    if path == CHAT:  # who sets no limit gets what fits
+        _, body = await house.post(path, asked)
+        assert body["usage"]["completion_tokens"] == 2 * 16
 
 
 async def test_echo_repeats_the_prompt(house: House) -> None:
