@@ -112,7 +112,7 @@ def _keys(path: Path, found: Any) -> dict[Party, str]:
         except Exception:  # whatever the decoder makes of other characters
             good = False
         if not good:
-            raise _strange(path, f"the key of {str(party)[:32]!r} is none")
+            raise _strange(path, f"the key of {party} is none" if party in PARTIES else "a key is of no role")
     return found
 
 

@@ -482,7 +482,8 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
             status = os.fstat(file.fileno())
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read {path}", reason(error), "correct --config") from error
+        what = f"cannot read {secret_files.shown(path)}"
+        raise StartError(what, reason(error), f"correct --config or {_CONFIG_ENV}") from None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

@@ -26,10 +26,18 @@ def read_secret(path: Path, flag: str) -> bytes:
             check(os.fstat(file.fileno()), path)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise StartError(f"cannot read {path}", reason(error), f"correct {flag}") from error
+        raise StartError(f"cannot read {shown(path)}", reason(error), f"correct {flag}") from None
     if len(content) > MAX_BYTES:
         raise StartError(f"will not use {path}", f"it has more than {MAX_BYTES:,} bytes", f"correct {flag}")
     return content
+
+
+def shown(path: Path) -> str:
+    """``path`` as an error names it, unless it may be a key that was given where a file belongs: of a path that is
+    missing, only one in a directory that is there is shown."""
+    directory = os.path.dirname(path)
+    known = os.path.lexists(path) or (directory and os.path.isdir(directory))
+    return str(path) if known else "the file that was given"
 
 
 def check(status: os.stat_result, path: Path) -> None:

@@ -207,6 +207,29 @@ def test_what_is_wrong_in_a_file_is_named_and_not_shown(tmp_path: Path, content:
     assert key[3:] not in "".join(traceback.format_exception(refused.value, chain=True))
 
 
+@pytest.mark.parametrize("form", ["sk-{}", "{}/ab+c=", "{}.ab.c", "./{}", "{}" * 300])
+def test_a_key_where_a_file_belongs_is_not_shown(form: str) -> None:
+    key = new_key()
+    given = form.format(*[key] * 300)
+    for words, environ, flag in (
+        (("--api-key-file", given), {}, "--api-key-file"),
+        ((), {"TANDEM_API_KEY_FILE": given}, "--api-key-file"),
+        (("--config", given), {}, "--config"),
+        ((), {"TANDEM_CONFIG": given}, "TANDEM_CONFIG"),
+    ):
+        with pytest.raises(StartError) as refused:
+            up(*words, **environ)
+        assert refused.value.what == "cannot read the file that was given" and flag in refused.value.todo
+        assert key not in "".join(traceback.format_exception(refused.value, chain=True))
+
+
+def test_a_file_that_is_missing_from_a_directory_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for flag in ("--api-key-file", "--config"):
+        with pytest.raises(StartError, match=f"cannot read {path}"):
+            up(flag, str(path))
+
+
 def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot read"):
         up("--config", str(tmp_path / "none.yaml"))

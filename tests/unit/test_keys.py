@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,19 @@ def test_a_spoilt_file_is_refused_in_words(cluster: Path, tmp_path: Path, spoil:
         keys.load(path, "decode")
     with pytest.raises(StartError, match="cannot read"):
         keys.load(tmp_path / "nowhere", "decode")
+
+
+@pytest.mark.parametrize("member", ["public", "secret"])
+def test_a_key_in_place_of_a_role_is_not_shown(cluster: Path, tmp_path: Path, member: str) -> None:
+    content = json.loads(cluster.read_text())
+    key = content["secret"]["decode"]
+    content[member] = {key: "decode", **content[member]}
+    path = tmp_path / "swapped.key"
+    path.touch(0o600)
+    path.write_text(json.dumps(content))
+    with pytest.raises(StartError, match="a key is of no role") as refused:
+        keys.load(path, "decode")
+    assert key not in "".join(traceback.format_exception(refused.value))
 
 
 def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
