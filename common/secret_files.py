@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import StartError, reason
 
 MAX_BYTES = 1 << 20
+NOTICE_S = 2.0
+"""For how long a pipe is waited for without a word."""
 
 
 def read_secret(path: Path, flag: str) -> bytes:
@@ -22,7 +28,7 @@ def read_secret(path: Path, flag: str) -> bytes:
     ``defaultMode: 0440``) may be readable by that group, as this process could not change that.
     """
     try:
-        with open(path, "rb") as file:
+        with _notice(path), open(path, "rb") as file:
             check(os.fstat(file.fileno()), path)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -30,6 +36,20 @@ def read_secret(path: Path, flag: str) -> bytes:
     if len(content) > MAX_BYTES:
         raise StartError(f"will not use {path}", f"it has more than {MAX_BYTES:,} bytes", f"correct {flag}")
     return content
+
+
+@contextmanager
+def _notice(path: Path) -> Iterator[None]:
+    """Says on standard error that a pipe is waited for, if that takes long: without a writer it takes for ever."""
+    text = f"waiting for a writer to {path}, which is a pipe"
+    timer = threading.Timer(NOTICE_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if path.is_fifo():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def shown(path: Path) -> str:

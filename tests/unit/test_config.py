@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import socket
 import ssl
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from common.hosts import is_loopback
 from common.ids import WorkerName
 from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number, show
 from tests.leaked_keys import new_key
+from tests.pace import scaled
 
 
 def up(*words: str, **environ: str) -> Loaded[UpConfig]:
@@ -228,6 +232,28 @@ def test_a_file_that_is_missing_from_a_directory_is_named(tmp_path: Path) -> Non
     for flag in ("--api-key-file", "--config"):
         with pytest.raises(StartError, match=f"cannot read {path}"):
             up(flag, str(path))
+
+
+def test_a_pipe_without_a_writer_is_waited_for_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, pipe, said = new_key(), tmp_path / "pipe", ""
+    os.mkfifo(pipe, 0o600)
+    monkeypatch.setattr("common.secret_files.NOTICE_S", 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(up, "--api-key-file", str(pipe))
+        until = time.monotonic() + scaled(5)
+        while not said and not reading.done() and time.monotonic() < until:
+            time.sleep(0.01)  # another thread prints
+            said = capfd.readouterr().err
+        pipe.write_text(key)
+    assert said == f"waiting for a writer to {pipe}, which is a pipe\n"
+    assert reading.result().config.api_keys() == (key,)
+    monkeypatch.setattr("common.secret_files.NOTICE_S", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(up, "--api-key-file", str(pipe))
+        pipe.write_text(key)
+    assert reading.result().config.api_keys() == (key,) and not capfd.readouterr().err
 
 
 def test_a_missing_or_empty_file(tmp_path: Path) -> None:
