@@ -193,6 +193,8 @@ def parse_key(text: str) -> str:
 
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?")
+_NO_ORIGINS = ("about", "blob", "data", "file", "javascript")
+"""Schemes of pages whose origin browsers spell as null."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
@@ -214,7 +216,7 @@ def _parse_origin(word: object) -> str:
     if word == "*":
         return "*"
     match = _ORIGIN.fullmatch(word.strip().lower()) if isinstance(word, str) else None
-    if match is None:
+    if match is None or match[1] in _NO_ORIGINS:
         raise ValueError(word)
     scheme, host, port = match.groups()
     return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")

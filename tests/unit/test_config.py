@@ -134,6 +134,14 @@ def test_values_may_hold_underscores_and_dashes() -> None:
     assert up("--served-model-name", "my_model-1").config.served_model_name == "my_model-1"
 
 
+def test_allowed_origins_are_such_that_browsers_send() -> None:
+    named = ("https://a.example", "http://[::1]:3000", "chrome-extension://abcdef", "app://local")
+    assert up("--allowed-origins", ",".join(named)).config.allowed_origins == named
+    for scheme in ("about", "blob", "data", "file", "javascript", "JavaScript"):
+        with pytest.raises(StartError, match="--allowed-origins cannot be"):
+            up("--allowed-origins", f"https://a.example,{scheme}://a.example")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
