@@ -200,11 +200,23 @@ class Server(web.Server):
     """Makes the connections."""
 
     def __init__(self, handler: Any, connection: dict[str, Any], **arguments: Any) -> None:
-        super().__init__(handler, **arguments)
+        super().__init__(_of_spoken_versions(handler), **arguments)
         self._connection = connection
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, loop=self._loop, **self._connection)
+
+
+def _of_spoken_versions(handler: Any) -> Any:
+    """``handler`` of requests of HTTP/1.0 and 1.1: the parser takes others, too, and reads them as if they were."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if request.version in ((1, 0), (1, 1)):
+            response: web.StreamResponse = await handler(request)
+            return response
+        return request.protocol.handle_error(request, exc=http_exceptions.BadHttpMethod(""))
+
+    return handle
 
 
 class Runner(web.AppRunner):

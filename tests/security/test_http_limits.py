@@ -168,6 +168,15 @@ def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
         assert time.monotonic() - began < 2 + AT_ONCE_S
 
 
+@pytest.mark.parametrize("version", ["HTTP/0.9", "HTTP/2.0", "RTSP/2.0"])
+def test_other_versions_than_those_spoken_are_refused(server: System, version: str) -> None:
+    with Connection(server.url) as connection:
+        connection.send(request("GET", "/health").replace(b"HTTP/1.1", version.encode()))
+        answer = connection.answer()
+        assert answer.status == 400 and answer.code == "malformed_request"
+        assert connection.closed()
+
+
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
