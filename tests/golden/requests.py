@@ -516,6 +516,7 @@ def _refused() -> Iterator[Call]:
         ("a tool call that is none", CHAT, SOME_CHAT | {"messages": [{"role": "assistant", "tool_calls": [1]}]}),
         ("a tool call without a name", CHAT, SOME_CHAT | {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
         ("more blocks than there are", TEXT, SOME_TEXT | {"n": 16, "max_tokens": 300}),
+        ("too many log-probabilities", TEXT, {"prompt": [[9]] * 64, "n": 16, "logprobs": 20, "max_tokens": 200}),
         ("a long text of too many tokens", TEXT, {"prompt": "q " * 8_500}),
     ):
         yield _post(f"{path} {name}", "colocated", path, body)
