@@ -138,7 +138,8 @@ async def _name_server(request: web.Request, response: web.StreamResponse) -> No
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """How the application is served: a client that leaves cancels its handler."""
+    """How the application is served: a client that leaves cancels its handler, and no body is unpacked, not even one
+    that is refused and drained."""
     return Runner(
         app,
         error_response,
@@ -149,6 +150,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
         lingering_time=LINGER_S,
+        auto_decompress=False,
         shutdown_timeout=_LAST_WORDS_S,
     )
 

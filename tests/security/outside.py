@@ -37,15 +37,23 @@ def own_address() -> str:
     pytest.skip("this machine has no address but loopback")
 
 
-def memory(system: System) -> int:
-    """Resident bytes of the process that answers at ``system.url``."""
+def _answering(system: System) -> Iterator[psutil.Process]:
+    """The processes that listen at ``system.url``."""
     port = urlsplit(system.url).port
     mine = psutil.Process(system.process.popen.pid)
-    return max(
-        each.memory_info().rss
-        for each in (mine, *mine.children(recursive=True))
-        if any(place.laddr.port == port and place.status == psutil.CONN_LISTEN for place in each.net_connections())
-    )
+    for each in (mine, *mine.children(recursive=True)):
+        if any(place.laddr.port == port and place.status == psutil.CONN_LISTEN for place in each.net_connections()):
+            yield each
+
+
+def memory(system: System) -> int:
+    """Resident bytes of the process that answers at ``system.url``."""
+    return max(each.memory_info().rss for each in _answering(system))
+
+
+def processor_seconds(system: System) -> float:
+    """Processor time so far of the process that answers at ``system.url``."""
+    return max(times.user + times.system for times in (each.cpu_times() for each in _answering(system)))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import socket
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ import pytest
 
 from tests.e2e.system import System
 from tests.leaked_keys import new_key
-from tests.security.outside import Connection, ask, coordinator, memory, request
+from tests.security.outside import Connection, ask, coordinator, memory, processor_seconds, request
 
 LIMIT = 64 << 10
 AT_ONCE_S = 5.0
@@ -142,6 +143,35 @@ def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: System) -> 
 def test_compressed_bodies_are_not_unpacked(server: System, encoding: str) -> None:
     answer = ask(server.url, _post(f"Content-Encoding: {encoding}", "Content-Length: 9") + b"\x1f\x8b\x08aaaaaa")
     assert answer.status in (400, 415) and answer.code
+
+
+def _bomb(gibibytes: int) -> bytes:
+    """That much of zeros in a thousandth of it, quick to make: members of a gzip file may follow each other."""
+    packer = zlib.compressobj(9, wbits=31)
+    return (packer.compress(bytes(16 * MIB)) + packer.flush()) * (64 * gibibytes)
+
+
+def test_a_compressed_body_that_is_drained_costs_others_no_time(tmp_path: Path) -> None:
+    body = _bomb(1)
+    with coordinator(tmp_path, "--api-key", KEY) as system:
+        for head, status in ((request("GET", "/health"), 200), (request("POST", GENERATE), 401), (_post(), 415)):
+            encoded = f"Content-Encoding: gzip\r\nContent-Length: {len(body) + 1}\r\n\r\n".encode()
+            with Connection(system.url) as attacker, Connection(system.url) as other:
+                before = processor_seconds(system)
+                attacker.send(head[:-2] + encoded + body)
+                assert attacker.answer().status == status
+                other.send(request("GET", "/health"))
+                assert other.answer().status == 200
+                attacker.send(b"\0" + request("GET", "/health"))
+                assert attacker.answer().status == 200, "all of it was received"
+                assert processor_seconds(system) - before < 0.4, "unpacking takes longer"
+
+
+def test_a_plain_body_that_is_refused_early_is_drained_until_its_sender_reads_why(tmp_path: Path) -> None:
+    with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as connection:
+        for _ in range(2):
+            connection.send(request("POST", GENERATE, body=bytes(8 * MIB)))
+            assert connection.answer().code == "invalid_api_key"
 
 
 def test_no_answer_names_a_version(server: System) -> None:
