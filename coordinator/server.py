@@ -9,15 +9,16 @@ line and the headers have a bound together.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import StreamReader, http_exceptions, web
 from aiohttp.http_parser import RawRequestMessage
-from aiohttp.web_protocol import _ErrInfo
+from aiohttp.web_protocol import ERROR, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from common.errors import RequestError
@@ -27,6 +28,8 @@ log = logging.getLogger("tandem.http")
 
 EXPECTATION = web.RequestKey("expectation", str)
 """The ``Expect`` header of a request that has one."""
+_UNREADABLE = web.RequestKey("unreadable", bool)
+"""Whether the message of a request could not be read."""
 MAX_HEADER_BYTES = 16 << 10
 """Of the request line, and of each header."""
 MAX_HEADERS = 128
@@ -37,6 +40,10 @@ MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
+
+
+class Unreadable(http_exceptions.BadHttpMessage):
+    """A message that the parser takes and of which no request can be made."""
 
 
 class HeadTooLong(http_exceptions.BadHttpMessage):
@@ -58,6 +65,7 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
     (http_exceptions.InvalidURLError, "bad target", "The target of the request is malformed."),
+    (Unreadable, "bad target", "The target of the request is malformed."),
     (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
     (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
     (web.RequestPayloadError, "bad body", "The request body is malformed."),
@@ -88,6 +96,17 @@ class Connection(web.RequestHandler):
         self._refused = False
         self._unparsed = 0
         """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._task_handler is not None:
+            self._task_handler.add_done_callback(self._end_failed)
+
+    def _end_failed(self, task: asyncio.Task[None]) -> None:
+        """Closes the connection if ``task``, which answers its requests, has failed: nothing else would."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(error)
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self._close or self._force_close:
@@ -233,9 +252,9 @@ class Runner(web.AppRunner):
         made = await super()._make_server()
         connection = {**made._kwargs, "malformed": self._malformed, "error_response": self._error_response}
         return Server(
-            made.request_handler,
+            _refusing_unreadable(made.request_handler),
             connection,
-            request_factory=_without_expect(made.request_factory),
+            request_factory=_safe(_without_expect(made.request_factory)),
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
         )
@@ -243,6 +262,34 @@ class Runner(web.AppRunner):
     async def _cleanup_server(self) -> None:
         await super()._cleanup_server()
         self._malformed.close()
+
+
+def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """``factory``, and of a message on which it fails a request with _UNREADABLE: aiohttp would neither answer the
+    client nor close the connection. It fails, for one, on an absolute target whose host is no IDNA."""
+
+    def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
+        try:
+            return factory(message, *arguments)
+        except Exception:
+            request = factory(ERROR, *arguments)
+            request[_UNREADABLE] = True
+            return request
+
+    return make
+
+
+def _refusing_unreadable(
+    handler: Callable[..., Awaitable[web.StreamResponse]],
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """``handler``, and for requests with _UNREADABLE the answer to a malformed one."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if request.get(_UNREADABLE, False):
+            return request.protocol.handle_error(request, 400, Unreadable(message=""))
+        return await handler(request)
+
+    return handle
 
 
 def _without_expect(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:

@@ -186,6 +186,19 @@ def test_no_answer_names_a_version(server: System) -> None:
         assert b"aiohttp" not in answer.raw and b"Python/" not in answer.raw
 
 
+@pytest.mark.parametrize("host", ["xn--a", "xn--a.b:80", "xn--" + "a" * 59])
+def test_a_target_of_which_no_request_can_be_made_is_refused_on_a_used_connection_too(
+    server: System, host: str
+) -> None:
+    with Connection(server.url) as connection:
+        connection.send(request("GET", "/health"))
+        assert connection.answer().status == 200
+        connection.send(request("GET", f"http://{host}/health") + request("GET", "/health"))
+        answer = connection.answer()
+        assert answer.status == 400 and answer.code == "malformed_request" and host.encode() not in answer.raw
+        assert connection.closed()
+
+
 def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
     """A sender that goes on is read for a moment, so that it sees why, and not for ever."""
     parts = urlsplit(server.url)

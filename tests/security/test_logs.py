@@ -55,6 +55,7 @@ MALFORMED: dict[str, Callable[[bytes], bytes]] = {
     "bytes": lambda key: b"\0\xff" + key + b"\r\n\r\n",
     "a target that is no URL": _with(start=b"GET http://[KEY HTTP/1.1"),
     "a port that is no number": _with(start=b"GET http://KEY:xx/ HTTP/1.1"),
+    "a host that is no name": _with(start=b"GET http://xn--a/KEY HTTP/1.1"),
     "a target of other bytes": _with(start=b"GET \xff\xfe/KEY HTTP/1.1"),
     "a long header": _with(b"x-api-key: " + b"KEY" * 2000),
     "a long target": lambda key: b"GET /" + key * 2000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",

@@ -74,7 +74,7 @@ from coordinator.repeats import RateLimitedLog
 from coordinator.reply import WholeReply
 from coordinator.residence import ASSUMED_S, ENOUGH
 from coordinator.router import HORIZON_TOKENS, Router
-from coordinator.server import MAX_WAITING_BYTES
+from coordinator.server import MAX_WAITING_BYTES, Connection
 from coordinator.sse import EventStream, deliver
 from coordinator.text import TextModel
 from coordinator.ticket import Ticket
@@ -2176,6 +2176,26 @@ async def test_a_connection_that_was_used_is_closed_when_its_next_request_does_n
         writer.close()
     finally:
         await runner.cleanup()
+
+
+async def test_a_connection_whose_task_fails_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: Connection) -> None:
+        raise ValueError("as no part of aiohttp is known to")
+
+    monkeypatch.setattr(Connection, "start", fail)
+    runner = make_runner(web.Application())
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+    finally:
+        await runner.cleanup()
+    assert len(caplog.messages) == 1 and "ValueError at" in caplog.messages[0] and "aiohttp" not in caplog.messages[0]
 
 
 async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
