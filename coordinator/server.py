@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import StreamReader, http_exceptions, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, http_exceptions, web
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import ERROR, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -36,7 +36,10 @@ MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10
 """Of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
-"""Of the heads of all requests that wait on one connection for the answer to an earlier one."""
+"""Of all requests that wait on one connection for the answer to an earlier one, as far as their heads and bodies have
+come."""
+CHUNK_BYTES = 128
+"""That a chunk of a body takes in memory beside its own bytes."""
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
@@ -47,7 +50,7 @@ class Unreadable(http_exceptions.BadHttpMessage):
 
 
 class HeadTooLong(http_exceptions.BadHttpMessage):
-    """A request line and headers of more than MAX_HEAD_BYTES, or waiting ones of more than MAX_WAITING_BYTES."""
+    """A request line and headers of more than MAX_HEAD_BYTES, or waiting requests of more than MAX_WAITING_BYTES."""
 
 
 _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -59,8 +62,8 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         HeadTooLong,
         "too long",
-        f"The request line and the headers have more than {MAX_HEAD_BYTES:,} bytes together, or those of requests that"
-        f" wait for an earlier one on the same connection more than {MAX_WAITING_BYTES:,}.",
+        f"The request line and the headers have more than {MAX_HEAD_BYTES:,} bytes together, or requests that wait for"
+        f" an earlier one on the same connection have more than {MAX_WAITING_BYTES:,} with their bodies.",
     ),
     (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
@@ -131,12 +134,15 @@ class Connection(web.RequestHandler):
         return self._request_count, self._body.total_bytes if self._body is not None else 0
 
     def _refuse_long_heads(self) -> None:
-        """Ends the connection with an error at the first head that is too long, whether all of it has come or not."""
+        """Ends the connection with an error at the first head that is too long, whether all of it has come or not, or
+        at the first request that waits where too much does. A body that waits is in no budget of bodies yet."""
         waiting = 0
-        for place, (message, _) in enumerate(self._messages):
+        for place, (message, body) in enumerate(self._messages):
             if isinstance(message, RawRequestMessage):
                 size = _head_bytes(message)
                 waiting += size
+                if place or self._waiter is None:  # else it is taken next
+                    waiting += _body_bytes(body)
                 if size > MAX_HEAD_BYTES or waiting > MAX_WAITING_BYTES:
                     self._refuse(place)
                     return
@@ -200,6 +206,12 @@ def _head_bytes(message: RawRequestMessage) -> int:
     """Bytes of the request line and the headers, with their line ends."""
     line = len(message.method) + len(message.path) + len("  HTTP/1.1\r\n")
     return line + sum(len(name) + len(value) + len(": \r\n") for name, value in message.raw_headers)
+
+
+def _body_bytes(body: StreamReader) -> int:
+    """Bytes that ``body``, which nothing has read yet, takes in memory: what has come, and the places of chunks."""
+    splits = None if body is EMPTY_PAYLOAD else body._http_chunk_splits
+    return body.total_bytes + CHUNK_BYTES * len(splits or ())
 
 
 def place_of(error: BaseException | None) -> str:

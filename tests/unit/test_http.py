@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -2198,35 +2198,86 @@ async def test_a_connection_whose_task_fails_is_closed(
     assert len(caplog.messages) == 1 and "ValueError at" in caplog.messages[0] and "aiohttp" not in caplog.messages[0]
 
 
-async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
-    go_on = asyncio.Event()
+@contextlib.asynccontextmanager
+async def _busy(
+    go_on: asyncio.Event,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], bool]]]:
+    """A connection on which nothing is answered before ``go_on``, and whether it was refused."""
 
     async def answer(request: web.Request) -> web.Response:
         await go_on.wait()
-        return web.Response()
+        return web.Response(body=str(len(await request.read())))
 
     app = web.Application()
-    app.router.add_get("/", answer)
+    app.router.add_route("*", "/", answer)
     runner = make_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+        server = runner.server
+        assert server is not None
+        yield reader, writer, lambda: any(each._refused for each in server.connections)
+        writer.close()
+    finally:
+        await runner.cleanup()
+
+
+async def test_headers_of_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
+    go_on = asyncio.Event()
+    async with _busy(go_on) as (reader, writer, refused):
         one = "GET / HTTP/1.1\r\nHost: localhost\r\n" + f"x: {'y' * 15_000}\r\n" * 4 + "\r\n"
         fit = MAX_WAITING_BYTES // len(one)
         for _ in range(fit + 5):
             writer.write(one.encode())
-        server = runner.server
-        assert server is not None
-        await until(lambda: any(each._refused for each in server.connections), "the rest is refused")
+        await until(refused, "the rest is refused")
         go_on.set()
         async with asyncio.timeout(10):
             said = await reader.read()
         assert said.count(b"HTTP/1.1 200") in (fit, fit + 1), "the first no longer waits"
         assert said.count(b"HTTP/1.1 400") + said.count(b"HTTP/1.0 400") == 1
-        writer.close()
-    finally:
-        await runner.cleanup()
+
+
+BUSY = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+WAITING = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 8000000\r\n\r\n" + bytes(MAX_WAITING_BYTES + 1000),
+        b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * (MAX_WAITING_BYTES // 100),
+    ],
+    ids=["long", "many chunks"],
+)
+async def test_a_body_that_waits_for_an_earlier_request_is_bounded(body: bytes) -> None:
+    go_on = asyncio.Event()
+    async with _busy(go_on) as (reader, writer, refused):
+        writer.write(BUSY)
+        await writer.drain()
+        writer.write(WAITING + body)
+        await until(refused, "the rest is refused")
+        go_on.set()
+        async with asyncio.timeout(10):
+            said = await reader.read()
+        assert said.count(b"HTTP/1.1 200") == 1 and said.count(b"HTTP/1.0 400") == 1, said
+        assert b"wait for an earlier one" in said
+
+
+async def test_small_bodies_that_wait_are_served_in_their_order_and_a_long_one_of_its_own_is_not_bounded() -> None:
+    go_on = asyncio.Event()
+    async with _busy(go_on) as (reader, writer, refused):
+        long = bytes(MAX_WAITING_BYTES * 2)
+        writer.write(WAITING + b"Content-Length: %d\r\n\r\n" % len(long) + long)
+        for size in range(1, 21):
+            writer.write(WAITING + b"Content-Length: %d\r\n\r\n" % size + bytes(size))
+        await asyncio.sleep(0.1)
+        go_on.set()
+        async with asyncio.timeout(10):
+            for size in (len(long), *range(1, 21)):
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(len(str(size))) == str(size).encode()
+        assert not refused()
 
 
 async def test_a_worker_is_drained_by_name(model: Path) -> None:
