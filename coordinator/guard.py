@@ -33,8 +33,6 @@ log = logging.getLogger("tandem.http")
 REQUEST_ID = web.RequestKey("request_id", str)
 WRITTEN = web.RequestKey("written", asyncio.Future)
 """Of a stream: done when its last event was written, after which a client has no reason to stay."""
-HEARD = web.AppKey("heard", set)
-"""Connections that have sent a request."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
@@ -76,7 +74,6 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = _request_id(request)
-        request.app[HEARD].add(request.protocol)
         try:
             gate.check_site(request)
             if cors.is_preflight(request):

@@ -28,7 +28,7 @@ from coordinator.bodies import Bodies, BodyShare
 from coordinator.cors import Cors
 from coordinator.dispatch import Dispatcher
 from coordinator.fields import Json, parse_json
-from coordinator.guard import HEARD, REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
+from coordinator.guard import REQUEST_ID, WRITTEN, announce_reading, error_response, guard, json_response
 from coordinator.lanes import INLINE_BYTES, is_small
 from coordinator.metrics import Metrics
 from coordinator.openai import CompletionBody, Options, parse_chat, parse_completion
@@ -38,7 +38,7 @@ from coordinator.repeats import RateLimitedLog
 from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
-from coordinator.server import EXPECTATION, MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Runner, malformed_request
+from coordinator.server import EXPECTATION, MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Connection, Runner, malformed_request
 from coordinator.sse import KEEPALIVE_S, EventStream, deliver
 from coordinator.text import ChatText, StopStrings
 from coordinator.ticket import Ticket
@@ -120,7 +120,6 @@ def make_app(services: Services) -> web.Application:
     app.on_response_prepare.append(cors.add_headers)
     app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
     app[SERVICES] = services
-    app[HEARD] = set()
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
     app.router.add_routes(routes)
@@ -160,7 +159,7 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
     """Takes connections of ``listener``; at the end those that are left have a second for their last words."""
     runner = make_runner(app)
     await runner.setup()
-    usher = asyncio.create_task(_show_out(app, runner))
+    usher = asyncio.create_task(_show_out(app[SERVICES], runner))
     try:
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         yield
@@ -169,21 +168,23 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
         await runner.cleanup()
 
 
-async def _show_out(app: web.Application, runner: web.AppRunner) -> None:
-    """Closes connections whose first request does not come: aiohttp waits for headers for ever. Later ones on the same
-    connection have the keep-alive limit."""
-    services, heard = app[SERVICES], app[HEARD]
+async def _show_out(services: Services, runner: web.AppRunner) -> None:
+    """Looks at all connections from time to time."""
     patience_s = services.config.client_timeout
-    silent_since: dict[web.RequestHandler, float] = {}
     while True:
         await asyncio.sleep(patience_s / 4)
-        now, there = time.monotonic(), set(runner.server.connections if runner.server else ())
-        heard &= there
-        silent_since = {each: silent_since.get(each, now) for each in there - heard}
-        for connection, since in silent_since.items():
-            if now - since >= patience_s:
-                services.metrics.cut_off("sending")
-                connection.force_close()
+        _close_silent(services, runner, patience_s)
+
+
+def _close_silent(services: Services, runner: web.AppRunner, patience_s: float) -> None:
+    """Closes connections whose first request does not come: aiohttp waits for headers for ever. Later ones on the same
+    connection have the keep-alive limit."""
+    now = time.monotonic()
+    for connection in runner.server.connections if runner.server else ():
+        if isinstance(connection, Connection) and not connection.heard and now - connection.made_at >= patience_s:
+            connection.heard = True  # once
+            services.metrics.cut_off("sending")
+            connection.force_close()
 
 
 async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -88,7 +89,7 @@ def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
 class Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_body", "_error_response", "_malformed", "_refused", "_unparsed")
+    __slots__ = ("_body", "_error_response", "_malformed", "_refused", "_unparsed", "heard", "made_at")
 
     def __init__(
         self, manager: web.Server, *, malformed: RateLimitedLog, error_response: ErrorResponse, **arguments: Any
@@ -99,11 +100,21 @@ class Connection(web.RequestHandler):
         self._refused = False
         self._unparsed = 0
         """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
+        self.heard = False
+        """Whether it has sent a request."""
+        self.made_at = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if self._task_handler is not None:
             self._task_handler.add_done_callback(self._end_failed)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Gives back what has come and was not answered, at once: the collector finds dead connections late."""
+        super().connection_lost(exc)
+        self._messages.clear()
+        self._message_tail = b""
+        self._body = None
 
     def _end_failed(self, task: asyncio.Task[None]) -> None:
         """Closes the connection if ``task``, which answers its requests, has failed: nothing else would."""
@@ -280,7 +291,9 @@ def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequ
     """``factory``, and of a message on which it fails a request with _UNREADABLE: aiohttp would neither answer the
     client nor close the connection. It fails, for one, on an absolute target whose host is no IDNA."""
 
-    def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
+    def make(message: RawRequestMessage, body: StreamReader, connection: Connection, *more: Any) -> web.BaseRequest:
+        connection.heard = True
+        arguments = (body, connection, *more)
         try:
             return factory(message, *arguments)
         except Exception:

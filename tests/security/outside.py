@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,10 @@ class Connection:
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
+
+    def reset_when_closed(self) -> None:
+        """Lets the end of this connection be a reset, in which nothing that was sent is awaited."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def answer(self, *, to_head: bool = False) -> Answer:
         """The next response, interim ones (100 Continue) too. One to HEAD has no body, whatever its length."""

@@ -296,6 +296,24 @@ def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
         assert ask(server.url, request("GET", "/v1/models", *headers)).status == status
 
 
+# -- connections that have ended --------------------------------------------------------------------------------------
+
+
+def test_connections_that_were_reset_are_forgotten_before_the_next_look_at_connections(tmp_path: Path) -> None:
+    burst = request("GET", "/v1/models", *_headers(HEAD - 1000)) * 3 + _post("Content-Length: 8000000") + bytes(100_000)
+    with coordinator(tmp_path, "--api-key", KEY, "--client-timeout", "600") as system:
+        for connections in (300, 1_500):
+            before = memory(system)
+            for _ in range(connections):
+                with Connection(system.url) as connection:
+                    connection.send(request("GET", "/health"))
+                    assert connection.answer().status == 200
+                    connection.reset_when_closed()
+                    connection.send(burst)
+        assert ask(system.url, request("GET", "/health")).status == 200
+        assert memory(system) - before < 12 * MIB, "dead connections are held"
+
+
 # -- bodies that do not end -------------------------------------------------------------------------------------------
 
 
