@@ -39,7 +39,7 @@ from coordinator.reply import Reply, StreamReply, WholeReply
 from coordinator.router import Chains
 from coordinator.served import ServedModel
 from coordinator.server import EXPECTATION, MAX_HEADER_BYTES, MAX_HEADERS, SERVER, Connection, Runner, malformed_request
-from coordinator.sse import KEEPALIVE_S, EventStream, deliver
+from coordinator.sse import KEEPALIVE_S, LOOKS, EventStream, deliver
 from coordinator.text import ChatText, StopStrings
 from coordinator.ticket import Ticket
 
@@ -170,21 +170,27 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
 
 async def _show_out(services: Services, runner: web.AppRunner) -> None:
     """Looks at all connections from time to time."""
-    patience_s = services.config.client_timeout
+    patience_s, cut = _patience(services)
     while True:
-        await asyncio.sleep(patience_s / 4)
-        _close_silent(services, runner, patience_s)
+        await asyncio.sleep(patience_s / LOOKS)
+        _close_silent_and_unread(services, runner, patience_s, cut)
 
 
-def _close_silent(services: Services, runner: web.AppRunner, patience_s: float) -> None:
-    """Closes connections whose first request does not come: aiohttp waits for headers for ever. Later ones on the same
-    connection have the keep-alive limit."""
+def _close_silent_and_unread(
+    services: Services, runner: web.AppRunner, patience_s: float, cut: Callable[[str], None]
+) -> None:
+    """Closes connections whose first request does not come (aiohttp waits for headers for ever; later ones on the same
+    connection have the keep-alive limit), and those whose client does not read, whatever it has asked for."""
     now = time.monotonic()
     for connection in runner.server.connections if runner.server else ():
-        if isinstance(connection, Connection) and not connection.heard and now - connection.made_at >= patience_s:
-            connection.heard = True  # once
+        if not isinstance(connection, Connection):
+            continue
+        if not connection.requests and connection.transport is not None and now - connection.made_at >= patience_s:
             services.metrics.cut_off("sending")
             connection.force_close()
+        elif connection.is_unread(now, patience_s):
+            cut(f"has taken nothing of its answers for {patience_s:g} s")
+            connection.abort()
 
 
 async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:

@@ -10,8 +10,10 @@ line and the headers have a bound together.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -89,7 +91,18 @@ def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
 class Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_body", "_error_response", "_malformed", "_refused", "_unparsed", "heard", "made_at")
+    __slots__ = (
+        "_body",
+        "_error_response",
+        "_malformed",
+        "_moved_at",
+        "_out",
+        "_refused",
+        "_seen",
+        "_unparsed",
+        "made_at",
+        "requests",
+    )
 
     def __init__(
         self, manager: web.Server, *, malformed: RateLimitedLog, error_response: ErrorResponse, **arguments: Any
@@ -100,12 +113,16 @@ class Connection(web.RequestHandler):
         self._refused = False
         self._unparsed = 0
         """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
-        self.heard = False
-        """Whether it has sent a request."""
-        self.made_at = time.monotonic()
+        self.requests = 0
+        """That it has sent and the server has begun to answer."""
+        self.made_at = self._moved_at = time.monotonic()
+        self._out: asyncio.Transport | None = None
+        """Its transport, also while the last bytes of it are sent: aiohttp drops ``transport`` before."""
+        self._seen = (0, 0, 0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._out = self.transport
         if self._task_handler is not None:
             self._task_handler.add_done_callback(self._end_failed)
 
@@ -114,7 +131,21 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
         self._messages.clear()
         self._message_tail = b""
-        self._body = None
+        self._body = self._out = None
+
+    def is_unread(self, now: float, patience_s: float) -> bool:
+        """Whether its client has taken nothing for ``patience_s`` of what was written for it, as far as the looks show
+        that are calls of this. A client that reads makes less wait, or the server go on to another request."""
+        waiting = self._out.get_write_buffer_size() if self._out is not None else 0
+        seen = waiting, _unacknowledged(self._out) if waiting else 0, self.requests
+        if not waiting or seen != self._seen:
+            self._seen, self._moved_at = seen, now
+        return now - self._moved_at >= patience_s
+
+    def abort(self) -> None:
+        """Ends it, with what its client has not read."""
+        if self._out is not None:
+            self._out.abort()
 
     def _end_failed(self, task: asyncio.Task[None]) -> None:
         """Closes the connection if ``task``, which answers its requests, has failed: nothing else would."""
@@ -213,6 +244,16 @@ class Connection(web.RequestHandler):
             log.error("a connection failed: %s", place_of(error))
 
 
+def _unacknowledged(transport: asyncio.BaseTransport | None) -> int:
+    """Bytes that the kernel holds for the peer. It takes more only when a third of its buffer is free, which may be
+    long after a slow reader has read some. 0 where the kernel does not tell."""
+    connection = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder) if connection else 0
+    except (OSError, ValueError):  # it has ended
+        return 0
+
+
 def _head_bytes(message: RawRequestMessage) -> int:
     """Bytes of the request line and the headers, with their line ends."""
     line = len(message.method) + len(message.path) + len("  HTTP/1.1\r\n")
@@ -292,7 +333,7 @@ def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequ
     client nor close the connection. It fails, for one, on an absolute target whose host is no IDNA."""
 
     def make(message: RawRequestMessage, body: StreamReader, connection: Connection, *more: Any) -> web.BaseRequest:
-        connection.heard = True
+        connection.requests += 1
         arguments = (body, connection, *more)
         try:
             return factory(message, *arguments)

@@ -296,6 +296,41 @@ def test_more_headers_than_anybody_sends_are_refused(server: System) -> None:
         assert ask(server.url, request("GET", "/v1/models", *headers)).status == status
 
 
+# -- answers that are not read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
+def test_a_client_that_reads_no_small_answers_is_cut_and_one_that_reads_slowly_is_not(
+    tmp_path: Path, path: str
+) -> None:
+    asked = request("GET", path) * 500
+    with coordinator(tmp_path, "--client-timeout", "1") as system:
+        port = urlsplit(system.url).port or 0
+        with socket.socket() as unread, socket.socket() as slow:
+            for each in (unread, slow):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                each.connect(("127.0.0.1", port))
+                each.setblocking(False)
+            began = moved = time.monotonic()
+            while moved - began < 10 and time.monotonic() - moved < 3:
+                try:
+                    for each in (slow, unread):
+                        with contextlib.suppress(BlockingIOError):
+                            each.send(asked)
+                            moved = time.monotonic()
+                    with contextlib.suppress(BlockingIOError):
+                        assert slow.recv(2048)
+                except ConnectionError:
+                    break
+                time.sleep(0.02)
+            else:
+                pytest.fail("it takes no more requests, and keeps the connection")
+            slow.setblocking(True)
+            assert slow.recv(2048), "the other one is kept"
+        shown = ask(system.url, request("GET", "/metrics", "Connection: close")).body.decode()
+        assert 'tandem_clients_cut_off_total{while="reading"} 1.0' in shown
+
+
 # -- connections that have ended --------------------------------------------------------------------------------------
 
 
