@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import logging
 import sys
 import termios
@@ -25,6 +26,7 @@ from aiohttp.web_protocol import ERROR, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from common.errors import RequestError
+from coordinator.refusals import overloaded
 from coordinator.repeats import RateLimitedLog
 
 log = logging.getLogger("tandem.http")
@@ -41,6 +43,13 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
 """Of all requests that wait on one connection for the answer to an earlier one, as far as their heads and bodies have
 come."""
+UNFINISHED_BUDGET = 32 << 20
+"""Bytes of unfinished heads, and of requests that wait for an earlier one, on all connections together."""
+FREE_BYTES = 8 << 10
+"""Of them on one connection, with which it is not refused: an ordinary head that comes in two pieces."""
+SLICE_BYTES = 16 << 10
+"""That the parser is given at once: what it keeps of the last slice with a request is not counted."""
+RETRY_S = 1.0
 CHUNK_BYTES = 128
 """That a chunk of a body takes in memory beside its own bytes."""
 SERVER = "tandem"
@@ -54,6 +63,17 @@ class Unreadable(http_exceptions.BadHttpMessage):
 
 class HeadTooLong(http_exceptions.BadHttpMessage):
     """A request line and headers of more than MAX_HEAD_BYTES, or waiting requests of more than MAX_WAITING_BYTES."""
+
+
+class TooMuchHeld(http_exceptions.BadHttpMessage):
+    """All connections hold more than UNFINISHED_BUDGET, and this one more than FREE_BYTES of it."""
+
+
+class Held:
+    """Bytes of all connections together that count in UNFINISHED_BUDGET."""
+
+    def __init__(self) -> None:
+        self.total = 0
 
 
 _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -71,6 +91,7 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
     (http_exceptions.InvalidURLError, "bad target", "The target of the request is malformed."),
+    (TooMuchHeld, "too much is unfinished", "Unfinished requests hold too much memory."),
     (Unreadable, "bad target", "The target of the request is malformed."),
     (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
     (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
@@ -94,20 +115,32 @@ class Connection(web.RequestHandler):
     __slots__ = (
         "_body",
         "_error_response",
+        "_held",
         "_malformed",
+        "_mine",
         "_moved_at",
         "_out",
         "_refused",
         "_seen",
+        "_tail",
         "_unparsed",
         "made_at",
         "requests",
     )
 
     def __init__(
-        self, manager: web.Server, *, malformed: RateLimitedLog, error_response: ErrorResponse, **arguments: Any
+        self,
+        manager: web.Server,
+        *,
+        malformed: RateLimitedLog,
+        error_response: ErrorResponse,
+        held: Held,
+        **arguments: Any,
     ) -> None:
         super().__init__(manager, **arguments)
+        self._held, self._mine = held, 0
+        self._tail = 0
+        """Bytes that have come since as many requests waited as may, at most: the parser holds them unseen."""
         self._malformed, self._error_response = malformed, error_response
         self._body: StreamReader | None = None
         self._refused = False
@@ -132,6 +165,8 @@ class Connection(web.RequestHandler):
         self._messages.clear()
         self._message_tail = b""
         self._body = self._out = None
+        self._unparsed = self._tail = 0
+        self.count()
 
     def is_unread(self, now: float, patience_s: float) -> bool:
         """Whether its client has taken nothing for ``patience_s`` of what was written for it, as far as the looks show
@@ -154,8 +189,16 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self._close or self._force_close:
-            return
+        for start in range(0, len(data) or 1, SLICE_BYTES):
+            if self._refused or self._close or self._force_close:
+                return
+            self._feed(data[start : start + SLICE_BYTES])
+        if not self._refused:
+            self._refuse_long_heads()
+            self._end_malformed_body()
+            self.count()
+
+    def _feed(self, data: bytes) -> None:
         parsed = self._parsed()
         try:
             super().data_received(data)
@@ -164,8 +207,22 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         self._unparsed = self._unparsed + len(data) if self._parsed() == parsed else 0
-        self._refuse_long_heads()
-        self._end_malformed_body()
+        if len(self._messages) >= self._max_msg_queue_size:
+            self._tail += len(data)
+        elif data:
+            self._tail = 0
+
+    def count(self) -> None:
+        """Counts what this connection holds, and refuses it if that is too much with all others."""
+        first = 0 if self._waiter is None else 1  # else the first is taken next
+        mine = self._unparsed + self._tail
+        for message, body in itertools.islice(self._messages, first, None):
+            if isinstance(message, RawRequestMessage):
+                mine += _head_bytes(message) + _body_bytes(body)
+        self._held.total += mine - self._mine
+        self._mine = mine
+        if mine > FREE_BYTES and self._held.total > UNFINISHED_BUDGET and not self._refused:
+            self._refuse(first, TooMuchHeld(message=""))
 
     def _parsed(self) -> tuple[int, int]:
         """Requests so far, and bytes of the body of the last of them."""
@@ -186,19 +243,23 @@ class Connection(web.RequestHandler):
                 if place or self._waiter is None:  # else it is taken next
                     waiting += _body_bytes(body)
                 if size > MAX_HEAD_BYTES or waiting > MAX_WAITING_BYTES:
-                    self._refuse(place)
+                    self._refuse(place, HeadTooLong(message=""))
                     return
         if self._unparsed > MAX_HEAD_BYTES:
-            self._refuse(len(self._messages))
+            self._refuse(len(self._messages), HeadTooLong(message=""))
 
-    def _refuse(self, place: int) -> None:
-        """Answers the requests before ``place``, and then HeadTooLong. What the parser holds is given back; what still
+    def _refuse(self, place: int, error: http_exceptions.BadHttpMessage) -> None:
+        """Answers the requests before ``place``, and then ``error``. What the parser holds is given back; what still
         comes is dropped, for as long as the rest of a body that was refused is, so that its sender can read why."""
         while len(self._messages) > place:
             self._messages.pop()
         endless = StreamReader(self, limit=1, loop=self._loop)
-        self._messages.append((_ErrInfo(400, HeadTooLong(message=""), ""), endless))
-        self._refused, self._parser, self._unparsed = True, None, 0
+        self._messages.append((_ErrInfo(400, error, ""), endless))
+        self._refused, self._parser, self._unparsed, self._tail = True, None, 0, 0
+        if self._reading_paused:  # by a body that is dropped: that the client leaves would not be noticed
+            self._reading_paused = False
+            self._resume_transport_reading()
+        self.count()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -223,6 +284,8 @@ class Connection(web.RequestHandler):
             raise ConnectionError("a part of another answer was sent already")
         found = malformed_request(exc) if exc is not None else None
         error = found[1] if found else internal_error()
+        if isinstance(exc, TooMuchHeld):
+            error = overloaded("unfinished requests hold too much memory", RETRY_S)
         response = self._error_response(error)
         response.headers["Server"] = SERVER
         response.force_close()
@@ -314,7 +377,12 @@ class Runner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        connection = {**made._kwargs, "malformed": self._malformed, "error_response": self._error_response}
+        connection = {
+            **made._kwargs,
+            "malformed": self._malformed,
+            "error_response": self._error_response,
+            "held": Held(),
+        }
         return Server(
             _refusing_unreadable(made.request_handler),
             connection,
@@ -334,6 +402,7 @@ def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequ
 
     def make(message: RawRequestMessage, body: StreamReader, connection: Connection, *more: Any) -> web.BaseRequest:
         connection.requests += 1
+        connection.count()
         arguments = (body, connection, *more)
         try:
             return factory(message, *arguments)

@@ -352,6 +352,40 @@ def test_connections_that_were_reset_are_forgotten_before_the_next_look_at_conne
 # -- bodies that do not end -------------------------------------------------------------------------------------------
 
 
+def test_heads_that_stay_unfinished_are_bounded_together_and_others_are_served(tmp_path: Path) -> None:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections, head = 1_200, request("GET", "/health", *_headers(HEAD - 2000))
+    if most != resource.RLIM_INFINITY and most < connections + 200:
+        pytest.skip(f"only {most} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, connections + 200), most))  # the server inherits it
+    try:
+        with coordinator(tmp_path) as system, contextlib.ExitStack() as open_ones:
+            before = memory(system)
+            for _ in range(connections):
+                last = open_ones.enter_context(Connection(system.url))
+                last.send(head[:-2])
+            assert last.answer().code == "server_is_overloaded"
+            assert memory(system) - before < 100 * MIB, "72 MiB were sent, which take twice that"
+            for whole in (
+                request("GET", "/health", *_headers(6000)),
+                request("POST", "/tokenize", body=b'{"prompt": "x"}'),
+            ):
+                assert ask(system.url, whole).status == 200
+            with Connection(system.url) as connection:
+                connection.send(request("GET", "/health")[:-10])
+                time.sleep(0.05)
+                connection.send(request("GET", "/health")[-10:])
+                assert connection.answer().status == 200
+            open_ones.close()
+            with Connection(system.url) as connection:  # the budget is given back
+                connection.send(head[:-2])
+                time.sleep(0.05)
+                connection.send(head[-2:])
+                assert connection.answer().status == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+
+
 def test_small_bodies_that_stay_unfinished_are_bounded_and_others_are_served(tmp_path: Path) -> None:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections, size = 6_000, 16_383
