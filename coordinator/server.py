@@ -255,7 +255,7 @@ class Connection(web.RequestHandler):
             self._messages.pop()
         endless = StreamReader(self, limit=1, loop=self._loop)
         self._messages.append((_ErrInfo(400, error, ""), endless))
-        self._refused, self._parser, self._unparsed, self._tail = True, None, 0, 0
+        self._refused, self._parser, self._body, self._unparsed, self._tail = True, None, None, 0, 0
         if self._reading_paused:  # by a body that is dropped: that the client leaves would not be noticed
             self._reading_paused = False
             self._resume_transport_reading()

@@ -2217,7 +2217,7 @@ async def _busy(
         reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
         server = runner.server
         assert server is not None
-        yield reader, writer, lambda: any(each._refused for each in server.connections)
+        yield reader, writer, lambda: any(each._refused and each._body is None for each in server.connections)
         writer.close()
     finally:
         await runner.cleanup()
