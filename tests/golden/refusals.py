@@ -26,6 +26,7 @@ EXCUSED = {
     "drain: shutting_down()": "what still runs when a drain takes too long: tests/unit/test_http.py does that",
     "Dispatcher.submit: shutting_down()": "the drain would have to begin while the prompt is tokenized",
     "Dispatcher._give_up_stranded: _too_large()": "for requests that began nowhere; its errors are those of submit",
+    "Connection.handle_error: overloaded()": "of hundreds of connections: tests/security/test_http_limits.py",
 }
 """Why no transcript reaches a place."""
 
