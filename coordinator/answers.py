@@ -49,7 +49,7 @@ class Choice:
         self.ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: dict[str, bytearray] = {}
-        """Of an answer as a whole: arrays by name, as the JSON of their elements with a bracket before."""
+        """Arrays of a whole answer by name: the JSON of their elements behind an opening bracket."""
         self.sent_chars = 0
         self.finish_reason: str | None = None
 

@@ -36,7 +36,7 @@ _FORGOTTEN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one lane: at most ``texts`` texts of ``chars`` characters together. A lane that is empty takes any text.
+    """A lane holds at most ``texts`` texts of ``chars`` characters together. A lane that is empty takes any text.
     ``by_size``: so much for each class of sizes, from one power of two to the next."""
 
     texts: int
@@ -70,7 +70,7 @@ def cost(body: bytes) -> int:
 
 
 class _Step(NamedTuple):
-    """One step that waits."""
+    """A step in the queue of a lane."""
 
     size: int
     work: Callable[[], object]
@@ -91,7 +91,7 @@ class Lane:
         self._numbers = count()
         self._oldest_next = True
         self._busy_s, self._done_chars = _ASSUMED_S, float(_ASSUMED_CHARS)
-        """Of the last steps, smoothed."""
+        """Seconds and characters of the last steps, smoothed."""
 
     @property
     def texts(self) -> int:
@@ -100,7 +100,7 @@ class Lane:
 
     @property
     def chars(self) -> int:
-        """Of all texts in the lane together."""
+        """Characters of all texts in the lane together."""
         return self._chars.total()
 
     def close(self) -> None:

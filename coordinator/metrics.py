@@ -52,7 +52,7 @@ _FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _REMEMBERED = 256
 PAGE_S = 0.5
 FRESH_PAGES = 8
-"""So many pages are made in PAGE_S, more than scrapers ask for; whoever asks for more gets the last of them."""
+"""Pages made per PAGE_S, more than scrapers ask for; further requests get the last one."""
 _LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
 
 

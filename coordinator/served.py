@@ -38,7 +38,7 @@ MAX_COUNTED_TOKENS = 1 << 20
 _ID_BYTES = 6
 """About what a token id takes in JSON, with its comma."""
 MOST_LOGPROB_BYTES = 128 << 20
-"""Of the log-probabilities of an answer as a whole, which stay in memory until it is sent."""
+"""Bound of the log-probabilities of a whole answer, which stay in memory until it is sent."""
 _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
 """About what one of them takes in JSON, with its token, at most for ordinary ones; by what the prompt is called."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}

@@ -36,10 +36,10 @@ EXPECTATION = web.RequestKey("expectation", str)
 _UNREADABLE = web.RequestKey("unreadable", bool)
 """Whether the message of a request could not be read."""
 MAX_HEADER_BYTES = 16 << 10
-"""Of the request line, and of each header."""
+"""Bytes of the request line, and of each header."""
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10
-"""Of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
+"""Bytes of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
 """Of all requests that wait on one connection for the answer to an earlier one, as far as their heads and bodies have
 come."""
