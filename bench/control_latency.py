@@ -53,19 +53,21 @@ from common.messages import (
 )
 from common.request import Request, SamplingParams
 from common.sequence import Batch, StepResult
-from common.worker import WorkerSettings
+from common.worker import TRIAL_S, WorkerSettings
 from coordinator.gateway import Gateway, Loss
 from coordinator.registry import Registry, Worker
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 
 LAYOUT = KvLayout((LayerLayout(8, 64, 64),) * 16, "float32", 16)
-POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 1024, 3
+POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 256, 3
 LONGEST = 1 << 20
 PROBE_S = 0.002
 """Between an answer and the next message to the same process."""
 STREAMING_THREADS, STARTED_S = 4, 0.5
 """Each worker's own, and the one in which libzmq copies for it."""
+STALLS = 5
+"""After so many times that no hand-off was over within TRIAL_S the measurement fails."""
 PERCENTILES = (0.5, 0.9, 0.99, 1.0)
 
 
@@ -130,6 +132,7 @@ class House:
         self.complete = asyncio.Event()
         self.streamed = 0
         self.wanted = 0
+        self.stalls = 0
         self.trips: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
         self._asked: dict[RequestId, tuple[Role, float]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -159,10 +162,13 @@ class House:
 
     def measured(self, worker: Worker, message: Measured) -> None:
         self.streamed += message.bytes
+        if self.streamed >= self.wanted:
+            self._timers["stall"].cancel()
+            self.complete.set()
+            return
+        self._watch()
         if self.streamed + (TRIALS - 1) * message.bytes < self.wanted:
             self._trial()
-        if self.streamed >= self.wanted:
-            self.complete.set()
 
     def lost(self, worker: Worker, how: Loss) -> None:
         raise RuntimeError(f"{worker.hello.name} is gone")
@@ -184,9 +190,28 @@ class House:
     def stream(self, count: int) -> None:
         """Hand-offs of ``count`` bytes in all, a few at a time."""
         self.streamed, self.wanted = 0, count
+        self.stalls = 0
         self.complete.clear()
+        self._start()
+
+    def _start(self) -> None:
+        self._watch()
         for _ in range(TRIALS):
             self._trial()
+
+    def _watch(self) -> None:
+        """Starts anew when no hand-off has ended for so long that both workers have given up all that are open: they
+        say nothing about those."""
+        if "stall" in self._timers:
+            self._timers["stall"].cancel()
+        self._timers["stall"] = self._loop.call_later(TRIAL_S + 1, self._stalled)
+
+    def _stalled(self) -> None:
+        self.stalls += 1
+        if self.stalls < STALLS:
+            self._start()
+        else:
+            self.complete.set()
 
     def _trial(self) -> None:
         request = new_request_id()
@@ -218,7 +243,8 @@ def copy_memory() -> None:
 
 
 async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
-    """Until what was asked for is complete; RuntimeError if a process has died."""
+    """Until what was asked for is complete; RuntimeError if a process has died, StartError if no KV
+    gets through."""
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     sentinels = [child.sentinel for child in children]
     for sentinel in sentinels:
@@ -228,6 +254,10 @@ async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if died.is_set():
             raise RuntimeError("a process of the measurement has died: what it said stands above")
+        if house.stalls >= STALLS:
+            raise StartError(
+                "cannot measure beside KV", f"{STALLS} times no hand-off was over within {TRIAL_S:g} s", ""
+            )
     finally:
         for sentinel in sentinels:
             loop.remove_reader(sentinel)

@@ -27,6 +27,14 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT`` (an IPv6 host in brackets) as its two parts. ValueError for anything else."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and 0 < int(port) < 65536):
+        raise ValueError(text)
+    return host, int(port)
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))

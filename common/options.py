@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from common import secret_files
 from common.errors import StartError, reason
+from common.hosts import parse_address
 
 if TYPE_CHECKING:
     import yaml
@@ -134,14 +135,6 @@ def parse_cpus(text: str) -> tuple[int, ...]:
             raise ValueError(text)
         cores.update(range(low, high + 1))
     return tuple(sorted(cores))
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT`` (an IPv6 host in brackets) as its two parts."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and 0 < int(port) < 65536):
-        raise ValueError(text)
-    return host, int(port)
 
 
 def _parse_address(text: str) -> str:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import InvariantBroken
-from common.hosts import is_loopback, is_unspecified
+from common.hosts import is_loopback, is_unspecified, parse_address
 from common.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation, WorkerName
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
-from common.options import parse_address
 from common.times import FailureTimes
 from coordinator.hung import Hang, Hung
 from coordinator.lags import Lags

@@ -29,9 +29,9 @@ from common.config import (
     load_config,
 )
 from common.errors import StartError, reason
-from common.hosts import is_loopback
+from common.hosts import is_loopback, parse_address
 from common.ids import WorkerName
-from common.options import Loaded, Parser, add_options, options, parse_address, parse_cpus, parse_number, show
+from common.options import Loaded, Parser, add_options, options, parse_cpus, parse_number, show
 from tests.leaked_keys import new_key
 from tests.pace import scaled
 
