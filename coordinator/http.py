@@ -50,6 +50,8 @@ T = TypeVar("T")
 KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
 """For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
+READ_BYTES = 64 << 10
+"""Of a body: with twice as much that its handler has not taken, nothing more is read from its client."""
 BACKLOG = 4_096
 RETRY_COUNT = "x-stainless-retry-count"
 """Header with the number of retries before this one, of the openai and anthropic clients among others."""
@@ -148,6 +150,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
+        read_bufsize=READ_BYTES,
         lingering_time=LINGER_S,
         auto_decompress=False,
         shutdown_timeout=_LAST_WORDS_S,

@@ -41,8 +41,8 @@ MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10
 """Bytes of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
-"""Of all requests that wait on one connection for the answer to an earlier one, as far as their heads and bodies have
-come."""
+"""Of all requests that wait on one connection for the answer to an earlier one, heads and bodies, without the body of
+the last."""
 UNFINISHED_BUDGET = 32 << 20
 """Bytes of unfinished heads, and of requests that wait for an earlier one, on all connections together."""
 FREE_BYTES = 8 << 10
@@ -234,17 +234,18 @@ class Connection(web.RequestHandler):
 
     def _refuse_long_heads(self) -> None:
         """Ends the connection with an error at the first head that is too long, whether all of it has come or not, or
-        at the first request that waits where too much does. A body that waits is in no budget of bodies yet."""
+        at the first request that waits where too much does. Of the last one only the head counts: its body may still be
+        coming, and little of it is read before its turn."""
         waiting = 0
         for place, (message, body) in enumerate(self._messages):
             if isinstance(message, RawRequestMessage):
                 size = _head_bytes(message)
+                if size > MAX_HEAD_BYTES or waiting + size > MAX_WAITING_BYTES:
+                    self._refuse(place, HeadTooLong(message=""))
+                    return
                 waiting += size
                 if place or self._waiter is None:  # else it is taken next
                     waiting += _body_bytes(body)
-                if size > MAX_HEAD_BYTES or waiting > MAX_WAITING_BYTES:
-                    self._refuse(place, HeadTooLong(message=""))
-                    return
         if self._unparsed > MAX_HEAD_BYTES:
             self._refuse(len(self._messages), HeadTooLong(message=""))
 

@@ -146,6 +146,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             worker: Any = await house.add(role, script=script, step_s=slow, refuse=refuse, **more.get(role, {}))
             if role == "decode":
                 worker._timings = after_prefill(worker._timings)
+        await until(lambda: all(each.beat for each in house.dispatcher.registry), "every worker was heard")
         house.dispatcher.draining = draining
         admission = house.dispatcher.admission
         waiting = admission.max_requests if full else 0
