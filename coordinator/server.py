@@ -52,6 +52,10 @@ SLICE_BYTES = 16 << 10
 RETRY_S = 1.0
 CHUNK_BYTES = 128
 """That a chunk of a body takes in memory beside its own bytes."""
+FREE_CHUNKS = 1024
+"""Of a body, whatever their size."""
+LEAST_CHUNK_BYTES = 256
+"""On average, of the chunks beyond those: each costs the parser as much as hundreds of bytes do."""
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
@@ -67,6 +71,10 @@ class HeadTooLong(http_exceptions.BadHttpMessage):
 
 class TooMuchHeld(http_exceptions.BadHttpMessage):
     """All connections hold more than UNFINISHED_BUDGET, and this one more than FREE_BYTES of it."""
+
+
+class SmallChunks(web.RequestPayloadError):
+    """A body of more than FREE_CHUNKS that have fewer than LEAST_CHUNK_BYTES."""
 
 
 class Held:
@@ -95,6 +103,11 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (Unreadable, "bad target", "The target of the request is malformed."),
     (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
     (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
+    (
+        SmallChunks,
+        "small chunks",
+        f"The request body has more than {FREE_CHUNKS:,} chunks, of fewer than {LEAST_CHUNK_BYTES} bytes on average.",
+    ),
     (web.RequestPayloadError, "bad body", "The request body is malformed."),
     (http_exceptions.HttpProcessingError, "bad HTTP", "The request is not well-formed HTTP/1.1."),
 )
@@ -114,6 +127,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_body",
+        "_chunks",
         "_error_response",
         "_held",
         "_malformed",
@@ -143,6 +157,8 @@ class Connection(web.RequestHandler):
         """Bytes that have come since as many requests waited as may, at most: the parser holds them unseen."""
         self._malformed, self._error_response = malformed, error_response
         self._body: StreamReader | None = None
+        self._chunks = 0
+        """Of that body, those of the last slices of an earlier one not among them."""
         self._refused = False
         self._unparsed = 0
         """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
@@ -193,6 +209,7 @@ class Connection(web.RequestHandler):
             if self._refused or self._close or self._force_close:
                 return
             self._feed(data[start : start + SLICE_BYTES])
+            self._refuse_small_chunks()
         if not self._refused:
             self._refuse_long_heads()
             self._end_malformed_body()
@@ -200,6 +217,7 @@ class Connection(web.RequestHandler):
 
     def _feed(self, data: bytes) -> None:
         parsed = self._parsed()
+        body, chunks = self._body, _chunks_held(self._body)
         try:
             super().data_received(data)
         except Exception as error:  # asyncio would log it, with all that its text says
@@ -207,6 +225,9 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         self._unparsed = self._unparsed + len(data) if self._parsed() == parsed else 0
+        if self._body is not body:
+            self._chunks = chunks = 0
+        self._chunks += _chunks_held(self._body) - chunks
         if len(self._messages) >= self._max_msg_queue_size:
             self._tail += len(data)
         elif data:
@@ -249,7 +270,19 @@ class Connection(web.RequestHandler):
         if self._unparsed > MAX_HEAD_BYTES:
             self._refuse(len(self._messages), HeadTooLong(message=""))
 
-    def _refuse(self, place: int, error: http_exceptions.BadHttpMessage) -> None:
+    def _refuse_small_chunks(self) -> None:
+        """Ends the connection with an error if its last body has too many small chunks: a megabyte of them would take
+        half a second to parse."""
+        body = self._body
+        if body is None or self._chunks <= FREE_CHUNKS + body.total_bytes // LEAST_CHUNK_BYTES:
+            return
+        if self._messages and self._messages[-1][1] is body:
+            self._refuse(len(self._messages) - 1, SmallChunks())
+        else:  # it is being read, or dropped
+            self._refuse(len(self._messages), SmallChunks())
+            body.set_exception(SmallChunks())
+
+    def _refuse(self, place: int, error: Exception) -> None:
         """Answers the requests before ``place``, and then ``error``. What the parser holds is given back; what still
         comes is dropped, for as long as the rest of a body that was refused is, so that its sender can read why."""
         while len(self._messages) > place:
@@ -326,8 +359,13 @@ def _head_bytes(message: RawRequestMessage) -> int:
 
 def _body_bytes(body: StreamReader) -> int:
     """Bytes that ``body``, which nothing has read yet, takes in memory: what has come, and the places of chunks."""
-    splits = None if body is EMPTY_PAYLOAD else body._http_chunk_splits
-    return body.total_bytes + CHUNK_BYTES * len(splits or ())
+    return body.total_bytes + CHUNK_BYTES * _chunks_held(body)
+
+
+def _chunks_held(body: StreamReader | None) -> int:
+    """Chunks of ``body`` that have come and were not taken."""
+    splits = None if body is None or body is EMPTY_PAYLOAD else body._http_chunk_splits
+    return len(splits or ())
 
 
 def place_of(error: BaseException | None) -> str:

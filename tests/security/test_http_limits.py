@@ -167,6 +167,38 @@ def test_a_compressed_body_that_is_drained_costs_others_no_time(tmp_path: Path) 
                 assert processor_seconds(system) - before < 0.4, "unpacking takes longer"
 
 
+SMALL_CHUNKS = {
+    "read": (_post(), {400}),
+    "dropped: no key": (request("POST", GENERATE), {400, 401}),
+    "dropped: no body wanted": (request("GET", "/health"), {400, 200}),
+    "behind another request": (request("GET", "/health") + _post(), {200}),
+}
+"""Heads of requests, and statuses of the first answer: that of the handler if it has one before chunks are too many."""
+
+
+@pytest.mark.parametrize("place", SMALL_CHUNKS)
+def test_a_body_of_many_small_chunks_is_refused_and_costs_others_no_time(tmp_path: Path, place: str) -> None:
+    heads, statuses = SMALL_CHUNKS[place]
+    with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as attacker:
+        before = processor_seconds(system)
+        with contextlib.suppress(ConnectionError):  # what still comes is dropped for a while, and then refused
+            attacker.send(heads[:-2] + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 500_000)
+        assert attacker.answer().status in statuses
+        if place == "behind another request":
+            assert attacker.answer().status == 400
+        assert attacker.closed()
+        assert processor_seconds(system) - before < 0.4, "parsing them takes longer"
+
+
+@pytest.mark.parametrize(("count", "size"), [(1024, 1), (1200, 50)])
+def test_a_body_of_a_few_small_chunks_is_taken(server: System, count: int, size: int) -> None:
+    body = b'{"prompt": "a"}'.ljust(count * size)
+    chunks = b"".join(b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size))
+    with Connection(server.url) as connection:
+        connection.send(_post("Transfer-Encoding: chunked", path="/tokenize") + chunks + b"0\r\n\r\n")
+        assert connection.answer().status == 200
+
+
 def test_a_plain_body_that_is_refused_early_is_drained_until_its_sender_reads_why(tmp_path: Path) -> None:
     with coordinator(tmp_path, "--api-key", KEY) as system, Connection(system.url) as connection:
         for _ in range(2):
@@ -264,8 +296,8 @@ def test_bodies_do_not_count_as_headers(server: System) -> None:
             connection.send(_post(f"Content-Length: {LIMIT}", *_headers(HEAD - 2000)) + body)
             assert connection.answer().code != "malformed_request"
             connection.send(_post("Transfer-Encoding: chunked"))
-            for at in range(0, LIMIT, 16):
-                connection.send(b"10\r\n" + body[at : at + 16] + b"\r\n")
+            for at in range(0, LIMIT, 64):
+                connection.send(b"40\r\n" + body[at : at + 64] + b"\r\n")
             connection.send(b"0\r\n\r\n")
             assert connection.answer().code != "malformed_request"
 

@@ -2246,16 +2246,16 @@ BUSY = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WAITING = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@pytest.mark.parametrize("size", [900_000, 100_000])
+@pytest.mark.parametrize("size", [900_000, 768_000])
 async def test_the_last_body_that_waits_for_an_earlier_request_is_read_when_it_is_its_turn(size: int) -> None:
     """Whether it is long or has many chunks: what its client still sends waits there."""
     long = b"Content-Length: %d\r\n\r\n" % size + bytes(size)
-    chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * size + b"0\r\n\r\n"
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n" + (b"100\r\n" + bytes(256) + b"\r\n") * (size // 256) + b"0\r\n\r\n"
     go_on = asyncio.Event()
     async with _busy(go_on) as (reader, writer, connections):
         writer.write(BUSY)
         await writer.drain()
-        writer.write(WAITING + (long if size > 500_000 else chunks))
+        writer.write(WAITING + (long if size > 800_000 else chunks))
         await until(lambda: any(each._reading_paused for each in connections()), "no more is read")
         held = max(each._mine for each in connections())
         go_on.set()
