@@ -64,18 +64,18 @@ golden: $(VENV)/.installed-test ## record anew what the system does: tests/golde
 	@$(BIN)/python -m tests.golden.freeze $(ARGS)
 
 builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draft again from their seed (two cores: about two hours)
-	@$(BIN)/python -m common.builtin.training all --threads $$(nproc)
+	@$(BIN)/python -m bench.builtin_model.training all --threads $$(nproc)
 
 bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
 	@$(BIN)/python -m bench.goals $(if $(PEERS),--peers $(PEERS)) $(ARGS)
 
 bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program, then saved) measure what tandem bench serve does?
-	@$(BIN)/python -m bench.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM) --save bench/results/crosscheck.json)
+	@$(BIN)/python -m bench.micro.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM) --save bench/results/crosscheck.json)
 
 install: $(VENV)/.installed ## only set up the environment
 
 clean: ## remove the environment and all caches
-	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/native/*.so common/kv/*.so
+	@rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache common/kernels/cpu/*.so common/kv/*.so
 
 # -- environment, made once and again when the pins change ------------------------------------------------------------
 
@@ -95,11 +95,11 @@ extra = $(PIP) -c constraints.txt $$($(BIN)/python -c 'import sys, tomllib; \
     print(*(each for name in sys.argv[1:] for each in extras[name] if not each.startswith("tandem[")))' $(1))
 
 # torch first and pinned: left to the resolver it may change its mind and fetch several gigabytes again.
-$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/native/*.c common/native/*.h common/kv/*.c)
+$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(wildcard common/kernels/cpu/*.c common/kernels/cpu/*.h common/kv/*.c)
 	@echo "installing the pinned dependencies (once; a minute or more, torch is the large one)"
 	@$(PIP) "$$(grep -i '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) -e . -c constraints.txt
-	@ls common/native/*.so >/dev/null 2>&1 || \
+	@ls common/kernels/cpu/*.so >/dev/null 2>&1 || \
 	    echo "no C compiler: Tandem works, but decodes more slowly (Debian: apt install gcc libc6-dev, then make clean install)"
 	@touch $@
 

@@ -19,25 +19,25 @@ from typing import Protocol
 import uvloop
 from aiohttp import web
 
-from common import threads
-from common.channel import Channels
-from common.checkpoint import open_checkpoint
-from common.config import CoordinatorConfig
-from common.errors import StartError, reason
-from common.hosts import bracketed
-from common.ids import WorkerName
-from common.keys import ClusterKeys
-from common.times import FailureTimes
-from coordinator.backlog import Backlog
-from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Gateway
-from coordinator.http import BACKLOG, SERVICES, Scale, Services, make_app, serving
-from coordinator.limits import Admission
+from common.checkpoint.files import open_checkpoint
+from common.config.commands import CoordinatorConfig
+from common.core.errors import StartError, reason
+from common.core.ids import WorkerName
+from common.core.timeouts import FailureTimes
+from common.net.hosts import bracketed
+from common.net.keys import ClusterKeys
+from common.net.sockets import Channels
+from common.platform import threads
+from coordinator.api.service import ServedModel
+from coordinator.cluster.gateway import Gateway
+from coordinator.cluster.registry import Registry
+from coordinator.http.routes import BACKLOG, SERVICES, Scale, Services, make_app, serving
 from coordinator.metrics import Load, Metrics
-from coordinator.refusals import shutting_down
-from coordinator.registry import Registry
-from coordinator.router import Router
-from coordinator.served import ServedModel
+from coordinator.requests.admission import Admission
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.errors import shutting_down
+from coordinator.routing.queue_pressure import Backlog
+from coordinator.routing.router import Router
 
 log = logging.getLogger("tandem.coordinator")
 
@@ -50,10 +50,10 @@ class Launcher(Protocol):
     """Who has started this process and the workers beside it. Without one nobody can do what it does."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
-        """As of :data:`coordinator.http.Scale`, for POST /admin/scale."""
+        """As of :data:`coordinator.http.routes.Scale`, for POST /admin/scale."""
 
     def replace(self, name: str, pid: int, why: str) -> None:
-        """As of :data:`coordinator.gateway.Replace`: ends a worker that hangs, and starts another."""
+        """As of :data:`coordinator.cluster.gateway.Replace`: ends a worker that hangs, and starts another."""
 
     def tell_backlog(self, deep: bool) -> None:
         """Hears when prompts begin to pile up, and when they no longer do."""
@@ -69,8 +69,8 @@ def run(
 ) -> int:
     """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
     ``workers`` are those of ``launcher`` that serve already, with their process ids: one that does not join hangs.
-    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.threads.answer`. ``keys``: those that
-    ``launcher`` has minted; without them those of the configured file.
+    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.platform.threads.answer`. ``keys``:
+    those that ``launcher`` has minted; without them those of the configured file.
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.ids import Incarnation
-from common.messages import Timing
-from common.request import FinishReason
-from coordinator.registry import Registry, WorkerState
-from coordinator.ticket import Ticket
+from common.core.ids import Incarnation
+from common.core.request import FinishReason
+from common.net.messages import Timing
+from coordinator.cluster.registry import Registry, WorkerState
+from coordinator.requests.record import Ticket
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (

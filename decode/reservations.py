@@ -13,13 +13,13 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from common.ids import TransferId, transfer_holder
+from common.core.ids import TransferId, transfer_holder
+from common.core.request import Request
+from common.core.sequence import Sequence
 from common.kv.cache import KvCache
 from common.kv.prefix import ChainKey
 from common.kv.table import BlockTable
-from common.messages import Peer
-from common.request import Request
-from common.sequence import Sequence
+from common.net.messages import Peer
 
 
 @dataclass(slots=True)

@@ -15,18 +15,18 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 
-from common import device, heap, threads
-from common.channel import Channels, is_local, nearby
-from common.checkpoint import Checkpoint, open_checkpoint
-from common.config import WorkerConfig
-from common.ids import WorkerName, new_incarnation
-from common.keys import ClusterKeys
-from common.kv.memory import host_id
-from common.lending import MAX_CORES, Lending, LentCores
-from common.messages import PROTOCOL, Hello
-from common.worker import Worker, WorkerSettings
-from deploy import cores, status
-from deploy.preflight import kv_bytes
+from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.config.commands import WorkerConfig
+from common.core.ids import WorkerName, new_incarnation
+from common.kv.storage.host import host_id
+from common.net.keys import ClusterKeys
+from common.net.messages import PROTOCOL, Hello
+from common.net.sockets import Channels, is_local, nearby
+from common.platform import device, malloc, threads
+from common.platform.core_lease import MAX_CORES, Lending, LentCores
+from common.worker.loop import Worker, WorkerSettings
+from deploy.launcher import cores, status
+from deploy.launcher.preflight import kv_bytes
 
 log = logging.getLogger("tandem.worker")
 
@@ -51,7 +51,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
         others = [core for core in lending.cores if core in range(MAX_CORES) and core not in config.cores]
     if config.out_of_reach:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
-    heap.keep_freed()
+    malloc.keep_freed()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint, keys or config.keys_of(config.role))
     with _borrowing(lent, others) as worker.cores:
@@ -147,9 +147,9 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
 def _borrowing(lent: LentCores | None, others: Sequence[int]) -> Iterator[LentCores | None]:
     """For a block: cores of ``lent`` to lend and ``others`` to borrow. None for nobody's, and without kernels that
     can."""
-    from common import native
+    from common.kernels import cpu
 
-    library = native.library()
+    library = cpu.library()
     if lent is None or library is None:
         yield None
         return
@@ -173,9 +173,9 @@ def _loading(done: int, total: int, text: str) -> None:
 def _role(role: str) -> type[Worker]:
     """The class that serves ``role``; only its own room is imported."""
     if role == "prefill":
-        from prefill.worker import PrefillWorker
+        from prefill.role import PrefillWorker
 
         return PrefillWorker
-    from decode.worker import DecodeWorker
+    from decode.role import DecodeWorker
 
     return DecodeWorker

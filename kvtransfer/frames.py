@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from common.errors import Damaged, WireError
-from common.ids import REQUEST_ID_BYTES, RequestId, TransferId
+from common.core.errors import Damaged, WireError
+from common.core.ids import REQUEST_ID_BYTES, RequestId, TransferId
 from common.kv.convert import Bytes
 
 _FIELDS = struct.Struct(f"<4s{REQUEST_ID_BYTES}sIIHHIIQQ")

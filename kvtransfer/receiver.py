@@ -15,22 +15,22 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import zmq
 
-from common.channel import Channels, send
-from common.errors import Damaged, WireError
-from common.ids import BlockId, TransferId, new_incarnation
+from common.core.errors import Damaged, WireError
+from common.core.ids import BlockId, TransferId, new_incarnation
 from common.kv.layout import KvLayout
-from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
-from common.strikes import Strikes
-from common.wire import MAX_HANDOFF_BYTES, decode
-from kvtransfer.credit import TRANSFER_BYTES, CreditBook
+from common.kv.storage.host import KvMemory
+from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
+from common.net.peer_ban_list import Strikes
+from common.net.sockets import Channels, send
+from common.net.wire import MAX_HANDOFF_BYTES, decode
+from kvtransfer.flow_control import TRANSFER_BYTES, CreditBook
 from kvtransfer.frames import FrameHeader
 from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink, SourcePool
-from kvtransfer.proof import is_proven, proof, proves
+from kvtransfer.peer_proof import is_proven, proof, proves
 from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
-from kvtransfer.sources import Knocking, Sources
+from kvtransfer.source_pools import Knocking, Sources
 
 log = logging.getLogger("tandem.kv")
 

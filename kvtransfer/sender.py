@@ -16,17 +16,17 @@ from typing import Any
 
 import zmq
 
-from common.channel import Channels, receive, send
-from common.errors import Damaged, InvariantBroken, WireError
-from common.ids import BlockId, Incarnation, TransferId
-from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
-from common.strikes import Strikes
+from common.core.errors import Damaged, InvariantBroken, WireError
+from common.core.ids import BlockId, Incarnation, TransferId
+from common.kv.storage.host import KvMemory
+from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
+from common.net.peer_ban_list import Strikes
+from common.net.sockets import Channels, receive, send
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import nixl, pull, shm, zeromq
 from kvtransfer.links.base import SendLink
 from kvtransfer.links.pull import PullSendLink
-from kvtransfer.proof import proof, proven, proves
+from kvtransfer.peer_proof import proof, proven, proves
 from kvtransfer.session import Limits, SenderSession, TransferState
 
 log = logging.getLogger("tandem.kv")

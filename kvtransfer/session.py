@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from common.errors import InvariantBroken, WireError
-from common.ids import TransferId
+from common.core.errors import InvariantBroken, WireError
+from common.core.ids import TransferId
+from common.core.timeouts import FailureTimes
 from common.kv.layout import KvLayout
-from common.messages import Commit, Welcome
-from common.times import FailureTimes
+from common.net.messages import Commit, Welcome
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, fold
 from kvtransfer.plan import TARGET_BYTES, Outbox
 

@@ -75,10 +75,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaked_keys, "leaked_keys")
     if path := config.getoption("--kernels"):
-        from common import native  # torch: not for tests that need none
+        from common.kernels import cpu
 
-        kernels = native.Library(path)
-        native.library = lambda: kernels  # type: ignore[assignment]
+        kernels = cpu.Library(path)
+        cpu.library = lambda: kernels  # type: ignore[assignment]
 
 
 class Belongings(NamedTuple):
@@ -261,7 +261,7 @@ def one_spawner() -> Iterator[Spawner]:
 @pytest.fixture
 def mock_url() -> Iterator[str]:
     """The URL of a server that answers on a scripted clock, in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-m", "bench.mock"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "bench.load.mock_server"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()

@@ -37,7 +37,7 @@ def register(key: str) -> str:
 
 def keygen(path: Path, *words: str) -> Path:
     """``path`` with the keys that ``tandem keygen --out PATH WORDS`` makes, no secret of which a log may hold."""
-    from deploy import cli  # only tests with cluster keys pay for it
+    from deploy.cli import main as cli
 
     assert cli.main(["keygen", "--out", str(path), *words]) == 0
     register_cluster_keys(path)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.request import SamplingParams
+from common.core.request import SamplingParams
 
 Row = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -15,12 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import neighbours, results
 from bench.goals import checkpoint, coordinator, engine, handoff, serving
 from bench.goals.field import FULL, QUICK, Field, opened
 from bench.goals.figures import Row, as_json, of_json, table
+from bench.load import neighbours, results
 from bench.peers import vllm
-from common.errors import StartError, reason
+from common.core.errors import StartError, reason
 
 Goal = Callable[[Field], list[Row]]
 GOALS: dict[str, Goal] = {

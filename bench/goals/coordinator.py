@@ -26,19 +26,19 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from bench.arrivals import arrivals
-from bench.client import PATHS, Record, Target
 from bench.goals import mocks
 from bench.goals.field import Field, good, whole
 from bench.goals.figures import Row
 from bench.goals.figures import Target as Wanted
-from bench.handoff_cost import cpu_seconds
-from bench.load import run_now
-from bench.processes import die_with_parent
-from bench.systems import READY_S, is_ready
-from common.client import Server
-from common.config import CoordinatorConfig
-from common.errors import StartError
+from bench.load.arrivals import arrivals
+from bench.load.client import PATHS, Record, Target
+from bench.load.processes import die_with_parent
+from bench.load.run import run_now
+from bench.load.systems import READY_S, is_ready
+from bench.micro.handoff_cost import cpu_seconds
+from common.config.commands import CoordinatorConfig
+from common.core.errors import StartError
+from common.net.http_client import Server
 
 STEP_S, ANSWER_S = 0.01, 60.0
 INPUT, OUTPUT, RATE = 1024, 32, 20.0

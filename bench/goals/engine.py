@@ -16,13 +16,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from bench.cost import uniform
 from bench.goals.field import OURS_ONE_CORE, VLLM_ONE_CORE, Field, System, good
 from bench.goals.figures import Row, Target, against, by_round
 from bench.goals.turns import Turn
 from bench.goals.turns import measure as turn_by_turn
-from common.checkpoint import open_checkpoint
-from common.errors import StartError
+from bench.simulate.cost import uniform
+from common.checkpoint.files import open_checkpoint
+from common.core.errors import StartError
 
 BATCH, CONTEXT = 16, 512
 PROMPTS = (1024, 4096)
@@ -104,12 +104,12 @@ def in_child(work: Callable[..., T], *given: Any) -> T:
 
 def calibrate(model: str, core: int, rounds: int, prompts: tuple[int, ...]) -> Calibration:
     """Measures this process, which it binds to ``core``."""
-    from common import device
+    from common.platform import device
 
     device.pin((core,), 1)
     import torch
 
-    from bench import kernels, roofline
+    from bench.commands import kernels, roofline
     from common.engine.runner import load_engine
     from common.model.linears import weight_bytes
 

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from bench.client import Record, Target
-from bench.load import Run, run_now
+from bench.commands.serve import show_remarks
+from bench.load.client import Record, Target
+from bench.load.run import Run, run_now
+from bench.load.systems import counts, running
+from bench.load.tokens import FileTokenizer, ordinary_ids
+from bench.load.workloads import Ask, random_asks
 from bench.peers import vllm
-from bench.serve import show_remarks
-from bench.systems import counts, running
-from bench.tokens import FileTokenizer, ordinary_ids
-from bench.workloads import Ask, random_asks
-from common.client import Server
-from common.errors import StartError
+from common.core.errors import StartError
+from common.net.http_client import Server
 
 MAX_MODEL_LEN = 8192
 PLACES, KV_GIB = 128, 2

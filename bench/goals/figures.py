@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bench.compare import Spread
+from bench.commands.compare import Spread
 
 Of = Literal["value", "share", "ratio"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench import wire
 from bench.goals.engine import in_child
 from bench.goals.field import OURS_ONE_CORE, VLLM_1P1D, VLLM_ONE_CORE, Field, System, good
 from bench.goals.figures import Row, Target, by_round
+from bench.micro import wire
 
 INPUT, OUTPUT = 1024, 32
 HIDDEN_INPUTS = (1024, 4096)
@@ -128,6 +128,6 @@ def _hidden(tokens: int, stages: list[dict[str, Any]], bytes_per_s: float) -> Ro
 
 
 def _socket_rate() -> float:
-    from bench.roofline import socket_rate  # it imports torch
+    from bench.commands.roofline import socket_rate  # it imports torch
 
     return socket_rate()

@@ -20,16 +20,16 @@ from multiprocessing.connection import Connection
 import uvloop
 from aiohttp import web
 
-from bench.processes import die_with_parent
-from common.channel import Channels
-from common.checkpoint import open_checkpoint
-from common.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpack_tokens
+from bench.load.processes import die_with_parent
+from common.checkpoint.files import open_checkpoint
+from common.core.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpack_tokens
+from common.core.request import FinishReason, Request
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import host_id
-from common.membership import Membership, Snapshot
-from common.messages import PROTOCOL, Abort, Hello, Lease, Prefill, Renewed, Reserve, Role, Timing
-from common.request import FinishReason, Request
-from common.spans import SpanWriter
+from common.kv.storage.host import host_id
+from common.net.messages import PROTOCOL, Abort, Hello, Lease, Prefill, Renewed, Reserve, Role, Timing
+from common.net.sockets import Channels
+from common.worker.membership import Membership, Snapshot
+from common.worker.token_spans import SpanWriter
 
 LAYOUT = KvLayout((LayerLayout(1, 16, 16),), "float32", 16)
 POOL_BLOCKS, LONGEST = 1 << 13, 8192

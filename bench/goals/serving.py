@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import plots, results
-from bench.arrivals import arrivals
-from bench.client import Record
-from bench.compare import busy_shares
-from bench.cost import CostModel, measure
+from bench.commands.compare import busy_shares
+from bench.commands.goodput import FIRST_SHARE, NEAR, Point, highest, next_rate
 from bench.goals.engine import CHUNK, in_child
 from bench.goals.field import COLOCATED, OURS, PLACES, VLLM, VLLM_1P1D, Field, System, good, whole
 from bench.goals.figures import Row, Target, against, by_round
-from bench.goodput import FIRST_SHARE, NEAR, Point, highest, next_rate
-from bench.load import Run
-from bench.metrics import Objective, summarise
-from bench.systems import running
-from common.client import Server
-from common.errors import StartError
+from bench.load import plots, results
+from bench.load.arrivals import arrivals
+from bench.load.client import Record
+from bench.load.metrics import Objective, summarise
+from bench.load.run import Run
+from bench.load.systems import running
+from bench.simulate.cost import CostModel, measure
+from common.core.errors import StartError
+from common.net.http_client import Server
 
 STREAMS, STREAM_INPUT = 8, 64
 INTRUDER, INTRUDER_EVERY_S = 2048, 2.0

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from bench.processes import die_with_parent
-from common.channel import Channels, nearby, send
-from common.ids import TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens, pack_transfers
-from common.kv.memory import host_id
-from common.messages import PROTOCOL, FromWorker, Generate, Hello, Lease, Message, Welcome
-from common.request import Request, SamplingParams
-from common.times import FailureTimes
-from common.wire import MAX_REPORT_BYTES, decode
-from common.worker import WorkerSettings
-from decode.worker import DecodeWorker
+from bench.load.processes import die_with_parent
+from common.core.ids import TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens, pack_transfers
+from common.core.request import Request, SamplingParams
+from common.core.timeouts import FailureTimes
+from common.kv.storage.host import host_id
+from common.net.messages import PROTOCOL, FromWorker, Generate, Hello, Lease, Message, Welcome
+from common.net.sockets import Channels, nearby, send
+from common.net.wire import MAX_REPORT_BYTES, decode
+from common.worker.loop import WorkerSettings
+from decode.role import DecodeWorker
 
 DEADLINE_MS = 600_000
 TOKEN = 7

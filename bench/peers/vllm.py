@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from bench.processes import Process, started
-from bench.systems import is_ready
-from common.errors import StartError
+from bench.load.processes import Process, started
+from bench.load.systems import is_ready
+from common.core.errors import StartError
 
 Mode = Literal["colocated", "1p1d"]
 READY_S = 600.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from common.attention.interface import Params, Span
-from common.kv.store import KvStore
+from common.kv.storage.tensors import KvStore
 
 TILE_SCORES = 3 << 20
 TILE_ROWS = (32, 96)

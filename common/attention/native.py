@@ -1,4 +1,4 @@
-"""Attention over block tables in C (:mod:`common.native`): blocks are read once, where they lie.
+"""Attention over block tables in C (:mod:`common.kernels.cpu`): blocks are read once, where they lie.
 
 Prefill chunks and decode rows are one kernel, for all element types, windows, softcaps, sinks and unequal head sizes.
 """
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from common import native
 from common.attention.interface import Params, Span
-from common.kv.store import KvStore, native_layer
+from common.kernels import cpu
+from common.kv.storage.tensors import KvStore, native_layer
 
 
 @dataclass(slots=True)
 class NativePlan:
     """One step's spans as C sees them; ``columns`` keeps alive what ``spans`` points to."""
 
-    spans: native.Spans
+    spans: cpu.Spans
     columns: list[array[int]]
 
 
@@ -31,12 +31,12 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, store: KvStore) -> None:
-        library = native.library()
+        library = cpu.library()
         if library is None:
-            raise RuntimeError(native.MISSING)
+            raise RuntimeError(cpu.MISSING)
         self.store = store
         self._library = library
-        self._layers: dict[tuple[int, int], tuple[Params, native.Layer]] = {}
+        self._layers: dict[tuple[int, int], tuple[Params, cpu.Layer]] = {}
 
     def plan(self, spans: Sequence[Span]) -> NativePlan:
         rows, lengths, starts, blocks = zip(*spans, strict=True)
@@ -45,7 +45,7 @@ class NativeAttention:
             table_at.append(len(tables))
             tables.extend(each)
         columns = [array("q", rows), array("q", lengths), array("q", starts), table_at, tables]
-        return NativePlan(native.Spans(*(column.buffer_info()[0] for column in columns), len(spans)), columns)
+        return NativePlan(cpu.Spans(*(column.buffer_info()[0] for column in columns), len(spans)), columns)
 
     def attend(self, plan: NativePlan, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
         if query.dtype != self.store.dtype or query.stride(2) != 1:
@@ -61,7 +61,7 @@ class NativeAttention:
             raise MemoryError("no memory for attention")
         return out
 
-    def shape(self, layer: int, heads: int, params: Params) -> native.Layer:
+    def shape(self, layer: int, heads: int, params: Params) -> cpu.Layer:
         """The layer's description in C, made once and again when ``params`` change."""
         found = self._layers.get((layer, heads))
         if found is not None and _same(found[0], params):

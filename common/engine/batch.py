@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from common.attention.interface import Span
+from common.core.sequence import Batch
 from common.engine.sampler import SampleRow
-from common.sequence import Batch
 
 
 @dataclass(slots=True)

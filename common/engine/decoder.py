@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import native
 from common.attention.native import NativeAttention, NativePlan
 from common.engine.batch import FlatStep
+from common.kernels import cpu
 from common.model.layers import FusedLayer, NativeNorm
 from common.model.linears import NativeLinear
 
@@ -30,15 +30,15 @@ class FusedDecoder:
     """Embedding, ``layers``, norm and output layer of ``model``, attending with ``backend``."""
 
     def __init__(self, model: Any, layers: Sequence[FusedLayer], backend: NativeAttention) -> None:
-        library = native.library()
+        library = cpu.library()
         assert library is not None
         self._library = library
         self._rotary, self._norm, self._head = model.model.rotary_emb, model.model.norm, model.lm_head
         self._embedding = model.model.embed_tokens.weight.detach().contiguous()
         self._shapes = [backend.shape(each.layer_idx, each.query_heads, each.params) for each in layers]
         described = (layer.described(shape) for layer, shape in zip(layers, self._shapes, strict=True))
-        self._layers = (native.DecoderLayer * len(layers))(*described)
-        self._decoder = native.Decoder(
+        self._layers = (cpu.DecoderLayer * len(layers))(*described)
+        self._decoder = cpu.Decoder(
             ctypes.addressof(self._layers), len(layers), self._embedding.data_ptr(), self._embedding.shape[0],
             None, None, self._norm.address, self._head.address,
         )  # fmt: skip
@@ -66,7 +66,7 @@ class FusedDecoder:
             self._keep(kept)
         best = array("q", step.kept)
         columns = (step.ids, step.positions, step.blocks, step.offsets, step.kept)
-        step_pass = native.Pass(
+        step_pass = cpu.Pass(
             *(column.buffer_info()[0] for column in columns), ctypes.addressof(plan.spans), self._logits_at,
             best.buffer_info()[0], *self._pointers, rows, kept, torch.get_num_threads(),
         )  # fmt: skip

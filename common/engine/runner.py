@@ -14,27 +14,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from common import device, native
 from common.attention.interface import AttentionBackend, Params, bind
-from common.attention.select import select_backend
-from common.checkpoint import Checkpoint
+from common.attention.registry import select_backend
+from common.checkpoint.files import Checkpoint
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
+from common.core.sequence import Sequence as Tokens
 from common.engine.batch import FlatStep, flatten, rows_to_sample
 from common.engine.decoder import FusedDecoder, find_decoder
 from common.engine.sampler import peaks, sample
-from common.ids import BlockId, new_request_id, pack_tokens
+from common.kernels import cpu
 from common.kv.budget import Budget, fit
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvDtype, KvLayout
-from common.kv.memory import KvMemory
-from common.kv.store import KvStore
+from common.kv.storage.host import KvMemory
+from common.kv.storage.tensors import KvStore
 from common.model.layers import fuse_layers
 from common.model.linears import PackedLinear, pack_linears
 from common.model.load import Progress, detach_from_files, dtype_of, load_model, read_weights
 from common.model.probe import QUANTISED_TOLERANCE, Probe, forward, probe, require_equal
 from common.model.rotary import freeze_rotary
-from common.request import Request, SamplingParams
-from common.sequence import Batch, Segment, StepResult, TokenLogprobs
-from common.sequence import Sequence as Tokens
+from common.platform import device
 
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
 """What torch and modelling code raise when one request's numbers are impossible or too large."""
@@ -328,8 +329,8 @@ def load_engine(
 
 def _kernels_note(backend: AttentionBackend) -> str:
     """Which attention runs, and on what instructions."""
-    if (library := native.library()) is None:
-        return f"attention {backend.name}: {native.MISSING}, which makes decoding slower"
+    if (library := cpu.library()) is None:
+        return f"attention {backend.name}: {cpu.MISSING}, which makes decoding slower"
     return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 

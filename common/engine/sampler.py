@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common import native
-from common.request import GREEDY_BELOW, SamplingParams
-from common.sequence import TokenLogprobs
+from common.core.request import GREEDY_BELOW, SamplingParams
+from common.core.sequence import TokenLogprobs
+from common.kernels import cpu
 
 _LARGEST = 1e30
 """What larger logits become before the draw: a penalty may overflow, and a difference of infinities is no number."""
@@ -78,12 +78,12 @@ def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def peaks(logits: torch.Tensor) -> list[int]:
     """The most likely token of each row of ``logits`` [R, vocab], the lowest id among equals; -1 where a logit is not
     a number or the largest is not finite."""
-    library = native.library()
+    library = cpu.library()
     if library is None or logits.dtype not in (torch.float32, torch.bfloat16) or logits.device.type != "cpu":
         wide = logits.float()  # argmax and amax are several times faster than in bfloat16
         return torch.where(wide.amax(dim=-1).isfinite(), wide.argmax(dim=-1), -1).tolist()
     logits, found = logits.contiguous(), array("q", bytes(8 * logits.shape[0]))
-    library.peaks(logits.data_ptr(), *logits.shape, native.TYPES[logits.dtype], found.buffer_info()[0])
+    library.peaks(logits.data_ptr(), *logits.shape, cpu.TYPES[logits.dtype], found.buffer_info()[0])
     return found.tolist()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import StartError
+from common.core.errors import StartError
 from common.kv.layout import KvLayout
 
 

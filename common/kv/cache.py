@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.errors import InvariantBroken
-from common.ids import CACHE, BlockId, Holder
+from common.core.errors import InvariantBroken
+from common.core.ids import CACHE, BlockId, Holder
 from common.kv.layout import CHAIN_STEP, KvDtype
 from common.kv.pool import BlockPool, Generations
 from common.kv.prefix import ChainKey, PrefixIndex, chain_root, extend_chain

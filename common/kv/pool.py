@@ -14,8 +14,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import CACHE, BlockId, Holder
+from common.core.errors import InvariantBroken, OutOfBlocks
+from common.core.ids import CACHE, BlockId, Holder
 
 
 class Generations(Protocol):

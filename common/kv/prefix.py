@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from common.ids import BlockId, pack_tokens
+from common.core.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP, KvDtype
 
 ChainKey = bytes

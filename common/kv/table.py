@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, MutableSequence
 from typing import cast
 
-from common.ids import BlockId, Holder
+from common.core.ids import BlockId, Holder
 from common.kv.prefix import ChainKey
 
 

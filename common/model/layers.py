@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import native
 from common.attention.interface import LayerAttention, Params, bind
-from common.attention.torch_ref import attend_one
+from common.attention.torch_reference import attend_one
+from common.kernels import cpu
 from common.model.linears import ACTIVATIONS, NativeLinear, gather, native_pays
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -32,17 +32,17 @@ class NativeNorm(nn.Module):
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
-        library = native.library()
+        library = cpu.library()
         assert library is not None
         self._library = library
         self._weight = weight.detach().float().contiguous()
-        self.norm = native.Norm(self._weight.data_ptr(), weight.shape[0], epsilon)
+        self.norm = cpu.Norm(self._weight.data_ptr(), weight.shape[0], epsilon)
         self.address = ctypes.addressof(self.norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._library.norm(self.address, x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], native.TYPES[x.dtype])
+        self._library.norm(self.address, x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], cpu.TYPES[x.dtype])
         return out
 
 
@@ -51,7 +51,7 @@ class FusedLayer(nn.Module):
 
     def __init__(self, layer: Any, activation: str, params: Params, int8: bool = False) -> None:
         super().__init__()
-        library = native.library()
+        library = cpu.library()
         assert library is not None
         self._library = library
         attention, mlp = layer.self_attn, layer.mlp
@@ -67,24 +67,24 @@ class FusedLayer(nn.Module):
         gate = mlp.gate_proj, mlp.up_proj
         self.gate_up = NativeLinear(torch.cat([p.weight for p in gate]), _bias(gate), activation, int8)
         self.down = NativeLinear(mlp.down_proj.weight, mlp.down_proj.bias, int8=int8)
-        none = native.Norm()
+        none = cpu.Norm()
         self.head_norms = [_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-        self._rotary = native.Rotary(
+        self._rotary = cpu.Rotary(
             self.qkv.out_features, self.query_heads, self.key_heads, self.dim, self.dim,
             *([norm.norm for norm in self.head_norms] or [none, none]),
         )  # fmt: skip
         self._rotary_address = ctypes.addressof(self._rotary)
-        self._type = native.TYPES[attention.q_proj.weight.dtype]
+        self._type = cpu.TYPES[attention.q_proj.weight.dtype]
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Elements per row that :meth:`described` needs room for: normed, projected, attended and gated ones."""
         return (self.qkv.in_features, self.qkv.out_features, self.out.in_features, self.down.in_features)
 
-    def described(self, attention: native.Layer) -> native.DecoderLayer:
+    def described(self, attention: cpu.Layer) -> cpu.DecoderLayer:
         """This layer as C sees it, which attends as ``attention`` says; pointers to what both own."""
         norms, linears = (self.input_norm, self.mlp_norm), (self.qkv, self.out, self.gate_up, self.down)
-        return native.DecoderLayer(
+        return cpu.DecoderLayer(
             *(each.address for each in (*norms, *linears)), self._rotary_address, ctypes.addressof(attention)
         )
 
@@ -141,7 +141,7 @@ def _fits(layer: Any, int8: bool) -> str | None:
     weight = layer.self_attn.q_proj.weight
     if len(linears) != 7 or weight.device.type != "cpu" or any(m.in_features % 2 for m in linears):
         return None
-    library, config = native.library(), getattr(layer.self_attn, "config", None)
+    library, config = cpu.library(), getattr(layer.self_attn, "config", None)
     if library is None or not native_pays(weight.dtype, int8) or layer.mlp.gate_proj.out_features % library.lanes():
         return None
     norms = [m for name, m in layer.named_modules() if name.endswith(("norm", "layernorm"))]

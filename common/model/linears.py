@@ -1,11 +1,11 @@
 """Surgery on a loaded model: its linear layers with weights packed for the processor.
 
 Packing once saves a reorder (or an unpacked product) in every step. There are two formats: that of our own kernels
-(:mod:`common.native`) where they are the faster ones, and oneDNN's. For the few rows of a decode step ours measured
-1.1 to 1.5 times the speed of oneDNN's on AVX-512 cores with bfloat16 instructions and on one with AMX, and 0.9 to 1.1
-times for many rows; in float32 on an AVX2 core 1.1 to 1.7 times, and 1.0 to 1.3. The packed weight takes the place of
-the plain one. Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the packed
-form.
+(:mod:`common.kernels.cpu`) where they are the faster ones, and oneDNN's. For the few rows of a decode step ours
+measured 1.1 to 1.5 times the speed of oneDNN's on AVX-512 cores with bfloat16 instructions and on one with AMX, and 0.9
+to 1.1 times for many rows; in float32 on an AVX2 core 1.1 to 1.7 times, and 1.0 to 1.3. The packed weight takes the
+place of the plain one. Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the
+packed form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from common import device, native
+from common.kernels import cpu
+from common.platform import device
 
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Activations that a gated linear layer can apply, by their names in transformers; ``enum activation`` of native.c."""
@@ -57,7 +58,7 @@ class NativeLinear(nn.Module):
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None, int8: bool = False
     ) -> None:
         super().__init__()
-        library = native.library()
+        library = cpu.library()
         assert library is not None
         self._library, lanes = library, library.lanes()
         columns, self.in_features = weight.shape
@@ -66,7 +67,7 @@ class NativeLinear(nn.Module):
             order = torch.arange(columns).view(2, -1, lanes).transpose(0, 1).flatten()
             weight, bias = weight[order], None if bias is None else bias[order]
         padded = -(-columns // lanes) * lanes
-        kind, halves = native.TYPES[weight.dtype], False
+        kind, halves = cpu.TYPES[weight.dtype], False
         self.bias, self.scale = None if bias is None else _padded(bias, padded), None
         if int8:
             rounded, scale = quantize(weight)
@@ -78,7 +79,7 @@ class NativeLinear(nn.Module):
                 whole, halves = half, True
             self.packed = _room(whole, padded)
             library.pack(whole.data_ptr(), columns, self.in_features, kind, halves, self.packed.data_ptr())
-        self._linear = native.Linear(
+        self._linear = cpu.Linear(
             self.packed.data_ptr(), _pointer(self.bias), _pointer(self.scale), self.in_features, padded,
             self.out_features, kind, ACTIVATIONS[activation] if activation else 0, halves,
         )  # fmt: skip
@@ -177,7 +178,7 @@ def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
     They are on AVX2 and AVX-512; for bfloat16 if there are instructions for it, and tiles where the processor has them.
     With ``int8`` weights they are everywhere: torch's own operator measured a third of the speed of the bfloat16 layer.
     """
-    library = native.library()
+    library = cpu.library()
     if library is None or dtype == torch.float16:
         return False
     if int8:

@@ -18,11 +18,11 @@ import xxhash
 from torch import nn
 
 from common.attention.interface import ATTENTION, from_transformers
-from common.checkpoint import Checkpoint
-from common.device import free_memory
-from common.errors import StartError
+from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
 from common.kv.budget import human_bytes
-from common.kv.store import DTYPES
+from common.kv.storage.tensors import DTYPES
+from common.platform.device import free_memory
 
 Progress = Callable[[int, int, str], None]
 """Called with (shards read, shards in all, name of the shard)."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from common.attention.interface import ATTENTION, Params, bind
-from common.attention.torch_ref import attend_one
-from common.checkpoint import Checkpoint
-from common.errors import StartError
+from common.attention.torch_reference import attend_one
+from common.checkpoint.files import Checkpoint
+from common.core.errors import StartError
 from common.kv.layout import LayerLayout
 
 PROBE_TOKENS = 32

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.errors import Damaged, WireError
-from common.ids import BlockId, TransferId
+from common.core.errors import Damaged, WireError
+from common.core.ids import BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
-from common.kv.memory import KvMemory
+from common.kv.storage.host import KvMemory
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, checksum_of
 
 Payload = bytes | memoryview

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import zmq
 
-from common.channel import Channels
-from common.ids import BlockId, TransferId
-from common.keys import Party
+from common.core.ids import BlockId, TransferId
+from common.net.keys import Party
+from common.net.sockets import Channels
 from kvtransfer.frames import Rectangle
 from kvtransfer.links.base import Payload, SendLink
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from common.ids import Incarnation
-from common.kv.memory import KvMemory
+from common.core.ids import Incarnation
+from common.kv.storage.host import KvMemory
 
 
 class Pools:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import StartError, WireError
-from common.ids import Incarnation
+from common.core.errors import StartError, WireError
+from common.core.ids import Incarnation
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
-from common.kv.memory import BlockArray, KvMemory
+from common.kv.storage.host import BlockArray, KvMemory
 from kvtransfer.links.pull import Reading, T
 
 NAME = "nixl"

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from common.errors import Damaged, WireError
-from common.ids import REQUEST_ID_BYTES, BlockId, TransferId
+from common.core.errors import Damaged, WireError
+from common.core.ids import REQUEST_ID_BYTES, BlockId, TransferId
 from common.kv.convert import Bytes
 from common.kv.layout import KvLayout
-from common.kv.memory import BlockArray, KvMemory
+from common.kv.storage.host import BlockArray, KvMemory
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.links.base import Payload, compare, placed
 
@@ -88,7 +88,8 @@ class SourcePool(Protocol):
         ...
 
     def read(self, table: npt.NDArray[np.int64], tokens: range, layers: range) -> Bytes | Reading[Bytes]:
-        """The receiver's own copy of these cells, in canonical form (:meth:`common.kv.memory.BlockArray.read`)."""
+        """The receiver's own copy of these cells, in canonical form
+        (:meth:`common.kv.storage.host.BlockArray.read`)."""
         ...
 
     def close(self) -> None: ...

@@ -14,8 +14,8 @@ import socket
 import struct
 import threading
 
-from common.ids import Incarnation
-from common.kv.memory import KvMemory
+from common.core.ids import Incarnation
+from common.kv.storage.host import KvMemory
 
 log = logging.getLogger("tandem.kv")
 

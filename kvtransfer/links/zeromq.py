@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.ids import BlockId, TransferId
+from common.core.ids import BlockId, TransferId
 from common.kv.layout import KvDtype
-from common.kv.memory import KvMemory
+from common.kv.storage.host import KvMemory
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of
 from kvtransfer.links.base import Payload, placed
 

@@ -9,11 +9,11 @@ import sys
 
 import msgspec
 
-from common.messages import Hello
-from common.worker import Worker
-from decode.worker import DecodeWorker
-from deploy.cli import main
-from prefill.worker import PrefillWorker
+from common.net.messages import Hello
+from common.worker.loop import Worker
+from decode.role import DecodeWorker
+from deploy.cli.main import main
+from prefill.role import PrefillWorker
 
 
 def _stand_behind(role: type[Worker], proxy: str) -> None:

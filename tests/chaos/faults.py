@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.times import FailureTimes
-from common.wire import DIGEST_BYTES
-from coordinator.router import FAILED_PAIRS
+from common.core.timeouts import FailureTimes
+from common.net.wire import DIGEST_BYTES
+from coordinator.routing.router import FAILED_PAIRS
 from tests.chaos.house import Worker, clock, state_of
 from tests.chaos.proxy import Action, Direction, Parts, Proxy, Rule, is_a, is_frame
 from tests.chaos.scenes import ARRIVES_S, CHUNK, OUTPUT, PROMPT, STEP_S, Scene, bring

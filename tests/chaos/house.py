@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
 from tests import leaked_keys
 from tests.chaos.proxy import Proxy
 from tests.chaos.worker import FIRST_FAULT

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from common.errors import WireError
+from common.core.errors import WireError
 from kvtransfer.frames import FrameHeader
 from tests.chaos.house import Ask, House, Worker
 from tests.chaos.proxy import Parts, is_frame

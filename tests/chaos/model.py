@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.request import SamplingParams
+from common.core.request import SamplingParams
 from tests.chaos.host import undisturbed
 from tests.chaos.house import FREE_WITHIN_S, ROOT, Ask, House, Worker, clock
 from tests.chaos.load import Break, Figures, answered, only_late, reset_links, signalled, swallow_link

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from coordinator.dispatch import Dispatcher
-from coordinator.ticket import Ticket
-from deploy.cli import main
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.record import Ticket
+from deploy.cli.main import main
 
 QUEUED = "queued requests are kept"
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.channel import BEAT_SUFFIX
-from common.wire import DIGEST_BYTES
+from common.net.sockets import BEAT_SUFFIX
+from common.net.wire import DIGEST_BYTES
 from kvtransfer.frames import MAGIC
 
 GREETING_BYTES = 64

@@ -31,17 +31,17 @@ from typing import Any
 
 import msgspec
 
-from common.channel import Channels
-from common.ids import Holder, TransferId, WorkerName, new_incarnation
-from common.keys import load
+from common.core.ids import Holder, TransferId, WorkerName, new_incarnation
+from common.core.request import Request
+from common.core.sequence import Batch, Segment, Sequence, StepResult
 from common.kv.cache import KvCache
-from common.kv.memory import host_id
-from common.messages import PROTOCOL, Hello
-from common.request import Request
-from common.sequence import Batch, Segment, Sequence, StepResult
-from common.worker import Worker, WorkerSettings
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
+from common.kv.storage.host import host_id
+from common.net.keys import load
+from common.net.messages import PROTOCOL, Hello
+from common.net.sockets import Channels
+from common.worker.loop import Worker, WorkerSettings
+from decode.role import DecodeWorker
+from prefill.role import PrefillWorker
 from tests.fakes.oracle import OracleEngine
 
 FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE, RAISES = 990, 991, 992, 993, 994, 995

@@ -36,13 +36,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common import device
+from common.platform import device
 
 ROOT = Path(__file__).parents[2]
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Read when torch is imported. A worker that is to have others is started as usual."""
 HEAVY = (
-    *("common.engine.runner", "deploy.worker", "prefill.worker", "decode.worker"),
+    *("common.engine.runner", "deploy.worker", "prefill.role", "decode.role"),
     *("transformers.modeling_utils", "transformers.generation", "transformers.models.auto.modeling_auto"),
     "transformers.models.llama.modeling_llama",
 )
@@ -121,7 +121,7 @@ def _check_details(popen: type) -> None:
 
 def _computes(args: Any, env: dict[str, str] | None) -> bool:
     """Whether this is a ``tandem`` command, or a worker of one, that may be forked."""
-    if list(args[:2]) != [sys.executable, "-m"] or args[2] not in ("deploy.cli", "deploy.process"):
+    if list(args[:2]) != [sys.executable, "-m"] or args[2] not in ("deploy.cli", "deploy.launcher.process"):
         return False
     wanted = os.environ if env is None else env
     if any(wanted.get(name, value) != value for name, value in THREADS.items()):

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import aiohttp
 import psutil
 
-from common.request import SamplingParams
+from common.core.request import SamplingParams
 from tests import leaked_keys
 from tests.e2e.spawner import Spawner
 from tests.models import EOS

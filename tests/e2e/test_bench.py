@@ -12,7 +12,7 @@ import pytest
 
 from bench.goals import __main__ as goals
 from bench.goals import checkpoint as checkpoints
-from deploy import cli
+from deploy.cli import main as cli
 from tests.unit.test_cli import tandem
 
 SMALL = "--dtype float32 --threads 1 --num-kv-blocks 600 --max-model-len 1024"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import lent_core
-from common import native
+from bench.micro import lent_core
+from common.kernels import cpu
 
 pytestmark = pytest.mark.e2e
-COMMAND = [sys.executable, "-m", "bench.lent_core", "--repeats", "2"]
+COMMAND = [sys.executable, "-m", "bench.micro.lent_core", "--repeats", "2"]
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
+@pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_it_measures_each_step_alone_and_with_a_lent_core(tmp_path: Path) -> None:
     command = [*COMMAND, "--save", str(saved := tmp_path / "lent.json")]

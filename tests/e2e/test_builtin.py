@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.evaluate import Report, drops, evaluate
+from bench.eval.evaluate import Report, drops, evaluate
 from common import builtin
 from tests.e2e.system import System
 
 pytestmark = pytest.mark.e2e
 
 README = Path(__file__).parents[2] / "README.md"
-BASELINE = Path(__file__).parents[2] / "bench" / "golden" / "baseline.json"
+BASELINE = Path(__file__).parents[2] / "bench" / "eval" / "golden" / "baseline.json"
 SMALL = ("--threads", "1", "--num-kv-blocks", "1024")
 Figures = Callable[..., Report]
 

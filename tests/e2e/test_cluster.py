@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from common import builtin
-from common.hosts import is_loopback
+from common.net.hosts import is_loopback
 from tests.e2e.system import READY_S, SMALL, Process, System, sampling_of
 from tests.e2e.test_tokens import travelled
 from tests.leaked_keys import keygen

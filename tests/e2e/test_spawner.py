@@ -91,7 +91,7 @@ def test_another_popen_is_refused_clearly() -> None:
 def test_a_worker_with_other_threads_than_the_spawner_is_started_as_usual() -> None:
     with Spawner.running() as another:
         start = another.popen()
-        command = [sys.executable, "-m", "deploy.process", "--help"]
+        command = [sys.executable, "-m", "deploy.launcher.process", "--help"]
         with start(command, env=os.environ | {"OMP_NUM_THREADS": "7"}, stderr=subprocess.DEVNULL) as usual:
             assert "tests.e2e.spawner" not in Path(f"/proc/{usual.pid}/cmdline").read_text()
             usual.kill()

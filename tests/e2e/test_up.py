@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.handoff_cost import cpu_seconds
+from bench.micro.handoff_cost import cpu_seconds
 from common import builtin
-from common.client import Refused, Server
-from deploy.up import ONE_SIGNAL_S
+from common.net.http_client import Refused, Server
+from deploy.launcher.supervisor import ONE_SIGNAL_S
 from tests import leaked_keys
 from tests.e2e.spawner import Spawner
 from tests.pace import scaled
@@ -117,7 +117,9 @@ def coordinator_of(up: Up) -> int:
     """Its process."""
     children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
     (found,) = (
-        each for each in children if b"deploy.process\0coordinator" in Path(f"/proc/{each}/cmdline").read_bytes()
+        each
+        for each in children
+        if b"deploy.launcher.process\0coordinator" in Path(f"/proc/{each}/cmdline").read_bytes()
     )
     return int(found)
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import xxhash
 
-from common.ids import Incarnation, SequenceId, WorkerName
+from common.core.ids import Incarnation, SequenceId, WorkerName
+from common.core.sequence import Batch, Segment, StepResult, TokenLogprobs
 from common.kv.cache import BlockCopy
 from common.kv.convert import Bytes, converted
 from common.kv.layout import ELEMENT_BYTES, KvDtype, KvLayout, LayerLayout
-from common.kv.memory import KvMemory, Table
-from common.messages import PROTOCOL, Hello
-from common.sequence import Batch, Segment, StepResult, TokenLogprobs
+from common.kv.storage.host import KvMemory, Table
+from common.net.messages import PROTOCOL, Hello
 
 LAYERS = (LayerLayout(2, 1, 3), LayerLayout(4, 1, 1))
 _WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim, layer.v_dim)]
@@ -86,7 +86,7 @@ def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list
 
 
 class OracleEngine:
-    """Implements :class:`common.worker.Engine`. ``token_s`` and ``step_s`` make it as slow as a model."""
+    """Implements :class:`common.worker.loop.Engine`. ``token_s`` and ``step_s`` make it as slow as a model."""
 
     def __init__(
         self,

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.channel import connect_dealer, identity, receive, send
-from common.ids import TransferId, WorkerName, new_incarnation
-from common.messages import (
+from common.core.ids import TransferId, WorkerName, new_incarnation
+from common.core.request import FinishReason, Request
+from common.core.sequence import Sequence, TokenLogprobs
+from common.net.messages import (
     PROTOCOL,
     Abort,
     Drain,
@@ -44,9 +45,8 @@ from common.messages import (
     Turned,
     Welcome,
 )
-from common.request import FinishReason, Request
-from common.sequence import Sequence, TokenLogprobs
-from common.spans import SpanWriter
+from common.net.sockets import connect_dealer, identity, receive, send
+from common.worker.token_spans import SpanWriter
 
 Script = Callable[[Request, int, int], int]
 FIRST_TEXT_TOKEN, TEXT_TOKENS = 40, 200

@@ -25,7 +25,7 @@ from tests.golden.troubles import trouble
 def watched(sent: Callable[[float, str, str, list[bytes]], None], ended: Callable[..., None]) -> Iterator[None]:
     """Of what is simulated meanwhile, ``sent`` gets each message (time, sender, receiver, parts without the digest of
     what follows), ``ended`` the end of each request (time, number, how, output of each choice)."""
-    from common.wire import DIGEST_BYTES
+    from common.net.wire import DIGEST_BYTES
     from tests.simulation.network import Connection
     from tests.simulation.system import SimulatedClient
 
@@ -104,7 +104,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     refuse, "retriable" whether others could do better, "slow" how many seconds they wait after each token, "draining"
     whether the server shuts down, "full" whether as many requests wait as may, "template" the chat template ("":
     none), "workers" more options of fake workers by role, "trouble" what goes wrong (:mod:`tests.golden.troubles`)."""
-    from common.messages import Failed, Generate, Prefill
+    from common.net.messages import Failed, Generate, Prefill
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
     from tests.unit.coordinator_house import open_house, until
@@ -184,9 +184,9 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
 @contextlib.asynccontextmanager
 async def _longest_jitter() -> AsyncIterator[None]:
     """Retry times are the longest that may be drawn, so that they show the share of the jitter, too."""
-    from coordinator import guard
+    from coordinator.http import middleware
 
-    with mock.patch.object(guard, "_RANDOM") as random:
+    with mock.patch.object(middleware, "_RANDOM") as random:
         random.uniform = lambda low, high: high
         yield
 
@@ -194,7 +194,7 @@ async def _longest_jitter() -> AsyncIterator[None]:
 @contextlib.contextmanager
 def watched_refusals() -> Iterator[set[tuple[str, int, str]]]:
     """A set that gets (file, line, name of what is called there) of all that leads to each RequestError meanwhile."""
-    from common.errors import RequestError
+    from common.core.errors import RequestError
 
     found: set[tuple[str, int, str]] = set()
     made = RequestError.__init__
@@ -236,7 +236,7 @@ def _with_template(model: Path, template: str) -> Path:
 
 
 def version() -> str:
-    from coordinator.served import product_version
+    from coordinator.api.service import product_version
 
     return product_version()
 
@@ -255,7 +255,7 @@ def wire() -> dict[str, Any]:
 
 def commands() -> dict[str, list[str]]:
     """Flags and what they take, by command; not their help, which is prose and laid out by each Python otherwise."""
-    from deploy.cli import build_parser
+    from deploy.cli.main import build_parser
 
     return {name: [_flag(each) for each in parser._actions] for name, parser in build_parser()[1].items()}
 
@@ -268,7 +268,7 @@ def _flag(action: Any) -> str:
 
 def tandem(words: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of ``tandem WORDS``, with no other variables of ours than these."""
-    from deploy.cli import main
+    from deploy.cli.main import main
 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     out, err = io.StringIO(), io.StringIO()
@@ -290,7 +290,7 @@ class Generator:
     def __init__(self, kind: str, directory: Path) -> None:
         import torch
 
-        from common.checkpoint import open_checkpoint
+        from common.checkpoint.files import open_checkpoint
         from common.engine.runner import load_engine
         from tests.models import make_model
 
@@ -309,7 +309,7 @@ class Generator:
         torch.set_num_threads(self._threads)
 
     def tokens(self, prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> list[int]:
-        from common.sequence import Batch, Segment
+        from common.core.sequence import Batch, Segment
 
         sequence = _sequence(prompt, seed, fields, count)
         for _ in range(count):
@@ -325,9 +325,9 @@ class Generator:
         deviations."""
         import torch
 
+        from common.core.sequence import Batch, Segment
         from common.engine.batch import rows_to_sample
         from common.engine.sampler import sample
-        from common.sequence import Batch, Segment
 
         sequence = _sequence(prompt, seed, fields, len(tokens))
         for token in tokens:
@@ -347,9 +347,9 @@ _TABLE: Any = list(range(4))
 
 
 def _sequence(prompt: list[int], seed: int, fields: dict[str, Any], count: int) -> Any:
-    from common.ids import new_request_id, pack_tokens
-    from common.request import Request, SamplingParams
-    from common.sequence import Sequence
+    from common.core.ids import new_request_id, pack_tokens
+    from common.core.request import Request, SamplingParams
+    from common.core.sequence import Sequence
 
     sampling = SamplingParams(max_tokens=count, seed=seed, ignore_eos=True, **fields)
     return Sequence(Request(new_request_id(), pack_tokens(prompt), sampling), 0)
@@ -368,22 +368,24 @@ class Change(NamedTuple):
 
 
 def _other_code() -> Any:
-    from coordinator import guard
+    from coordinator.http import middleware
 
-    original = guard.error_body
+    original = middleware.error_body
 
     def body(error: Any) -> Any:
         error.code = "no_workers" if error.code == "no_decode_workers" else error.code
         return original(error)
 
-    return mock.patch.object(guard, "error_body", body)
+    return mock.patch.object(middleware, "error_body", body)
 
 
 def _no_header() -> Any:
-    from coordinator import guard
+    from coordinator.http import middleware
 
-    original = guard.json_response
-    return mock.patch.object(guard, "json_response", lambda body, **options: original(body, status=options["status"]))
+    original = middleware.json_response
+    return mock.patch.object(
+        middleware, "json_response", lambda body, **options: original(body, status=options["status"])
+    )
 
 
 def _other_metric() -> Any:
@@ -399,7 +401,7 @@ def _other_metric() -> Any:
 def _other_default() -> Any:
     import dataclasses
 
-    from common.config import UpConfig
+    from common.config.commands import UpConfig
 
     field = next(each for each in dataclasses.fields(UpConfig) if each.name == "block_size")
     return mock.patch.object(field, "default", 32)
@@ -425,7 +427,7 @@ def _other_bytes() -> Any:
 
 
 def _other_field() -> Any:
-    from coordinator.gateway import Gateway
+    from coordinator.cluster.gateway import Gateway
 
     original = Gateway.send
 
@@ -438,7 +440,7 @@ def _other_field() -> Any:
 
 
 def _other_order() -> Any:
-    from coordinator.gateway import Gateway
+    from coordinator.cluster.gateway import Gateway
 
     original = Gateway.send
     held: list[tuple[Any, Any]] = []
@@ -455,7 +457,7 @@ def _other_order() -> Any:
 
 
 def _other_chunks() -> Any:
-    from coordinator.sse import EventStream
+    from coordinator.http.sse import EventStream
 
     original = EventStream.send
 
@@ -467,7 +469,7 @@ def _other_chunks() -> Any:
 
 
 def _joined_chunks() -> Any:
-    from coordinator.sse import EventStream
+    from coordinator.http.sse import EventStream
 
     original = EventStream.send
     held: list[bytes] = []
@@ -482,17 +484,17 @@ def _joined_chunks() -> Any:
 
 
 def _other_retry() -> Any:
-    from coordinator import guard
+    from coordinator.http import middleware
 
-    original = guard._retry_headers
-    return mock.patch.object(guard, "_retry_headers", lambda seconds: original(1.01 * seconds))
+    original = middleware._retry_headers
+    return mock.patch.object(middleware, "_retry_headers", lambda seconds: original(1.01 * seconds))
 
 
 def _other_reason() -> Any:
-    from coordinator import guard
+    from coordinator.http import middleware
 
-    original = guard.web.Response
-    return mock.patch.object(guard.web, "Response", lambda **options: original(reason="Fine", **options))
+    original = middleware.web.Response
+    return mock.patch.object(middleware.web, "Response", lambda **options: original(reason="Fine", **options))
 
 
 def _other_outcome() -> Any:
@@ -514,7 +516,7 @@ CHANGES = {
         "transcripts",
         "GET /health",
         "server: other",
-        lambda: mock.patch("coordinator.http.SERVER", "other"),
+        lambda: mock.patch("coordinator.http.routes.SERVER", "other"),
     ),
     "a retry time": Change(
         "transcripts", "draining /v1/chat/completions stream=False", "retry-after-ms: ", _other_retry

@@ -21,7 +21,7 @@ def _fails(where: str, error: type[Exception] = ZeroDivisionError) -> Callable[[
 
 
 def _second_token_fails(house: Any) -> Any:
-    from coordinator.answers import Choice
+    from coordinator.api.response_encoder import Choice
 
     original = Choice.feed
 
@@ -45,7 +45,7 @@ def _no_memory_for_bodies(house: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_lanes(house: Any) -> Iterator[None]:
-    from coordinator.lanes import Bounds
+    from coordinator.text.lanes import Bounds
 
     lanes = house.services.model._lanes
     for lane in (lanes._short, lanes._bodies, lanes._long):
@@ -92,7 +92,7 @@ async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
     from tests.unit.coordinator_house import until
 
     tickets = house.dispatcher.tickets
-    with mock.patch("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3):
+    with mock.patch("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3):
         await until(lambda: _is_decoding(tickets), "a request is decoded", 600.0)
         first = next(worker for worker in house.workers if worker.role == "decode")
         await house.add("decode", changes={"kv_blocks": 10})
@@ -101,11 +101,11 @@ async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
-    "a handler fails": _fails("coordinator.served.ServedModel.counted"),
-    "a handler refuses": _fails("coordinator.served.ServedModel.counted", web.HTTPServiceUnavailable),
-    "no request gets an id": _fails("coordinator.guard._request_id"),
+    "a handler fails": _fails("coordinator.api.service.ServedModel.counted"),
+    "a handler refuses": _fails("coordinator.api.service.ServedModel.counted", web.HTTPServiceUnavailable),
+    "no request gets an id": _fails("coordinator.http.middleware._request_id"),
     "the second token cannot be written": _second_token_fails,
-    "no end can be written": _fails("coordinator.reply.Reply.done"),
+    "no end can be written": _fails("coordinator.http.reply.Reply.done"),
     "no memory for bodies": _no_memory_for_bodies,
     "full lanes": _full_lanes,
     "a slow queue": _slow_queue,

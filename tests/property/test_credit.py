@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import RequestId, TransferId
-from kvtransfer.credit import CreditBook
+from common.core.ids import RequestId, TransferId
+from kvtransfer.flow_control import CreditBook
 
 TOTAL, PEER, EACH = 1000, 600, 100
 

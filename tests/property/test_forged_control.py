@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from common import builtin
-from coordinator.fields import Json
-from coordinator.openai import parse_chat
-from coordinator.template import ChatTemplate
-from coordinator.text import TextModel
+from coordinator.api.fields import Json
+from coordinator.api.openai import parse_chat
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.tokenizer import TextModel
 from tests.tiny_tokenizers import CONTROL, KINDS, ORDINARY, UNMARKED
 
 CHATML = """

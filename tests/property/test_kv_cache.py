@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import CACHE, BlockId, Holder
+from common.core.errors import InvariantBroken, OutOfBlocks
+from common.core.ids import CACHE, BlockId, Holder
 from common.kv.cache import KvCache
 from common.kv.prefix import chain_root, extend_chain
 from common.kv.table import BlockTable

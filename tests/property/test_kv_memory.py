@@ -14,11 +14,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import BlockId
+from common.core.ids import BlockId
 from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
-from common.kv.memory import KvMemory
+from common.kv.storage.host import KvMemory
 from tests.fakes.system import needs_populate
 
 BLOCKS = 6

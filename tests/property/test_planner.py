@@ -15,12 +15,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from common.engine.planner import Planner
-from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import CACHE, BlockId, Holder, RequestId, pack_tokens, sequence_holder
+from common.core.errors import InvariantBroken, OutOfBlocks
+from common.core.ids import CACHE, BlockId, Holder, RequestId, pack_tokens, sequence_holder
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.sequence import Batch, Sequence, StepResult
+from common.engine.scheduler import Planner
 from common.kv.cache import BlockCopy, KvCache
-from common.request import FinishReason, Request, SamplingParams
-from common.sequence import Batch, Sequence, StepResult
 
 BLOCK_SIZE = 16
 VOCABULARY = 50

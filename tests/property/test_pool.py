@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.errors import InvariantBroken, OutOfBlocks
-from common.ids import CACHE, BlockId, Holder
+from common.core.errors import InvariantBroken, OutOfBlocks
+from common.core.ids import CACHE, BlockId, Holder
 from common.kv.pool import BlockPool
 
 HOLDERS = [Holder(f"seq:{name}/0/0") for name in "abc"] + [Holder("xfer:a/1")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import BlockId, pack_tokens
+from common.core.ids import BlockId, pack_tokens
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, Chain, PrefixIndex, chain_root, extend_chain
 

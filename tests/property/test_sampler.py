@@ -7,8 +7,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from common.core.request import SamplingParams
 from common.engine.sampler import SampleRow, sample, uniform
-from common.request import SamplingParams
 from tests.reference import Tolerance, log_softmax, misfit
 
 VOCABULARY = 40

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import RequestId, SequenceId, new_request_id, pack_tokens, unpack_tokens
-from common.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
-from common.request import FinishReason, Request, SamplingParams
-from common.sequence import Sequence
-from common.spans import SpanWriter, stop_id
-from common.wire import MAX_REPORT_BYTES, decode, encode
-from coordinator.lifecycle import Accepted, Life, State
+from common.core.ids import RequestId, SequenceId, new_request_id, pack_tokens, unpack_tokens
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.sequence import Sequence
+from common.net.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
+from common.net.wire import MAX_REPORT_BYTES, decode, encode
+from common.worker.token_spans import SpanWriter, stop_id
+from coordinator.requests.state import Accepted, Life, State
 
 LONGEST = 3 * MAX_SPANS
 

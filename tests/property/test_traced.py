@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.traced import Traced, join, origins, written
+from coordinator.text.traced import Traced, join, origins, written
 
 own, foreign = st.text("ab -%", max_size=6), st.text("xy\n", max_size=6)
 traced = st.lists(own.map(written) | foreign, max_size=5).map(join)

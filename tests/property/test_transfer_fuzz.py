@@ -16,13 +16,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName
+from common.core.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.messages import Peer
-from common.strikes import Strikes
-from common.wire import DIGEST_BYTES, seal
-from kvtransfer.credit import CreditBook
+from common.kv.storage.host import KvMemory
+from common.net.messages import Peer
+from common.net.peer_ban_list import Strikes
+from common.net.wire import DIGEST_BYTES, seal
+from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver

@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import RequestId, TransferId
+from common.core.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
-from common.messages import Accept, Ack, Commit
+from common.net.messages import Accept, Ack, Commit
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.plan import Outbox
 from kvtransfer.session import Limits, ReceiverSession, SenderSession, TransferState, Verdict

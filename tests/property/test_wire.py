@@ -24,12 +24,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import messages
-from common.channel import identity
-from common.errors import Damaged, WireError
-from common.ids import Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
+from common.core.errors import Damaged, WireError
+from common.core.ids import Incarnation, RequestId, TransferId, WorkerName, pack_tokens, unpack_tokens
+from common.core.request import Request, SamplingParams
 from common.kv.prefix import chain_root, extend_chain
-from common.messages import (
+from common.net import messages
+from common.net.messages import (
     MAX_HELD,
     MAX_KEYS,
     MAX_SPANS,
@@ -74,12 +74,12 @@ from common.messages import (
     Turned,
     Welcome,
 )
-from common.request import Request, SamplingParams
-from common.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode, seal
-from coordinator.openai import MAX_CHOICES, MAX_LOGPROBS
+from common.net.sockets import identity
+from common.net.wire import MAX_HANDOFF_BYTES, MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, decode, encode, seal
+from coordinator.api.openai import MAX_CHOICES, MAX_LOGPROBS
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.links.pull import signed
-from kvtransfer.proof import proof, proven
+from kvtransfer.peer_proof import proof, proven
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
 UNIONS = (FromWorker, ToHeart, ToWorker, ToDecode, ToPrefill)

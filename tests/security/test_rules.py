@@ -50,11 +50,11 @@ def test_nothing_of_the_product_is_used_from_inside(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import common", "import deploy.cli as cli", "from deploy import cli",
-        "def f():\n    from common.wire import x",
+        "import common", "import deploy.cli.main as cli", "from deploy import cli",
+        "def f():\n    from common.net.wire import x",
         "from tests.e2e.test_cluster import own_address", "import tests.models", "from tests import golden",
         "from tests.e2e import test_cluster", "import tests", "import importlib", "from runpy import run_module",
-        "CODE = 'import os\\nfrom deploy import cli'", "words = ['-m', 'deploy.cli']", "x = f'{y}: decode.worker'",
+        "CODE = 'import os\\nfrom deploy import cli'", "words = ['-m', 'deploy.cli']", "x = f'{y}: decode.role'",
     ],
 )  # fmt: skip
 def test_the_rule_can_fail(source: str) -> None:

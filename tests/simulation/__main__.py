@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from common.wire import DIGEST_BYTES
+from common.net.wire import DIGEST_BYTES
 from tests.golden import histories
 from tests.golden.store import Digest
 from tests.simulation.mutations import MUTATIONS, brought_back

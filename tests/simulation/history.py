@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from common.request import SamplingParams
+from common.core.request import SamplingParams
 from tests.simulation.liveness import COORDINATOR, DYING_S, NOISE_S, NOTICED_S, Patience, Strike, absent, unjustified
 from tests.simulation.network import Line
 from tests.simulation.system import LONGEST_HOLD_S, Broken, SimulatedClient, SimulatedWorker, System

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coordinator.lifecycle import MAX_CRASHES, MAX_RETRIES
+from coordinator.requests.state import MAX_CRASHES, MAX_RETRIES
 
 COORDINATOR = "coordinator"
 SHORT_S = 0.4

@@ -15,25 +15,26 @@ from unittest import mock
 
 import msgspec
 
-from common.engine.planner import Planner
-from common.ids import TransferId
+from common.core.ids import TransferId
+from common.core.timeouts import FailureTimes
+from common.engine.scheduler import Planner
 from common.kv.cache import KvCache
-from common.membership import Membership
-from common.messages import Commit
-from common.times import FailureTimes
-from common.worker import Worker
-from coordinator import gateway, router
-from coordinator.breakers import Breakers
-from coordinator.dispatch import Dispatcher
-from coordinator.lifecycle import Accepted, Gap, Life
-from coordinator.limits import RetryBudget
-from coordinator.refusals import quarantined
-from coordinator.registry import Registry
-from coordinator.registry import Worker as Member
-from coordinator.router import Need, Router
-from coordinator.ticket import Ticket
+from common.net.messages import Commit
+from common.worker.loop import Worker
+from common.worker.membership import Membership
+from coordinator.cluster import gateway
+from coordinator.cluster.registry import Registry
+from coordinator.cluster.registry import Worker as Member
+from coordinator.requests.admission import RetryBudget
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.errors import quarantined
+from coordinator.requests.record import Ticket
+from coordinator.requests.state import Accepted, Gap, Life
+from coordinator.routing import router
+from coordinator.routing.breakers import Breakers
+from coordinator.routing.router import Need, Router
 from decode.reservations import Reservations
-from decode.worker import DecodeWorker
+from decode.role import DecodeWorker
 from kvtransfer.links import base, pull
 from kvtransfer.session import ReceiverSession, SenderSession, TransferState
 

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.channel import BEAT_SUFFIX, Channels, receive
-from common.handshake import EVENT, Handshakes
-from common.messages import Message, ToHeart, Tokens
-from common.wire import DIGEST_BYTES, encode
+from common.net.messages import Message, ToHeart, Tokens
+from common.net.socket_monitor import EVENT, Handshakes
+from common.net.sockets import BEAT_SUFFIX, Channels, receive
+from common.net.wire import DIGEST_BYTES, encode
 from tests.simulation.clock import Clock, Process
 
 RECONNECT_S = 0.05

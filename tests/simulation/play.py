@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from common import ids
-from coordinator import dispatch
+from common.core import ids
+from coordinator.requests import dispatcher
 from kvtransfer.links import shm
 from tests.simulation import network
 from tests.simulation.history import History
@@ -158,7 +158,7 @@ def _chance(rng: Random) -> Iterator[None]:
     """Ids come from the seed too, and the secrets of hand-offs are the same in every history."""
     source = SimpleNamespace(token_bytes=rng.randbytes, token_hex=lambda n: rng.randbytes(n).hex())
     tokens = SimpleNamespace(token_bytes=Random(0).randbytes)  # compared, never looked at
-    with mock.patch.object(ids, "secrets", source), mock.patch.object(dispatch, "secrets", tokens):
+    with mock.patch.object(ids, "secrets", source), mock.patch.object(dispatcher, "secrets", tokens):
         yield
 
 

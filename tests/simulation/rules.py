@@ -7,16 +7,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.ids import RequestId
-from common.messages import Failed, Tokens
-from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Alone, Pair
-from coordinator.dispatch import Dispatcher
-from coordinator.gateway import Loss
-from coordinator.lifecycle import State
-from coordinator.limits import MIN_RETRIES, RETRY_SHARE
-from coordinator.registry import Worker
-from coordinator.router import Placement
-from coordinator.ticket import Ticket
+from common.core.ids import RequestId
+from common.net.messages import Failed, Tokens
+from coordinator.cluster.gateway import Loss
+from coordinator.cluster.registry import Worker
+from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.record import Ticket
+from coordinator.requests.state import State
+from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Alone, Pair
+from coordinator.routing.router import Placement
 from tests.simulation.liveness import Attempt, Record
 
 

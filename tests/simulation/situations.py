@@ -10,13 +10,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from common.ids import TransferId
-from common.messages import Role
-from common.request import SamplingParams
-from common.sequence import Batch
-from coordinator.dispatch import WORKERLESS_WAIT_S
-from coordinator.lifecycle import MAX_CRASHES, State
-from coordinator.router import FAILED_PAIRS, Need
+from common.core.ids import TransferId
+from common.core.request import SamplingParams
+from common.core.sequence import Batch
+from common.net.messages import Role
+from coordinator.requests.dispatcher import WORKERLESS_WAIT_S
+from coordinator.requests.state import MAX_CRASHES, State
+from coordinator.routing.router import FAILED_PAIRS, Need
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
 from tests.simulation.liveness import (

@@ -12,29 +12,29 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.errors import RequestError
-from common.ids import Incarnation, RequestId, WorkerName, pack_tokens
+from common.core.errors import RequestError
+from common.core.ids import Incarnation, RequestId, WorkerName, pack_tokens
+from common.core.request import FinishReason, SamplingParams
+from common.core.sequence import Batch, Sequence, StepResult
 from common.kv.convert import Bytes
 from common.kv.layout import KvDtype
-from common.kv.memory import BlockArray, Table
 from common.kv.pool import BlockPool
 from common.kv.prefix import chain_root, extend_chain
-from common.membership import Snapshot
-from common.messages import PROTOCOL, Hello, Logprobs, Role
-from common.request import FinishReason, SamplingParams
-from common.sequence import Batch, Sequence, StepResult
-from common.wire import DIGEST_BYTES
-from common.worker import Worker, WorkerSettings
-from coordinator.breakers import BreakerState
-from coordinator.gateway import Gateway
-from coordinator.limits import Admission
+from common.kv.storage.host import BlockArray, Table
+from common.net.messages import PROTOCOL, Hello, Logprobs, Role
+from common.net.wire import DIGEST_BYTES
+from common.worker.loop import Worker, WorkerSettings
+from common.worker.membership import Snapshot
+from coordinator.cluster.gateway import Gateway
+from coordinator.cluster.registry import Registry
 from coordinator.metrics import Metrics
-from coordinator.registry import Registry
-from coordinator.router import HORIZON_TOKENS, Need, NoPrefillPolicy, Router
-from coordinator.ticket import Ticket
-from decode.worker import DecodeWorker
+from coordinator.requests.admission import Admission
+from coordinator.requests.record import Ticket
+from coordinator.routing.breakers import BreakerState
+from coordinator.routing.router import HORIZON_TOKENS, Need, NoPrefillPolicy, Router
+from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
-from prefill.worker import PrefillWorker
+from prefill.role import PrefillWorker
 from tests.fakes.oracle import LAYERS, OracleEngine, oracle_stream
 from tests.simulation.clock import Clock, Event, Loop, Process
 from tests.simulation.liveness import COORDINATOR, SHORT_S, Pause, Record, Strike

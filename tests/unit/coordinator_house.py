@@ -16,11 +16,11 @@ from typing import Any
 import aiohttp
 import jsonschema
 
-from common.config import CoordinatorConfig
-from common.messages import Role
+from common.config.commands import CoordinatorConfig
+from common.net.messages import Role
 from coordinator.app import SERVICES, create_app
-from coordinator.dispatch import Dispatcher
-from coordinator.http import Services, serving
+from coordinator.http.routes import Services, serving
+from coordinator.requests.dispatcher import Dispatcher
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.channel import BoundedSocket
+from common.net.sockets import BoundedSocket
 
 
 def many(parts: int) -> list[bytes]:

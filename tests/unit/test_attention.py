@@ -10,18 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import native
 from common.attention import cpu
 from common.attention.cpu import CpuAttention
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.native import NativeAttention
-from common.attention.select import select_backend
-from common.attention.torch_ref import TorchReference, attend_one
-from common.errors import StartError
+from common.attention.registry import select_backend
+from common.attention.torch_reference import TorchReference, attend_one
+from common.core.errors import StartError
+from common.kernels import cpu as native
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.kv.store import KvStore
+from common.kv.storage.host import KvMemory
+from common.kv.storage.tensors import KvStore
 
 BLOCK = 16
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.config import UpConfig
-from coordinator.backlog import DEEP_STEPS, SHALLOW_STEPS, Backlog
-from deploy import up
-from deploy.screen import Lines
+from common.config.commands import UpConfig
+from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, Backlog
+from deploy.launcher import supervisor as up
+from deploy.launcher.screen import Lines
 from tests.unit.test_router import house
 
 

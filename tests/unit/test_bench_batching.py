@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import batching
-from bench.batching import LONGEST, longest_answer, mixed, static_batches
-from bench.client import Record
-from bench.load import Run
-from bench.workloads import Ask
-from common.errors import StartError
-from deploy import cli
+from bench.commands import batching
+from bench.commands.batching import LONGEST, longest_answer, mixed, static_batches
+from bench.load.client import Record
+from bench.load.run import Run
+from bench.load.workloads import Ask
+from common.core.errors import StartError
+from deploy.cli import main as cli
 
 
 def test_the_mix_has_the_mean_asked_for() -> None:

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import compare
-from bench.asking import Prepared
-from bench.client import Record, Target
-from bench.compare import OTHER, Outcome, Terms, best, busy_shares, table, verdict
-from bench.load import Run
-from bench.metrics import Objective, summarise
-from bench.systems import counts, pools, usual_systems
-from bench.tokens import FileTokenizer
-from bench.workloads import Ask
+from bench.commands import compare
+from bench.commands.compare import OTHER, Outcome, Terms, best, busy_shares, table, verdict
+from bench.load.client import Record, Target
+from bench.load.metrics import Objective, summarise
+from bench.load.run import Run
+from bench.load.setup import Prepared
+from bench.load.systems import counts, pools, usual_systems
+from bench.load.tokens import FileTokenizer
+from bench.load.workloads import Ask
 from common import builtin
-from common.config import BenchCompareConfig
-from common.errors import StartError
-from deploy import cli
+from common.config.commands import BenchCompareConfig
+from common.core.errors import StartError
+from deploy.cli import main as cli
 from tests.leaked_keys import new_key
 
 KEY = new_key()

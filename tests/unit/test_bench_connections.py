@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from bench.client import Record, Target
-from bench.connections import _Connection
-from bench.load import run_load
-from bench.serve import show_remarks
-from bench.workloads import Ask
+from bench.commands.serve import show_remarks
+from bench.load.client import Record, Target
+from bench.load.connections import _Connection
+from bench.load.run import run_load
+from bench.load.workloads import Ask
 
 STREAM = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\ndata: [DONE]\n\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM), STREAM)

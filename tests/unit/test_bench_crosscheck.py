@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import crosscheck
+from bench.micro import crosscheck
 
 MOMENTS = [[0.1, 0.2, 0.4], [0.3, 0.4, 0.6]]
 """When each request's tokens were written, in seconds after it came."""

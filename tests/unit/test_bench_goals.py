@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import results
-from bench.client import Record
-from bench.cost import CostModel
+from bench.commands.goodput import Point, highest
 from bench.goals import __main__ as command
 from bench.goals import engine, field, handoff, mocks, serving
 from bench.goals.coordinator import added_ms
@@ -36,14 +34,16 @@ from bench.goals.field import (
 )
 from bench.goals.figures import Row, Target, against, as_json, of_json, ratios, table
 from bench.goals.turns import Turn
-from bench.goodput import Point, highest
-from bench.load import Run
+from bench.load import results
+from bench.load.client import Record
+from bench.load.run import Run
+from bench.load.workloads import Ask
 from bench.peers import vllm
-from bench.workloads import Ask
-from common.errors import StartError
-from common.ids import new_request_id, pack_tokens, unpack_tokens
-from common.request import FinishReason, Request, SamplingParams
-from common.spans import SpanWriter
+from bench.simulate.cost import CostModel
+from common.core.errors import StartError
+from common.core.ids import new_request_id, pack_tokens, unpack_tokens
+from common.core.request import FinishReason, Request, SamplingParams
+from common.worker.token_spans import SpanWriter
 
 SOME = Path("somewhere")
 COST = CostModel(((0, 0.0), (64, 0.064)), 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.goodput import NEAR, Goodput, Point, highest, next_rate, remarks
-from common.config import BenchGoodputConfig
-from deploy import cli
+from bench.commands.goodput import NEAR, Goodput, Point, highest, next_rate, remarks
+from common.config.commands import BenchGoodputConfig
+from deploy.cli import main as cli
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import kernels, roofline
-from bench.kernels import Heads, attend
-from bench.roofline import LLAMA_82M, Shape, product, read_rates, shapes
-from common import native
-from common.config import BenchKernelsConfig, BenchRooflineConfig
-from common.errors import StartError
+from bench.commands import kernels, roofline
+from bench.commands.kernels import Heads, attend
+from bench.commands.roofline import LLAMA_82M, Shape, product, read_rates, shapes
+from common.config.commands import BenchKernelsConfig, BenchRooflineConfig
+from common.core.errors import StartError
+from common.kernels import cpu
 
-library = native.library()
+library = cpu.library()
 
 
 def timed(work: Callable[[], object], rounds: int = 5) -> float:
@@ -148,7 +148,7 @@ def test_whole_float32_weights_are_judged_too(tiles: bool, monkeypatch: pytest.M
         ways = {"torch": 1.0, "native": 0.4} if int8 else {"torch": 1.0, "native": 1.1, roofline.HALVES: 0.4}
         return roofline.Product("float32", rows, 2.5e9 * rows, 0.5e9, list(ways)[-1], ways, int8)
 
-    monkeypatch.setattr(native, "library", Library)
+    monkeypatch.setattr(cpu, "library", Library)
     monkeypatch.setattr(kernels, "product", linear)
     monkeypatch.setattr(kernels, "attend", lambda *_: kernels.Attended(1, 128, 1000, {"native": 0.1, "cpu": 1.0}, 1e6))
     monkeypatch.setattr(kernels, "read_rates", lambda: {512: 1e15})

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import load
-from bench.arrivals import Ramp, arrivals
-from bench.asking import times
-from bench.client import Events, Record, Target
-from bench.load import Run
-from bench.metrics import QUEUED, Objective, as_json, parse_objectives, rows, summarise
-from bench.workloads import (
+from bench.load import run as load
+from bench.load.arrivals import Ramp, arrivals
+from bench.load.client import Events, Record, Target
+from bench.load.metrics import QUEUED, Objective, as_json, parse_objectives, rows, summarise
+from bench.load.run import Run
+from bench.load.setup import times
+from bench.load.workloads import (
     Ask,
     azure_asks,
     mooncake_asks,
@@ -29,10 +29,10 @@ from bench.workloads import (
     sharegpt_asks,
     within,
 )
-from common.config import BenchServeConfig
-from common.errors import StartError
-from common.threads import may_be_real_time
-from deploy import cli
+from common.config.commands import BenchServeConfig
+from common.core.errors import StartError
+from common.platform.threads import may_be_real_time
+from deploy.cli import main as cli
 
 IDS = list(range(100, 400))
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"

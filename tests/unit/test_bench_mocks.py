@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bench.goals.mocks import MockWorker, hello_of
-from common.messages import Role
-from coordinator.registry import Worker
+from common.net.messages import Role
+from coordinator.cluster.registry import Worker
 from tests.chaos.house import state_of
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled

@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from bench import neighbours
+from bench.load import neighbours
 
 BEFORE = """cpu  9 0 9 99 9 0 0 0 0 0
 cpu0 10 0 5 100 2 0 0 0 0 0

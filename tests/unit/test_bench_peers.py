@@ -16,11 +16,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from bench.load.processes import started
 from bench.peers import vllm
 from bench.peers.install import renamed, wanted
 from bench.peers.proxy import Proxy
-from bench.processes import started
-from common.errors import StartError
+from common.core.errors import StartError
 from tests.pace import scaled
 
 METADATA = """Metadata-Version: 2.4
@@ -228,7 +228,7 @@ def test_a_peer_that_is_halted_ends_with_whoever_measures_it(tmp_path: Path) -> 
     told = tmp_path / "pids"
     measuring = f"""
 import os, pathlib, signal, sys
-from bench.processes import started
+from bench.load.processes import started
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with started("a family", [sys.executable, "-c", {_FAMILY!r}]) as process:
     child = process.wait(lambda: process.said().split()[1] if "\\n" in process.said() else None, 30, "")

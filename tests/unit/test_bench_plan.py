@@ -11,22 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import cost as costs
-from bench import plan, results
-from bench.asking import times, workload
-from bench.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
-from bench.load import Run
-from bench.tokens import FileTokenizer
-from bench.workloads import Ask, random_asks, relabelled
-from bench.world import Limits, World
-from common import builtin, device
-from common.checkpoint import open_checkpoint
-from common.config import BenchCompareConfig, BenchPlanConfig
-from common.errors import StartError
-from common.ids import BlockId, new_request_id, pack_tokens
-from common.request import Request, SamplingParams
-from common.sequence import Batch, Segment, Sequence
-from deploy import cli
+from bench.commands import plan
+from bench.load import results
+from bench.load.run import Run
+from bench.load.setup import times, workload
+from bench.load.tokens import FileTokenizer
+from bench.load.workloads import Ask, random_asks, relabelled
+from bench.simulate import cost as costs
+from bench.simulate.cost import CostModel, fit, hats, load_costs, machines_differ, shape, source
+from bench.simulate.world import Limits, World
+from common import builtin
+from common.checkpoint.files import open_checkpoint
+from common.config.commands import BenchCompareConfig, BenchPlanConfig
+from common.core.errors import StartError
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Batch, Segment, Sequence
+from common.platform import device
+from deploy.cli import main as cli
 from tests.fakes.checkpoint import fake_checkpoint
 
 COST = CostModel(

@@ -18,17 +18,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from bench import results
-from bench.asking import prepare
-from bench.client import Record, Target
-from bench.load import run_load
-from bench.mock import MockServer, Script
-from bench.results import provenance
-from bench.serve import show_remarks
-from bench.workloads import Ask
-from common.config import BenchServeConfig
-from common.errors import StartError
-from deploy import cli
+from bench.commands.serve import show_remarks
+from bench.load import results
+from bench.load.client import Record, Target
+from bench.load.mock_server import MockServer, Script
+from bench.load.results import provenance
+from bench.load.run import run_load
+from bench.load.setup import prepare
+from bench.load.workloads import Ask
+from common.config.commands import BenchServeConfig
+from common.core.errors import StartError
+from deploy.cli import main as cli
 from tests.leaked_keys import new_key
 from tests.unit.test_cli import assert_refused, tandem
 

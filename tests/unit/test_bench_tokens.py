@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.tokens import PIECE_CHARACTERS, ServerTokenizer, ordinary_ids, pieces
-from common.client import Refused
+from bench.load.tokens import PIECE_CHARACTERS, ServerTokenizer, ordinary_ids, pieces
+from common.net.http_client import Refused
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import Incarnation, RequestId
-from coordinator.breakers import (
+from common.core.ids import Incarnation, RequestId
+from coordinator.routing.breakers import (
     FAILURES,
     FIRST_COOL_DOWN_S,
     LONGEST_COOL_DOWN_S,

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from bench.evaluate import GOLDEN, read_golden
-from common.builtin import checks, corpus, path
-from common.builtin.checks import Answer, check
-from common.builtin.corpus.arithmetic import addition, subtraction
-from common.builtin.corpus.items import Item
+from bench.builtin_model import corpus
+from bench.builtin_model.corpus.arithmetic import addition, subtraction
+from bench.builtin_model.corpus.items import Item
+from bench.eval import checks
+from bench.eval.checks import Answer, check
+from bench.eval.evaluate import GOLDEN, read_golden
+from common.builtin import path
 
 ROUNDS = 300
 
@@ -205,7 +207,7 @@ LISTED = '{"name": "get_time", "description": "A clock", "parameters": {"type": 
 
 @pytest.fixture(scope="module")
 def render() -> Any:
-    from coordinator.template import ChatTemplate
+    from coordinator.text.chat_template import ChatTemplate
 
     source = Path(path() / "chat_template.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|end|>"})
@@ -258,7 +260,7 @@ def test_an_unknown_role_is_refused(render: Any) -> None:
 
 
 def test_training_and_serving_render_alike(render: Any, tokenizer: Tokenizer) -> None:
-    from common.builtin.training.tokenizer import Encoder
+    from bench.builtin_model.training.tokenizer import Encoder
 
     encoder, rng = Encoder(tokenizer), Random(8)
     for item in (corpus.SKILLS[skill](rng) for skill in corpus.SKILLS for _ in range(5)):
@@ -268,7 +270,7 @@ def test_training_and_serving_render_alike(render: Any, tokenizer: Tokenizer) ->
 
 
 def test_only_what_the_assistant_says_is_learnt(tokenizer: Tokenizer) -> None:
-    from common.builtin.training.tokenizer import Encoder
+    from bench.builtin_model.training.tokenizer import Encoder
 
     item = corpus.SKILLS["arithmetic"](Random(9))
     ids, spoken = Encoder(tokenizer).example(corpus.Conversation(item.messages))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from bench.builtin_model.corpus import LATER_SHARES, SHARES, Conversation, conversation, golden
+from bench.builtin_model.training import data, export, figures, plot
+from bench.builtin_model.training.data import Batches
+from bench.builtin_model.training.recipe import DRAFT, MODEL, Recipe
+from bench.builtin_model.training.tokenizer import Encoder
+from bench.builtin_model.training.train import train
 from common.builtin import path
-from common.builtin.corpus import LATER_SHARES, SHARES, Conversation, conversation, golden
-from common.builtin.training import data, export, figures, plot
-from common.builtin.training.data import Batches
-from common.builtin.training.recipe import DRAFT, MODEL, Recipe
-from common.builtin.training.tokenizer import Encoder
-from common.builtin.training.train import train
 
 TINY = Recipe(hidden=32, layers=1, heads=2, kv_heads=1, ffn=48, steps=6, batch_tokens=512, piece_tokens=512, seed=3)
 

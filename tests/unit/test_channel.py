@@ -17,8 +17,12 @@ from typing import Any
 import pytest
 import zmq
 
-from common import channel, keys
-from common.channel import (
+from common.core.errors import StartError, WireError
+from common.net import keys
+from common.net import sockets as channel
+from common.net.keys import PARTIES, Party
+from common.net.messages import Ask, ToHeart
+from common.net.sockets import (
     DROPPED_PARTS,
     KV_HIGH_WATER_MESSAGES,
     MAX_FRAME_BYTES,
@@ -30,10 +34,7 @@ from common.channel import (
     nearby,
     send,
 )
-from common.errors import StartError, WireError
-from common.keys import PARTIES, Party
-from common.messages import Ask, ToHeart
-from common.wire import decode
+from common.net.wire import decode
 from tests.leaked_keys import keygen
 from tests.unit.parts import counted, many
 
@@ -145,8 +146,8 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
 
 _A_HEART = """
 import sys
-from common.channel import Channels
-from common.messages import Ask
+from common.net.sockets import Channels
+from common.net.messages import Ask
 heart = Channels().heart(sys.argv[1], b"heart", 0.05, Ask)
 for _ in sys.stdin:
     print(heart.stood_still_s(), flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.wire import seal
+from common.net.wire import seal
 from kvtransfer.frames import MAGIC
 from tests.chaos.proxy import Action, Parts, Proxy, Rule, _Parser, framed, is_a, is_frame
 from tests.pace import scaled

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
-from common.errors import StartError
+from common.checkpoint.files import Checkpoint, open_checkpoint, refuse_unsupported
+from common.core.errors import StartError
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout, LayerLayout
 
@@ -117,7 +117,9 @@ def test_refusals_say_why(config: dict[str, object], word: str) -> None:
 
 def test_opening_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
     code = (
-        "import sys; from common.checkpoint import open_checkpoint; from common.device import probe, kv_budget\n"
+        "import sys\n"
+        "from common.checkpoint.files import open_checkpoint\n"
+        "from common.platform.device import probe, kv_budget\n"
         f"open_checkpoint({str(checkpoint('llama'))!r}); probe(); kv_budget(2)\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )

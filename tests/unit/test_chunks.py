@@ -7,10 +7,10 @@ from collections.abc import Callable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.ids import new_request_id, pack_tokens
-from common.request import Request, SamplingParams
-from common.sequence import Batch, Segment, Sequence
-from decode.chunks import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, STALE_STEPS, TIMES, Chunks
+from common.core.ids import new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Batch, Segment, Sequence
+from decode.chunk_budget import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, STALE_STEPS, TIMES, Chunks
 
 Seconds = Callable[[int, int], float]
 """Of a step with so many streams and tokens of prompts."""

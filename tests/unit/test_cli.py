@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, plan
-from common import client
-from common.errors import StartError
-from deploy import cli
+from bench.commands import compare, plan
+from common.core.errors import StartError
+from common.net import http_client
+from deploy.cli import main as cli
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.leaked_keys import new_key
 from tests.pace import scaled
@@ -70,7 +70,7 @@ def encoder_decoder(tmp_path: Path) -> Path:
 
 def test_help_is_light_and_quick() -> None:
     program = (
-        "import sys; from deploy import cli\n"
+        "import sys; from deploy.cli import main as cli\n"
         "try: cli.main(['up', '--help'])\n"
         "except SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
@@ -186,7 +186,7 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(role: str, imported: float,
 def test_who_interrupts_a_measurement_is_told_that_it_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench import roofline
+    from bench.commands import roofline
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -285,7 +285,7 @@ def test_what_listens_and_says_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a port of workers does: the first page that is wanted is one that takes a server no time."""
-    monkeypatch.setattr(client, "PAGE_S", 0.1)
+    monkeypatch.setattr(http_client, "PAGE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert cli.main(["chat", "hello", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
     assert "cannot reach" in (error := capsys.readouterr().err) and "timed out" in error

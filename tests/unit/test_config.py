@@ -17,9 +17,7 @@ import pytest
 from aiohttp.client_exceptions import ClientConnectorError
 from aiohttp.client_reqrep import ConnectionKey
 
-from common import keys
-from common.channel import is_local
-from common.config import (
+from common.config.commands import (
     CONFIGS,
     BenchCompareConfig,
     ChatConfig,
@@ -28,10 +26,12 @@ from common.config import (
     WorkerConfig,
     load_config,
 )
-from common.errors import StartError, reason
-from common.hosts import is_loopback, parse_address
-from common.ids import WorkerName
-from common.options import Loaded, Parser, add_options, options, parse_cpus, parse_number, show
+from common.config.options import Loaded, Parser, add_options, options, parse_cpus, parse_number, show
+from common.core.errors import StartError, reason
+from common.core.ids import WorkerName
+from common.net import keys
+from common.net.hosts import is_loopback, parse_address
+from common.net.sockets import is_local
 from tests.leaked_keys import new_key
 from tests.pace import scaled
 
@@ -247,7 +247,7 @@ def test_a_pipe_without_a_writer_is_waited_for_with_a_word(
 ) -> None:
     key, pipe, said = new_key(), tmp_path / "pipe", ""
     os.mkfifo(pipe, 0o600)
-    monkeypatch.setattr("common.secret_files.NOTICE_S", 0.1)
+    monkeypatch.setattr("common.platform.secret_files.NOTICE_S", 0.1)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(up, "--api-key-file", str(pipe))
         until = time.monotonic() + scaled(5)
@@ -257,7 +257,7 @@ def test_a_pipe_without_a_writer_is_waited_for_with_a_word(
         pipe.write_text(key)
     assert said == f"waiting for a writer to {pipe}, which is a pipe\n"
     assert reading.result().config.api_keys() == (key,)
-    monkeypatch.setattr("common.secret_files.NOTICE_S", 60.0)
+    monkeypatch.setattr("common.platform.secret_files.NOTICE_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(up, "--api-key-file", str(pipe))
         pipe.write_text(key)

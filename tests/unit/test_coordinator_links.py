@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.ids import Incarnation
-from common.messages import Measured
-from coordinator.links import LATENCY_TOKENS, MAX_PEERS, Links, Trial
-from coordinator.registry import Registry, Worker
+from common.core.ids import Incarnation
+from common.net.messages import Measured
+from coordinator.cluster.link_stats import LATENCY_TOKENS, MAX_PEERS, Links, Trial
+from coordinator.cluster.registry import Registry, Worker
 from tests.unit.test_registry import join
 
 

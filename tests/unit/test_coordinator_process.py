@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from common.config import CoordinatorConfig
-from common.errors import StartError
+from common.config.commands import CoordinatorConfig
+from common.core.errors import StartError
 from coordinator.app import run
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.fakes.worker import FakeWorker
@@ -26,7 +26,7 @@ from tests.fakes.worker import FakeWorker
 ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import json, sys
-from common.config import CoordinatorConfig
+from common.config.commands import CoordinatorConfig
 from coordinator.app import run
 
 def ready(url, address):
@@ -61,7 +61,7 @@ def coordinator(model: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[
 
 
 def fingerprint(model: Path) -> str:
-    from common.checkpoint import open_checkpoint
+    from common.checkpoint.files import open_checkpoint
 
     return open_checkpoint(str(model)).fingerprint
 

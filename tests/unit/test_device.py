@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common import device
-from common.device import GIB, Device, choose_dtype, kv_budget
+from common.platform import device
+from common.platform.device import GIB, Device, choose_dtype, kv_budget
 
 
 def machine(*, kind: str = "cpu", bf16: bool = True, fp16: bool = False) -> Device:
@@ -79,7 +79,7 @@ def test_a_control_group_limits_free_memory(tmp_path: Path) -> None:
 def test_a_worker_is_pinned_with_its_threads() -> None:
     core = min(os.sched_getaffinity(0))
     code = (
-        "import os, torch; from common.device import pin\n"
+        "import os, torch; from common.platform.device import pin\n"
         f"assert pin([{core}]) == 1 and os.sched_getaffinity(0) == {{{core}}} and torch.get_num_threads() == 1\n"
         "assert pin(threads=2) == 2 and torch.get_num_threads() == 2 and 0 < int(os.environ['GOMP_SPINCOUNT']) < 10000"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
+from common.core.sequence import Batch, Segment
 from common.engine.runner import Engine, load_engine, sequence_of
 from common.kv.cache import BlockCopy
-from common.sequence import Batch, Segment
 from tests.models import KINDS, SERVED
 from tests.reference import Reference
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
+from common.core.errors import StartError
+from common.core.ids import BlockId, new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Batch, Segment, Sequence
 from common.engine.runner import Engine, load_engine, sequence_of
-from common.errors import StartError
-from common.ids import BlockId, new_request_id, pack_tokens
 from common.model.load import detach_from_files
-from common.request import Request, SamplingParams
-from common.sequence import Batch, Segment, Sequence
 from tests.reference import Reference, greedy
 
 

@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench import evaluate as module
-from bench.evaluate import GOLDEN, Report, comparable, drops, evaluate, read_golden, table
-from common.errors import StartError
-from deploy import cli
+from bench.eval import evaluate as module
+from bench.eval.evaluate import GOLDEN, Report, comparable, drops, evaluate, read_golden, table
+from common.core.errors import StartError
+from deploy.cli import main as cli
 
 Serve = Callable[[Callable[[dict[str, Any]], dict[str, Any]]], Any]
 

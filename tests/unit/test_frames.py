@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import xxhash
 
-from common.errors import Damaged, WireError
-from common.ids import RequestId, TransferId
+from common.core.errors import Damaged, WireError
+from common.core.ids import RequestId, TransferId
 from kvtransfer.frames import HEADER_BYTES, FrameHeader, Rectangle
 
 HEADER = FrameHeader(TransferId(RequestId(bytes(range(16))), 3), 7, Rectangle(0, 2, 16, 48), 4096, 0xDEADBEEF)

@@ -16,10 +16,8 @@ import msgspec
 import pytest
 import zmq
 
-from common.channel import Channels, bind_router, send
-from common.errors import WireError
-from common.finished import KEPT_S
-from common.ids import (
+from common.core.errors import WireError
+from common.core.ids import (
     Incarnation,
     RequestId,
     TransferId,
@@ -29,9 +27,10 @@ from common.ids import (
     pack_transfers,
     unpack_tokens,
 )
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.sequence import Batch, StepResult
 from common.kv.layout import ELEMENT_BYTES, KvDtype
-from common.membership import Membership
-from common.messages import (
+from common.net.messages import (
     PROTOCOL,
     Abort,
     Cached,
@@ -54,14 +53,15 @@ from common.messages import (
     Tokens,
     Welcome,
 )
-from common.request import FinishReason, Request, SamplingParams
-from common.sequence import Batch, StepResult
-from common.wire import decode, seal
-from common.worker import PUBLISH_S, Worker, WorkerSettings
-from decode.worker import BUDGET_S, BUDGET_SHARE, MOST_BUDGET_SHARE, DecodeWorker
+from common.net.sockets import Channels, bind_router, send
+from common.net.wire import decode, seal
+from common.worker.loop import PUBLISH_S, Worker, WorkerSettings
+from common.worker.membership import Membership
+from common.worker.output_history import KEPT_S
+from decode.role import BUDGET_S, BUDGET_SHARE, MOST_BUDGET_SHARE, DecodeWorker
 from kvtransfer.links.faulty import FaultRates, FaultyChannels
 from kvtransfer.session import Limits
-from prefill.worker import PrefillWorker
+from prefill.role import PrefillWorker
 from tests.fakes.oracle import OracleEngine, oracle_stream
 from tests.pace import scaled
 
@@ -567,13 +567,13 @@ def test_frames_without_end_do_not_keep_a_worker_from_its_control_messages(
     pair: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops when its time for moving KV is over, and comes back at once: no message will come that wakes it."""
-    monkeypatch.setattr("prefill.worker.BUDGET_S", 0.0)
+    monkeypatch.setattr("prefill.role.BUDGET_S", 0.0)
     prefill = pair.workers["prefill-0"]
     for name, other in (("decode-1", "prefill-0"), ("prefill-0", "decode-1")):
         pair.tell(name, Measure(RequestId(b"measure the link"), 0, pair.peer(other), 100))
     pair.until(prefill.more_to_move)
     assert prefill.turn() == 0.0
-    monkeypatch.setattr("prefill.worker.BUDGET_S", 1.0)
+    monkeypatch.setattr("prefill.role.BUDGET_S", 1.0)
     pair.until(lambda: pair.measured)
     pair.until(pair.quiet)
     assert not prefill.more_to_move() and prefill.turn() > 0
@@ -654,7 +654,7 @@ def test_a_trial_too_large_for_the_pool_is_not_made(pair: Bench) -> None:
 
 
 def test_a_trial_that_only_one_side_has_room_for_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.TRIAL_S", 0.2)
+    monkeypatch.setattr("common.worker.loop.TRIAL_S", 0.2)
     prefill, _ = bench.add("prefill", OracleEngine(64)), bench.add("decode", OracleEngine(4))
     bench.tell("decode-1", Measure(RequestId(b"measure one side"), 0, bench.peer("prefill-0"), 500))
     bench.tell("prefill-0", Measure(RequestId(b"measure one side"), 0, bench.peer("decode-1"), 500))
@@ -729,7 +729,7 @@ def test_a_second_signal_stops_what_would_go_on(bench: Bench, role: str) -> None
 def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.MAX_KEYS", 3)
+    monkeypatch.setattr("common.worker.loop.MAX_KEYS", 3)
     worker = bench.add("colocated", OracleEngine(64))
     request = make_request(16 * 7, 1)
     bench.tell("colocated-0", Generate(request, 1))
@@ -743,7 +743,7 @@ def test_all_cached_prefixes_are_announced_in_messages_that_are_taken(
 def test_more_requests_than_a_heartbeat_can_tell_of_are_turned_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.MAX_HELD", 2)
+    monkeypatch.setattr("common.worker.loop.MAX_HELD", 2)
     bench.add("colocated", OracleEngine(64))
     requests = [make_request(20, 30) for _ in range(3)]
     for request in requests:
@@ -837,7 +837,7 @@ def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> Non
 
 def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """When that was lost nobody has said how long anything may be held without a word."""
-    monkeypatch.setattr("common.membership.KNOCK_S", 0.2)
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.2)
     bench.lost_welcomes = 1
     worker = bench.add("decode", OracleEngine(512))
     request = make_request(40, 4)
@@ -927,7 +927,7 @@ def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench
 def test_a_worker_without_work_says_that_its_coordinator_is_silent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("common.worker.LONELY_S", 0.2)
+    monkeypatch.setattr("common.worker.loop.LONELY_S", 0.2)
     bench.lease_ms = 300
     bench.add("decode", OracleEngine(64))
     bench.until(lambda: "127.0.0.1" in caplog.text and "has said nothing for" in caplog.text)

@@ -1,4 +1,4 @@
-"""The parts that ``bench.handoff_cost`` measures are those of the code as it is."""
+"""The parts that ``bench.micro.handoff_cost`` measures are those of the code as it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from bench import handoff_cost
-from bench.handoff_cost import Shape
+from bench.micro import handoff_cost
+from bench.micro.handoff_cost import Shape
 from common.kv.layout import KvLayout, LayerLayout
 
 

@@ -12,9 +12,9 @@ import pytest
 FRAMES, FRAME_BYTES, ROUNDS = 16, 1 << 20, 50
 _CHURN = f"""
 import resource, sys
-from common import heap
+from common.platform import malloc
 if sys.argv[1] == "kept":
-    assert heap.keep_freed()
+    assert malloc.keep_freed()
 def once():
     held = [bytearray(b"x") * {FRAME_BYTES} for _ in range({FRAMES})]
 once()

@@ -25,9 +25,11 @@ import zmq
 from aiohttp import HttpVersion11, web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from common.errors import RequestError
-from common.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
-from common.messages import (
+from common.core.errors import RequestError
+from common.core.ids import Incarnation, RequestId, new_incarnation, pack_tokens, unpack_transfers
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.timeouts import FailureTimes
+from common.net.messages import (
     Abort,
     Drain,
     Failed,
@@ -45,11 +47,10 @@ from common.messages import (
     Tokens,
     Welcome,
 )
-from common.request import FinishReason, Request, SamplingParams
-from common.times import FailureTimes
-from common.wire import MAX_REPORT_BYTES, seal
-from coordinator import dispatch, http, sse
-from coordinator.answers import (
+from common.net.wire import MAX_REPORT_BYTES, seal
+from coordinator.api.fields import MAX_CONTAINERS, parse_json
+from coordinator.api.openai import parse_chat
+from coordinator.api.response_encoder import (
     ChatShape,
     Choice,
     CompletionShape,
@@ -60,24 +61,24 @@ from coordinator.answers import (
     encode,
 )
 from coordinator.app import LAG_EVERY_S, drain
-from coordinator.bodies import Bodies, Kind, kind_of
-from coordinator.breakers import FAILURES
-from coordinator.fields import MAX_CONTAINERS, parse_json
-from coordinator.guard import error_response
-from coordinator.http import _patience, make_runner
-from coordinator.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
-from coordinator.lifecycle import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
+from coordinator.cluster.registry import Worker
+from coordinator.http import routes, sse
+from coordinator.http.bodies import Bodies, Kind, kind_of
+from coordinator.http.middleware import error_response
+from coordinator.http.repeats import RateLimitedLog
+from coordinator.http.reply import WholeReply
+from coordinator.http.routes import _patience, make_runner
+from coordinator.http.server import MAX_WAITING_BYTES, Connection
+from coordinator.http.sse import EventStream, deliver
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
-from coordinator.openai import parse_chat
-from coordinator.registry import Worker
-from coordinator.repeats import RateLimitedLog
-from coordinator.reply import WholeReply
-from coordinator.residence import ASSUMED_S, ENOUGH
-from coordinator.router import HORIZON_TOKENS, Router
-from coordinator.server import MAX_WAITING_BYTES, Connection
-from coordinator.sse import EventStream, deliver
-from coordinator.text import TextModel
-from coordinator.ticket import Ticket
+from coordinator.requests import dispatcher as dispatch
+from coordinator.requests.record import Ticket
+from coordinator.requests.residence import ASSUMED_S, ENOUGH
+from coordinator.requests.state import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
+from coordinator.routing.breakers import FAILURES
+from coordinator.routing.router import HORIZON_TOKENS, Router
+from coordinator.text.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
+from coordinator.text.tokenizer import TextModel
 from tests.fakes.checkpoint import EOS, POSITIONS, VOCAB, fake_checkpoint
 from tests.fakes.worker import FakeWorker, formula
 from tests.leaked_keys import new_key
@@ -101,7 +102,7 @@ async def house(model: Path) -> AsyncIterator[House]:
 
 def letters(text: str) -> Any:
     """A script that says ``text`` and then ends; every character is one token."""
-    from coordinator.text import _BYTE_OF
+    from coordinator.text.tokenizer import _BYTE_OF
 
     byte_tokens = {value: index for index, value in enumerate(sorted(_BYTE_OF), start=8)}
     chars = {byte: char for char, byte in _BYTE_OF.items()}
@@ -295,7 +296,7 @@ async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
 async def test_logprobs_of_a_whole_answer_are_bounded(
     house: House, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
 ) -> None:
-    monkeypatch.setattr("coordinator.served.MOST_LOGPROB_BYTES", 100_000)
+    monkeypatch.setattr("coordinator.api.service.MOST_LOGPROB_BYTES", 100_000)
     _, body = await house.post(path, {**asked, "max_tokens": 40})
     assert (body["error"]["param"], body["error"]["code"]) == (param, "invalid_value")
     await house.stream(path, {**asked, "max_tokens": 40})
@@ -1293,7 +1294,7 @@ async def test_a_time_that_is_no_number_keeps_no_answer_from_its_end(
 async def test_an_answer_whose_end_cannot_be_written_ends_all_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.reply.StreamReply._complete", lambda reply: 1 // 0)
+    monkeypatch.setattr("coordinator.http.reply.StreamReply._complete", lambda reply: 1 // 0)
     async with open_house(model) as house:
         await house.add("colocated")
         async with asyncio.timeout(3.0):
@@ -1361,7 +1362,7 @@ async def test_more_than_any_worker_says_is_not_read(house: House) -> None:
 async def test_rubbish_on_the_control_socket_is_counted_and_survived(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.gateway.COMPLAIN_EVERY_S", 0.5)
+    monkeypatch.setattr("coordinator.cluster.gateway.COMPLAIN_EVERY_S", 0.5)
     gateway = house.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -1492,7 +1493,7 @@ async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkey
         threads.append(threading.current_thread())
         return parse_json(body)
 
-    monkeypatch.setattr("coordinator.http.parse_json", parse)
+    monkeypatch.setattr("coordinator.http.routes.parse_json", parse)
     for length in (10, INLINE_BYTES):
         assert (await house.post("/tokenize", {"prompt": "x" * length}))[0].status == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
@@ -1853,7 +1854,7 @@ def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> N
 
 
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
     async with open_house(model, "prefill") as house:
         large = await house.add("decode", step_s=0.02, changes={"kv_blocks": 20})
         await house.add("decode", changes={"kv_blocks": 3})
@@ -1875,7 +1876,7 @@ async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, m
 async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.dispatch.WORKERLESS_WAIT_S", 0.3)
+    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
     async with open_house(model, "prefill", failure_timeout=0.5) as house:
         only = await house.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
@@ -2009,7 +2010,7 @@ async def test_clients_that_are_cut_off_are_counted_in_the_log(house: House, cap
 async def test_counted_lines_come_while_it_goes_on_and_then_stop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.repeats.LOG_EVERY_S", 0.05)
+    monkeypatch.setattr("coordinator.http.repeats.LOG_EVERY_S", 0.05)
     many = RateLimitedLog(logging.WARNING, "%d more: %s")
     for number in range(5):
         many.add("even" if number % 2 == 0 else "odd", f"it is {number}")
@@ -2156,8 +2157,8 @@ async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
 async def test_a_connection_that_was_used_is_closed_when_its_next_request_does_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert http.KEEPALIVE_CONNECTION_S == 75.0, "as the threat model says"
-    monkeypatch.setattr(http, "KEEPALIVE_CONNECTION_S", 0.2)
+    assert routes.KEEPALIVE_CONNECTION_S == 75.0, "as the threat model says"
+    monkeypatch.setattr(routes, "KEEPALIVE_CONNECTION_S", 0.2)
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response()

@@ -18,15 +18,12 @@ import numpy as np
 import pytest
 import zmq
 
-from common import keys
-from common.channel import DROPPED_PARTS, Channels, Heart, identity, receive, send
-from common.config import CoordinatorConfig, WorkerConfig
-from common.errors import StartError, WireError
-from common.handshake import Handshakes
-from common.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
-from common.keys import PARTIES, Party
-from common.membership import Membership
-from common.messages import (
+from common.config.commands import CoordinatorConfig, WorkerConfig
+from common.core.errors import StartError, WireError
+from common.core.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
+from common.net import keys
+from common.net.keys import PARTIES, Party
+from common.net.messages import (
     PROTOCOL,
     Ack,
     Cancel,
@@ -44,13 +41,17 @@ from common.messages import (
     Turned,
     Welcome,
 )
-from common.strikes import REMEMBERED, STRIKES, Strikes
-from common.wire import seal
-from coordinator.gateway import MOST_ASKED, Gateway
-from coordinator.registry import Registry
-from deploy import cli, process
+from common.net.peer_ban_list import REMEMBERED, STRIKES, Strikes
+from common.net.socket_monitor import Handshakes
+from common.net.sockets import DROPPED_PARTS, Channels, Heart, identity, receive, send
+from common.net.wire import seal
+from common.worker.membership import Membership
+from coordinator.cluster.gateway import MOST_ASKED, Gateway
+from coordinator.cluster.registry import Registry
+from deploy.cli import main as cli
+from deploy.launcher import process
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
-from kvtransfer.proof import proof, proven, proves
+from kvtransfer.peer_proof import proof, proven, proves
 from kvtransfer.receiver import Failed, Receiver
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
@@ -546,7 +547,7 @@ def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monk
 def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
     cluster: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.membership.RETRY_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.RETRY_S", 0.1)
     first = Member(cluster, door)
     first.until_welcome(door)
     second = Member(cluster, door)
@@ -564,7 +565,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
     cluster: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
-    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
     door = Door(cluster)
     port = door.port
     member = Member(cluster, door)
@@ -586,7 +587,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
 def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
     cluster: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
     key = cluster if encrypted else None
     door = Door(key)
     port = door.port
@@ -597,7 +598,9 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
         while time.monotonic() < alone_until:
             member.membership.knock()
             member.channels.poll(0.005)
-        monkeypatch.setattr("common.membership.KNOCK_S", 60.0)  # a slow Welcome is no reason for one more Hello here
+        monkeypatch.setattr(
+            "common.worker.membership.KNOCK_S", 60.0
+        )  # a slow Welcome is no reason for one more Hello here
         door = Door(key, port)
         member.until_welcome(door)
         until(lambda: member.turn(door) or door.beats >= 3, "its heart beats")
@@ -610,7 +613,7 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
 def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("common.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
     deaf = Channels()
     router, address = deaf.router("tcp://127.0.0.1:*")
     door = Door(None)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.errors import RequestError
-from coordinator import lanes
-from coordinator.lanes import BODIES, LONG, SHORT, Bounds, Lane
-from coordinator.limits import RETRY_JITTER
+from common.core.errors import RequestError
+from coordinator.requests.admission import RETRY_JITTER
+from coordinator.text import lanes
+from coordinator.text.lanes import BODIES, LONG, SHORT, Bounds, Lane
 
 CHARS, STEP_S = 100, 2.0
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common.config import UpConfig, WorkerConfig
-from common.errors import StartError
-from common.log import JsonFormatter, TextFormatter
-from deploy import builtin, cli, cores, preflight, status
-from deploy.preflight import check_up, claim_port
-from deploy.screen import Lines, Serving, Terminal, WorkerFacts
-from deploy.unit import how_it_ended
-from deploy.up import reachable
+from common.config.commands import UpConfig, WorkerConfig
+from common.core.errors import StartError
+from common.platform.log import JsonFormatter, TextFormatter
+from deploy.cli import main as cli
+from deploy.launcher import builtin, cores, preflight, status
+from deploy.launcher.child import how_it_ended
+from deploy.launcher.preflight import check_up, claim_port
+from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts
+from deploy.launcher.supervisor import reachable
 from tests.fakes.checkpoint import fake_checkpoint
 
 

@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from common import native
 from common.attention.interface import Params
 from common.attention.native import NativeAttention
-from common.channel import Channels
-from common.ids import new_request_id, pack_tokens
+from common.core.ids import new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Sequence
+from common.kernels import cpu
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.kv.store import KvStore
-from common.lending import MAX_CORES, LentCores
+from common.kv.storage.host import KvMemory
+from common.kv.storage.tensors import KvStore
 from common.model.linears import NativeLinear
-from common.request import Request, SamplingParams
-from common.sequence import Sequence
-from common.worker import WorkerSettings
-from decode.worker import DecodeWorker
+from common.net.sockets import Channels
+from common.platform.core_lease import MAX_CORES, LentCores
+from common.worker.loop import WorkerSettings
+from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of
 from tests.pace import scaled
 from tests.unit.test_attention import random_spans
 
-library = native.library()
+library = cpu.library()
 VARIANTS = library.variants if library else ()
 CORE = max(os.sched_getaffinity(0))
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvariantBroken
-from common.ids import Incarnation, unpack_tokens
-from common.request import FinishReason
-from coordinator.lifecycle import (
+from common.core.errors import InvariantBroken
+from common.core.ids import Incarnation, unpack_tokens
+from common.core.request import FinishReason
+from coordinator.requests.state import (
     CLEARED_TOKENS,
     MAX_BREAKS,
     MAX_MIGRATIONS,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.errors import RequestError
-from coordinator.limits import MAX_RETRY_S, MIN_RETRY_S, RETRY_GRACE_S, Admission
-from coordinator.refusals import RETRY_JITTER
-from coordinator.residence import ASSUMED_S, ENOUGH, REMEMBERED, Residence, Running
+from common.core.errors import RequestError
+from coordinator.requests.admission import MAX_RETRY_S, MIN_RETRY_S, RETRY_GRACE_S, Admission
+from coordinator.requests.errors import RETRY_JITTER
+from coordinator.requests.residence import ASSUMED_S, ENOUGH, REMEMBERED, Residence, Running
 
 Service = Callable[[random.Random], float]
 MAX_RETRIES = 2

@@ -24,16 +24,16 @@ import pytest
 import zmq
 from zmq.utils import garbage
 
-from common.channel import MAX_FRAME_BYTES, Channels
-from common.errors import Damaged, StartError, WireError
-from common.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
+from common.core.errors import Damaged, StartError, WireError
+from common.core.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
 from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.messages import Accept, Ack, Peer
+from common.kv.storage.host import KvMemory
+from common.net.messages import Accept, Ack, Peer
+from common.net.sockets import MAX_FRAME_BYTES, Channels
 from kvtransfer import receiver, sender
-from kvtransfer.credit import TRANSFER_BYTES
+from kvtransfer.flow_control import TRANSFER_BYTES
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import memory, nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
@@ -42,7 +42,7 @@ from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, sig
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
 from kvtransfer.session import Limits
-from kvtransfer.sources import PAUSE_S
+from kvtransfer.source_pools import PAUSE_S
 from tests.pace import scaled
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
@@ -669,8 +669,8 @@ def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
 
 OWNER = """
 import signal
-from common.ids import new_incarnation
-from common.kv.memory import KvMemory
+from common.core.ids import new_incarnation
+from common.kv.storage.host import KvMemory
 from kvtransfer.links.nixl import NixlDoor
 from tests.unit.test_links import LAYERS, KvLayout
 memory, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 8), new_incarnation()

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from common import device, native
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
+from common.core.ids import BlockId
+from common.core.sequence import Batch, Segment
 from common.engine.runner import load_engine, sequence_of
-from common.ids import BlockId
+from common.kernels import cpu
 from common.model import linears
 from common.model.layers import FusedLayer, NativeNorm, fuse_layers
 from common.model.linears import Int8Linear, NativeLinear, PackedLinear, pack_linears, quantize
 from common.model.load import load_model
-from common.sequence import Batch, Segment
+from common.platform import device
 
-library = native.library()
+library = cpu.library()
 VARIANTS = library.variants if library else ()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -333,7 +334,7 @@ def test_a_quantised_engine(compiled: bool, checkpoint: Callable[[str], Path], m
     options = {"num_kv_blocks": 8, "dtype": "float32", "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
     whole = load_engine(path, **options)
     if not compiled:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(cpu, "library", lambda: None)
     small = load_engine(path, **options, quantization="int8")
     assert small.fingerprint.startswith(whole.fingerprint + ".")
     assert any("int8" in note for note in small.notes)
@@ -484,7 +485,7 @@ def test_a_forward_of_its_own_is_found_by_trying(everywhere: None, checkpoint: C
 
 
 def test_without_the_kernels_one_dnn_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
     assert pack_linears(model, 16) == (2 if linears.packing_pays(torch.float32, 16) else 0)
     assert all(isinstance(layer, PackedLinear | nn.Linear) for layer in model)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RequestError
-from common.request import MAX_CHOICES
-from coordinator.fields import MAX_CONTAINERS, MAX_STRINGS, parse_json
-from coordinator.messages import MAX_ENTRIES, MAX_MESSAGES
-from coordinator.openai import MAX_BIASES, MAX_PROMPTS, parse_chat, parse_completion
+from common.core.errors import RequestError
+from common.core.request import MAX_CHOICES
+from coordinator.api.chat_messages import MAX_ENTRIES, MAX_MESSAGES
+from coordinator.api.fields import MAX_CONTAINERS, MAX_STRINGS, parse_json
+from coordinator.api.openai import MAX_BIASES, MAX_PROMPTS, parse_chat, parse_completion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -414,7 +414,7 @@ def test_values_of_a_body_are_counted_before_they_are_parsed(monkeypatch: pytest
     for text in signs:
         body = json.dumps({"x": text}).encode()
         assert parse_json(body) == {"x": text}
-    monkeypatch.setattr("coordinator.fields.msgspec.json.decode", None)
+    monkeypatch.setattr("coordinator.api.fields.msgspec.json.decode", None)
     for body in crowds:
         with pytest.raises(RequestError, match="at most 131072 are allowed"):
             parse_json(body)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from bench import plots
-from bench.client import Record
-from bench.load import Run
-from bench.metrics import Objective
+from bench.load import plots
+from bench.load.client import Record
+from bench.load.metrics import Objective
+from bench.load.run import Run
 
 
 def run(*ttfts_ms: float, gaps_ms: tuple[float, ...] = (6.0, 6.1)) -> Run:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import InvariantBroken
-from common.ids import RequestId, TransferId
+from common.core.errors import InvariantBroken
+from common.core.ids import RequestId, TransferId
 from common.kv.layout import KvLayout, LayerLayout
 from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.session import (

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import quality
-from bench.evaluate import GOLDEN
+from bench.eval import quality
+from bench.eval.evaluate import GOLDEN
 from common import builtin
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
 from tests.reference import Reference
 
 ITEMS = 5

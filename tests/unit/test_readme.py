@@ -12,11 +12,11 @@ import pytest
 
 from bench.goals.__main__ import GOALS
 from bench.goals.figures import of_json, table
-from common import keys
-from common.config import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
-from common.options import options
-from deploy.cli import COMMANDS, FAMILIES, build_parser
-from deploy.flags import flag_table, with_table
+from common.config.commands import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
+from common.config.options import options
+from common.net import keys
+from deploy.cli.flag_table import flag_table, with_table
+from deploy.cli.main import COMMANDS, FAMILIES, build_parser
 from tests.chaos.cells import CELLS
 from tests.leaked_keys import new_key
 
@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_flag_table_is_the_one_of_today() -> None:
-    assert with_table(README) == README, "run: python -m deploy.flags README.md"
+    assert with_table(README) == README, "run: python -m deploy.cli.flag_table README.md"
 
 
 def test_every_flag_is_in_the_table() -> None:

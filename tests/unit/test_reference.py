@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.request import SamplingParams
+from common.core.request import SamplingParams
 from tests import reference
 from tests.reference import Reference, cdf_interval, greedy, keep_masks, log_softmax, process
 

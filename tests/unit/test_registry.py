@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvariantBroken
-from common.ids import Incarnation, WorkerName
+from common.core.errors import InvariantBroken
+from common.core.ids import Incarnation, WorkerName
+from common.core.timeouts import FailureTimes
 from common.kv.prefix import chain_root, extend_chain
-from common.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
-from common.times import FailureTimes
-from coordinator.lags import Lags
-from coordinator.registry import Refused, Registry, Worker, WorkerState
+from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
+from coordinator.cluster.lags import Lags
+from coordinator.cluster.registry import Refused, Registry, Worker, WorkerState
 
 TIMES = FailureTimes()
 

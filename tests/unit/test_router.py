@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import new_request_id
+from common.core.ids import new_request_id
 from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
-from common.messages import Cached
-from coordinator.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
-from coordinator.registry import Registry, Worker
-from coordinator.router import (
+from common.net.messages import Cached
+from coordinator.cluster.registry import Registry, Worker
+from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
+from coordinator.routing.router import (
     HELD_STEPS,
     HORIZON_TOKENS,
     LOCAL_QUEUE_TOKENS,

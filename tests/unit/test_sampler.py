@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from common import native
+from common.core.request import SamplingParams
 from common.engine import sampler
 from common.engine.sampler import SampleRow, sample, uniform, uniforms
-from common.request import SamplingParams
+from common.kernels import cpu
 from tests.reference import cdf_interval, keep_masks, log_softmax, process
 
 VOCAB = 97
@@ -48,14 +48,14 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-VARIANTS = library.variants if (library := native.library()) else ()
+VARIANTS = library.variants if (library := cpu.library()) else ()
 
 
 @pytest.fixture(params=[*VARIANTS, None])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every instruction set, and none."""
     if library is None or request.param is None:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(cpu, "library", lambda: None)
         yield
     else:
         library.use(request.param)

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 import zmq
 
-from common.channel import Channels
-from common.ids import BlockId, TransferId, new_incarnation, new_request_id
+from common.core.ids import BlockId, TransferId, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.messages import Ack, Cancel, Commit, Grant, Heard, Open, Peer, Released, ToDecode
-from common.wire import decode, encode
+from common.kv.storage.host import KvMemory
+from common.net.messages import Ack, Cancel, Commit, Grant, Heard, Open, Peer, Released, ToDecode
+from common.net.sockets import Channels
+from common.net.wire import decode, encode
 from kvtransfer import sender as sending
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import zeromq
 from kvtransfer.links.base import Payload, SendLink
-from kvtransfer.proof import proof
+from kvtransfer.peer_proof import proof
 from kvtransfer.sender import Lost, Sender
 from kvtransfer.session import Limits
 from tests.pace import scaled

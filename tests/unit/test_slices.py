@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from common import builtin
-from coordinator.slices import OVERLAP_CHARS, SLICE_CHARS, encode_slices
+from coordinator.text.slices import OVERLAP_CHARS, SLICE_CHARS, encode_slices
 from tests.tiny_tokenizers import CONTROL, CORPUS, KINDS, ORDINARY
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from common.channel import Channels, receive, send
-from common.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
+from common.core.ids import BlockId, Incarnation, RequestId, TransferId, new_incarnation
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.memory import KvMemory
-from common.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
+from common.kv.storage.host import KvMemory
+from common.net.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
+from common.net.sockets import Channels, receive, send
 from kvtransfer.links import shm
 from kvtransfer.links.shm import PoolDoor
-from kvtransfer.proof import proof
+from kvtransfer.peer_proof import proof
 from kvtransfer.receiver import Failed, Landed, Receiver
 from kvtransfer.session import Limits
-from kvtransfer.sources import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
+from kvtransfer.source_pools import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
 from tests.pace import scaled
 
 LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)

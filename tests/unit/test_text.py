@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from common.errors import RequestError, StartError
-from coordinator.fields import Json
-from coordinator.openai import ChatBody, parse_chat
-from coordinator.template import ChatTemplate, pick_template
-from coordinator.text import StopStrings, StopWindow, TextModel, _WindowDetokenizer
-from coordinator.traced import origins
+from common.core.errors import RequestError, StartError
+from coordinator.api.fields import Json
+from coordinator.api.openai import ChatBody, parse_chat
+from coordinator.text.chat_template import ChatTemplate, pick_template
+from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel, _WindowDetokenizer
+from coordinator.text.traced import origins
 from tests.fakes.checkpoint import TEMPLATE, VOCAB, fake_checkpoint
 
 

@@ -1,4 +1,4 @@
-"""common/threads.py: who goes first where there are fewer cores than work."""
+"""common/platform/threads.py: who goes first where there are fewer cores than work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common import threads
-from common.channel import Channels
+from common.net.sockets import Channels
+from common.platform import threads
 
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
 """Numbers of the call sched_getattr(2)."""

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from common import native
+from common.kernels import cpu
 
 ROOT = Path(__file__).parents[2]
 TILES = "amx_bf16"
 TESTS = ("test_attention.py", "test_lending.py", "test_native_layers.py", "test_sampler.py")
-VARIANTS = library.variants if (library := native.library()) else ()
+VARIANTS = library.variants if (library := cpu.library()) else ()
 
 
 def compiler() -> list[str]:
@@ -37,7 +37,7 @@ def compile_kernels(to: Path) -> None:
     """native.c as it is compiled when the package is installed, but for the tile registers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extension = next(
-        each for each in project["tool"]["setuptools"]["ext-modules"] if each["name"] == "common.native._kernels"
+        each for each in project["tool"]["setuptools"]["ext-modules"] if each["name"] == "common.kernels.cpu._kernels"
     )
     tiles = f'-DFAKE_TILES="{ROOT / "tests" / "fakes" / "tiles.h"}"'
     flags = ["-shared", "-fPIC", *extension["extra-compile-args"], "-O1", tiles]  # a third sooner, and no slower here
@@ -55,7 +55,7 @@ def test_kernels_for_tiles_where_there_are_none(tmp_path: Path, request: pytest.
         pytest.skip("this compiler knows no tiles")
     kernels = tmp_path / "kernels.so"
     compile_kernels(kernels)
-    assert native.Library(kernels).variants[0] == TILES
+    assert cpu.Library(kernels).variants[0] == TILES
     others = " or ".join(name for name in (*VARIANTS, "cpu") if name != TILES)
     chosen = ["--sample", "-k", TILES] if request.config.getoption("--sample") else ["-k", f"{TILES} or not ({others})"]
     command = [sys.executable, "-m", "pytest", "-q", "--kernels", str(kernels), *chosen]

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from common.config import WorkerConfig
-from common.errors import RequestError, StartError
-from common.ids import WorkerName
-from deploy import cores, process
-from deploy.line import Asker, Pools, serve
-from deploy.screen import Lines
-from deploy.unit import Unit
-from deploy.up import leaves_first
+from common.config.commands import WorkerConfig
+from common.core.errors import RequestError, StartError
+from common.core.ids import WorkerName
+from deploy.launcher import cores, process
+from deploy.launcher.child import Unit
+from deploy.launcher.ipc import Asker, Pools, serve
+from deploy.launcher.screen import Lines
+from deploy.launcher.supervisor import leaves_first
 
 
 class Launcher:
@@ -90,7 +90,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
         return child, reports
 
     monkeypatch.setattr(process, "start", start)
-    monkeypatch.setattr("deploy.unit.BACKOFF_S", 0.01)
+    monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 0.01)
     return pids
 
 
@@ -123,7 +123,7 @@ async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serve
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the moment in which nobody has been told of it: whoever serves must not be sent away in its place."""
-    monkeypatch.setattr("deploy.unit.BACKOFF_S", 60.0)
+    monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     units = [
         Unit(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen()) for n in (0, 1)
     ]
@@ -146,7 +146,7 @@ async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serve
 async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
     starts: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.unit.BACKOFF_S", 60.0)
+    monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     screen = Screen()
     unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
     keeper = asyncio.create_task(unit.keep())

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from common.ids import RequestId, TransferId
+from common.core.ids import RequestId, TransferId
+from common.core.timeouts import FailureTimes
 from common.kv.layout import KvLayout, LayerLayout
-from common.messages import Heartbeat
-from common.pace import FIRST_STEP_S, REMEMBERED, Pace
-from common.times import FailureTimes
-from coordinator.limits import MIN_RETRIES, RETRY_SHARE, RetryBudget
-from coordinator.registry import HANG_STEPS, Registry
+from common.net.messages import Heartbeat
+from common.worker.step_times import FIRST_STEP_S, REMEMBERED, Pace
+from coordinator.cluster.registry import HANG_STEPS, Registry
+from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE, RetryBudget
 from kvtransfer.session import Limits, SenderSession, TransferState
 from tests.unit.test_registry import join
 

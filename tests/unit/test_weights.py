@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint.files import open_checkpoint
 from common.engine.runner import load_engine
-from coordinator.registry import Refused, Registry
+from coordinator.cluster.registry import Refused, Registry
 from tests.unit.test_registry import hello, join
 
 SHARDS = [f"model-0000{shard}-of-00002.safetensors" for shard in (1, 2)]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.ids import new_request_id, pack_tokens
-from common.messages import Generate
-from common.request import Request, SamplingParams
-from common.worker import IDLE_S, POPULATED_BYTES, WorkerSettings
-from decode.worker import DecodeWorker
+from common.core.ids import new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.net.messages import Generate
+from common.worker.loop import IDLE_S, POPULATED_BYTES, WorkerSettings
+from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of, oracle_layout
 from tests.fakes.system import needs_populate
 

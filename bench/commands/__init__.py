@@ -1,0 +1,1 @@
+"""One module per ``tandem bench`` command. Each reads its configuration, runs, prints a table and saves a result."""

@@ -1,0 +1,281 @@
+"""``tandem bench plan``: with which pools to serve a workload, for pools that are not there.
+
+The question of ``tandem bench compare``, answered by a simulation (:mod:`bench.simulate.world`) whose steps cost what
+steps of the real engine were measured to cost (:mod:`bench.simulate.cost`). Each worker has the cores of one measured
+worker, and by default lends them while it rests, as on one machine; so systems of as many workers stand on as many
+cores: the advice is given for each number of workers. One colocated worker over the cores of several, which shares
+every prompt over them, is not planned: ``compare`` measures that. ``--check`` puts what a ``compare`` has measured
+beside what the plan says of the same systems.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.commands.compare import Outcome, table, verdict
+from bench.load import neighbours, results
+from bench.load.client import Target
+from bench.load.metrics import METRICS, Objective, as_json, parse_objectives, summarise
+from bench.load.run import run_now
+from bench.load.setup import as_load, times, workload
+from bench.load.systems import counts, running
+from bench.load.tokens import FileTokenizer, ordinary_ids
+from bench.load.workloads import Ask, random_asks, relabelled, within
+from bench.simulate.cost import CostModel, load_costs, machines_differ, measure, source
+from bench.simulate.world import HELP_WITH_FEW, HELP_WITH_MANY, LENT_TOKENS, MANY_TOKENS, Limits, World
+from common import builtin
+from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.config.commands import BenchPlanConfig, UpConfig
+from common.config.options import Parser, add_options, options
+from common.core.errors import StartError, reason
+from common.kv.budget import human_bytes
+from common.net.http_client import Server
+
+SERVED = (4, 64, 128)
+"""Streams, their prompt tokens and those of their answers, of which turns are measured."""
+CHECKED = {
+    "inside": "slo_attainment",
+    "ttft_p50": "median_ttft_ms",
+    "itl_p50": "median_itl_ms",
+    "itl_p99": "p99_itl_ms",
+    "output": "output_throughput",
+}
+"""Figures that are held against measured ones, and their keys in a file of ``compare``."""
+ALIKE = ("block_size", "max_num_seqs", "max_num_batched_tokens", "lend_cores")
+"""Options of workers that have the same default here and in ``tandem up``."""
+
+
+def run(config: BenchPlanConfig) -> int:
+    """Prints the planned figures and the advice; exit code 1 if the check is off by more than ``--tolerance``."""
+    systems = [name.strip() for name in config.systems.split(",") if name.strip()]
+    for name in systems:
+        counts(name)
+    objectives = _objectives(config.goodput)
+    measured = _measured(config, Path(config.check), systems) if config.check else {}
+    model = config.model or str(builtin.path())
+    checkpoint = open_checkpoint(model)
+    tokenizer = FileTokenizer(Path(config.tokenizer) if config.tokenizer else checkpoint.path)
+    cost, origin = _cost(config, checkpoint, tokenizer)
+    terms = ", ".join(f"{count} streams {seconds:.3g}" for count, seconds in cost.streams)
+    terms += "".join(f", {name} {getattr(cost, name):.3g}" for name in ("context", "token", "square", "turn"))
+    of = f"{cost.threads} thread{'s' if cost.threads > 1 else ''}"
+    print(f"costs in seconds ({of}, {cost.dtype}, median error {cost.error:.1%}): {terms}")
+    limits = Limits(
+        config.num_kv_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens,
+        checkpoint.position_limit, config.link_rate, config.lend_cores,
+    )  # fmt: skip
+    assumed, words = _assumed(limits, systems)
+    print(f"Assumed, not measured: {'; '.join(words)}.")
+    longest = min(limits.max_model_len, limits.kv_blocks * limits.block_size)
+    rounds = [_round(config, number, tokenizer, longest) for number in range(config.runs)]
+    outcomes = [planned(name, cost, limits, rounds, objectives) for name in systems]
+    for line in table(outcomes):
+        print(line)
+    advice = _advice(outcomes, objectives, cost.threads)
+    print("\n".join(advice))
+    checked = _check(outcomes, measured)
+    for system, ratios in checked.items():
+        shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        print(f"planned / measured, {system}: {shown}")
+    if config.save:
+        figures = {
+            "load": as_load(config, config.model),
+            "cost": origin | cost.as_json(),
+            "assumed": assumed,
+            "objectives_ms": {each.metric: each.bound for each in objectives},
+            "systems": {
+                each.system: {"rounds": [as_json(summary, metrics=METRICS) for summary in each.summaries]}
+                for each in outcomes
+            },
+            "advice": advice,
+            "planned_over_measured": checked,
+        }
+        results.save(Path(config.save), figures)
+    if config.plot:
+        from bench.load import plots
+
+        plots.draw_runs({each.system: each.runs[0] for each in outcomes}, Path(config.plot), objectives)
+    off = [
+        f"{name} of {system}"
+        for system, ratios in checked.items()
+        for name, ratio in ratios.items()
+        if abs(ratio - 1) > config.tolerance
+    ]
+    if off:
+        print(f"the plan is off by more than {config.tolerance:.0%} (--tolerance): {', '.join(off)}")
+    return 1 if off else 0
+
+
+def _round(
+    config: BenchPlanConfig, number: int, tokenizer: FileTokenizer, longest: int
+) -> tuple[list[Ask], list[float]]:
+    """What is asked in one round, and when: with the seed that it has in a measured comparison."""
+    options = replace(config, seed=config.seed + number)
+    asks, left_out = within(workload(options, tokenizer), config.num_prompts, longest)
+    if not asks:
+        raise StartError("there is nothing to plan for", f"all {left_out} requests are too long", "give shorter ones")
+    words = relabelled(asks, number + 1)
+    return words, times(options, words)
+
+
+def planned(
+    system: str,
+    cost: CostModel,
+    limits: Limits,
+    rounds: Iterable[tuple[list[Ask], list[float]]],
+    objectives: Sequence[Objective],
+) -> Outcome:
+    """The simulated rounds of one system."""
+    outcome = Outcome(system)
+    for asks, due in rounds:
+        run = World(cost, limits, *counts(system)).run(asks, due)
+        outcome.runs.append(run)
+        outcome.summaries.append(summarise(run, objectives=objectives))
+    return outcome
+
+
+def _objectives(text: str) -> tuple[Objective, ...]:
+    try:
+        found = parse_objectives(text)
+    except ValueError as error:
+        raise StartError(f"--goodput cannot be {text!r}", str(error), "give for example ttft:1000,tpot:40") from None
+    if any(each.relative for each in found):
+        raise StartError("--goodput needs times in ms here", "nothing is measured unloaded", "give ms")
+    return found
+
+
+def _cost(
+    config: BenchPlanConfig, checkpoint: Checkpoint, tokenizer: FileTokenizer
+) -> tuple[CostModel, dict[str, Any]]:
+    """The costs and where they come from: from the file, if there is one already; else measured now, and kept in it."""
+    console = Console(stderr=True, highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    model = checkpoint.name
+    origin = source(config.model or builtin.NAME, checkpoint.fingerprint)
+    if config.cost and (path := Path(config.cost)).exists():
+        cost, found = load_costs(path, origin, config.threads)
+        if other := machines_differ(found["machine"], origin["machine"]):
+            say(f"note: the costs in {path} were measured on another machine: {other}")
+        return cost, found
+    neighbours.note(console)
+    say(f"measuring turns of {model} as a client sees them")
+    gap_s = served_gap_s(
+        model, config.threads, random_asks(ordinary_ids(tokenizer), *SERVED, seed=config.seed), console
+    )
+    cost = measure(model, config.threads, say)  # last: what it loads is in no system's way
+    streams, prompt, tokens = SERVED
+    cost = replace(cost, turn=max(0.0, gap_s - cost.decode_s(streams, prompt + tokens / 2)))
+    if config.cost:
+        results.save(Path(config.cost), origin | cost.as_json())
+    return cost, origin
+
+
+def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
+    """The median time between tokens of ``asks``, which a decode worker of a whole system answers together."""
+    with running(model, "1p1d", ["--threads", str(threads)]) as url:
+        target = Target(url, str(Server(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
+        run = run_now(target, asks, [0.0] * len(asks), warm=asks[:1], console=console, title="streams")
+    gaps = [gap for record in run.records for gap in record.itls if record.ok]
+    if not gaps:
+        raise StartError("nothing was answered", run.records[0].error, "try the same tandem up")
+    return statistics.median(gaps)
+
+
+def _assumed(limits: Limits, systems: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What goes into a plan of these systems and was measured by nobody here: as it is saved, and in words."""
+    pools = [counts(name) for name in systems]
+    found: dict[str, Any] = {}
+    words = ["no time for the way to a server and back, some milliseconds before the first token"]
+    if any(prefill for prefill, _, _ in pools):
+        found["link_bytes_per_s"] = limits.link_bytes_per_s
+        words.append(f"{human_bytes(limits.link_bytes_per_s)} per second between two workers (--link-rate)")
+    if limits.lend_cores and any(sum(each) > 1 for each in pools):
+        worth = {LENT_TOKENS: HELP_WITH_FEW, MANY_TOKENS: HELP_WITH_MANY}
+        found["resting_worker_is_worth"] = {f"from_{tokens}_tokens": share for tokens, share in worth.items()}
+        shares = " and ".join(f"{share:g} of one from {tokens} tokens on" for tokens, share in worth.items())
+        words.append(f"to a step, a worker that rests is worth {shares} (--no-lend-cores: none)")
+    return found, words
+
+
+def _advice(outcomes: Sequence[Outcome], objectives: Sequence[Objective], threads: int) -> list[str]:
+    """One for each number of workers for which there are systems of both kinds, and what it leaves out: a colocated
+    worker with the cores of all of them."""
+    sizes = sorted({sum(counts(each.system)) for each in outcomes})
+    lines = []
+    for size in sizes:
+        equal = [each for each in outcomes if sum(counts(each.system)) == size]
+        if len({each.disaggregated for each in equal}) == 2:
+            lines += [f"{size} workers: {line}" for line in verdict(equal, objectives)]
+    if not lines:
+        return ["No advice: no two systems, one disaggregated and one colocated, have as many workers."]
+    lines.append(
+        f"A colocated worker here has {threads} core{'s' if threads > 1 else ''} (--threads), as every worker; one "
+        "worker over all cores (1c) is not planned: tandem bench compare measures that."
+    )
+    return lines
+
+
+def _measured(config: BenchPlanConfig, path: Path, systems: Sequence[str]) -> dict[str, Any]:
+    """By system, what a ``compare`` has saved there: looked at before minutes are spent on a plan. StartError if there
+    is nothing, if another load was measured, or none of ``systems``."""
+    todo = "give a file that tandem bench compare has saved"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        measured: dict[str, Any] = found["systems"]
+        load = dict(found.get("load", {}))
+        if "up_flags" in found:
+            load |= _workers(found["up_flags"] or "")
+        for system in measured.values():
+            for each in system["rounds"]:
+                for key in CHECKED.values():
+                    float(each[key])
+    except OSError as error:
+        raise StartError(f"cannot check against {path}", reason(error), todo) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StartError(f"cannot check against {path}", f"it is no such file ({error!r})", todo) from error
+    of_workers = {each.name: getattr(config, each.name) for each in options(UpConfig) if hasattr(config, each.name)}
+    mine = of_workers | as_load(config, config.model) | {"max_concurrency": None}
+    if other := [name for name, value in load.items() if name in mine and value != mine[name]]:
+        why = ", ".join(f"{name} {load[name]} measured, {mine[name]} planned" for name in other)
+        raise StartError(f"{path} is of another load", why, "plan with the flags that its command has")
+    if not set(systems) & set(measured):
+        raise StartError(f"{path} has none of these systems", f"it has {', '.join(measured)}", "name some of them")
+    return measured
+
+
+def _workers(flags: str) -> dict[str, Any]:
+    """What the flags of a measured ``tandem up`` said of its workers, as far as that is an option here."""
+    parser = Parser(add_help=False)
+    add_options(parser, UpConfig)
+    given = vars(parser.parse_args(shlex.split(flags)))
+    here = {each.name: each for each in options(BenchPlanConfig)}
+    found = {name: here[name].default for name in ALIKE}
+    for each in options(UpConfig):
+        if each.name in here and each.name in given and not each.positional:
+            value = given[each.name]
+            found[each.name] = each.parse(value, each.flag) if isinstance(value, str) else value
+    return found
+
+
+def _check(outcomes: Sequence[Outcome], measured: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Planned over measured figures (medians over the rounds), by system: of those that are in both."""
+    found = {}
+    for outcome in outcomes:
+        if outcome.system in measured:
+            rounds = measured[outcome.system]["rounds"]
+            medians = {key: statistics.median(each[key] for each in rounds) for key in CHECKED.values()}
+            found[outcome.system] = {
+                name: outcome.figure(name).median / medians[key] for name, key in CHECKED.items() if medians[key]
+            }
+    return found

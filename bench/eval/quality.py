@@ -1,0 +1,155 @@
+"""What fewer bits per weight cost in quality: ``python -m bench.eval.quality``.
+
+The engine reads the golden chats with their reference answers, token by token as it decodes them, in float32 and in
+each way that is to be judged, and is asked after each token what would come next. Three figures tell how far a way is
+from float32, over the tokens of all answers: the perplexity of the references, the share of positions with the same
+most likely token (of a greedy answer's tokens, as long as it has not left the other), and the divergence of the
+distributions (Kullback and Leibler, in nats). bfloat16 stands beside int8 since it is what int8 saves half of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench.eval.evaluate import GOLDEN, read_golden
+from bench.load import results
+from common import builtin
+from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.core.errors import RequestError, StartError
+from common.core.ids import BlockId
+from common.core.sequence import Batch, Segment
+from common.engine.runner import load_engine, sequence_of
+from common.kv.layout import KvDtype
+from coordinator.api.openai import parse_chat
+from coordinator.text.tokenizer import TextModel
+
+AT_ONCE, LONGEST = 32, 1024
+Way = tuple[KvDtype, Literal["none", "int8"]]
+REFERENCE: Way = ("float32", "none")
+WAYS: dict[str, Way] = {"bfloat16": ("bfloat16", "none"), "int8": ("bfloat16", "int8")}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Token ids; the answer begins behind ``prompt`` of them."""
+
+    tokens: list[int]
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Of one way, against float32."""
+
+    perplexity: float
+    same_token: float
+    divergence: float
+
+
+def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
+    """The golden items as the model's template writes them, with the reference as its answer."""
+    text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
+
+    def ids(record: dict[str, Any], answer: Sequence[Any] = ()) -> list[int]:
+        tools = {"tools": record["tools"]} if "tools" in record else {}
+        body = {"messages": [*record["messages"], *answer], "add_generation_prompt": not answer, **tools}
+        return text.encode_chat(parse_chat(body))
+
+    found = []
+    for record in read_golden(golden)[0]:
+        try:
+            prompt, whole = ids(record), ids(record, [record["reference"]])
+        except RequestError as error:
+            raise StartError("this model cannot be asked the golden set", str(error), "name another model") from error
+        if whole[: len(prompt)] != prompt or len(whole) > LONGEST:
+            asked = record["messages"][-1]["content"]
+            raise StartError(
+                "a golden item cannot be read on", f"{asked!r} begins otherwise, or is too long", "mend it"
+            )
+        found.append(Chat(whole, len(prompt)))
+    return found
+
+
+def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> torch.Tensor:
+    """[answers' tokens, vocabulary] before each token of each answer, in order."""
+    dtype, quantization = way
+    blocks = AT_ONCE * -(-LONGEST // 16)
+    engine = load_engine(
+        checkpoint, dtype=dtype, num_kv_blocks=blocks, max_batched_tokens=AT_ONCE * LONGEST, max_num_seqs=AT_ONCE,
+        batch_hint=AT_ONCE, quantization=quantization,
+    )  # fmt: skip
+    try:
+        rows: list[list[torch.Tensor]] = [[] for _ in asked]
+        for first in range(0, len(asked), AT_ONCE):
+            for batch, places in _steps(asked[first : first + AT_ONCE]):
+                logits = engine.logits(batch).float().log_softmax(-1)
+                for place, row in zip(places, logits, strict=True):
+                    rows[first + place].append(row)
+        return torch.stack([row for each in rows for row in each])
+    finally:
+        engine.close()
+
+
+def _steps(asked: Sequence[Chat]) -> Iterator[tuple[Batch, list[int]]]:
+    """The steps in which these are read, prompts first, and which of them each has."""
+    each = -(-LONGEST // 16)
+    tables = [[BlockId(index * each + block) for block in range(each)] for index in range(len(asked))]
+    for number in range(max(len(chat.tokens) - chat.prompt for chat in asked)):
+        places = [place for place, chat in enumerate(asked) if chat.prompt + number < len(chat.tokens)]
+        segments = []
+        for place in places:
+            chat = asked[place]
+            end = chat.prompt + number
+            start = end - 1 if number else 0
+            segments.append(Segment(sequence_of(chat.tokens[:end]), start, end - start))
+        yield Batch(tuple(segments), tuple(tables[place] for place in places)), places
+
+
+def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -> Quality:
+    """``found`` and ``reference`` as of :func:`log_probabilities`, and the tokens that the references have there."""
+    likelihood = found.gather(1, answers[:, None])
+    return Quality(
+        perplexity=float((-likelihood.mean()).exp()),
+        same_token=float((found.argmax(1) == reference.argmax(1)).float().mean()),
+        divergence=float((reference.exp() * (reference - found)).sum(1).mean()),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.eval.quality", description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?", default="", help="checkpoint whose template fits the golden set (built-in)")
+    parser.add_argument("--golden", type=Path, default=GOLDEN, help="chats with reference answers (the built-in ones)")
+    parser.add_argument("--save", help="JSON file to save the figures in")
+    options = parser.parse_args(arguments)
+    try:
+        results.check_outputs(options.save, None)
+        checkpoint = open_checkpoint(options.model or str(builtin.path()))
+        asked = chats(checkpoint, options.golden)
+        answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
+        reference = log_probabilities(checkpoint, REFERENCE, asked)
+        found = {"float32": judge(reference, reference, answers)}
+        found |= {
+            name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in WAYS.items()
+        }
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{len(answers):,} tokens of {len(asked)} answers")
+    print(f"{'weights':<10} {'perplexity':>11} {'same token':>11} {'divergence':>11}")
+    for name, each in found.items():
+        print(f"{name:<10} {each.perplexity:>11.4f} {each.same_token:>11.2%} {each.divergence:>11.5f}")
+    if options.save:
+        figures = {"model_id": options.model or "built-in", "tokens": len(answers), "answers": len(asked)}
+        results.save(Path(options.save), figures | {name: asdict(each) for name, each in found.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""``python -m bench.load.mock_server``: a server that answers on a scripted clock, to check load generators with.
+
+It speaks the completions and chat endpoints of OpenAI, streams only, and computes nothing: request i gets its chunks at
+the times that script i says, one word each. ``GET /truth`` tells when each chunk was really written, which is what a
+client on the same machine must have measured; ``GET /asked`` has headers and bodies of the requests. One id stands for
+one byte of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+MODEL = "scripted"
+MODEL_LEN = 1 << 20
+
+
+@dataclass(frozen=True)
+class Script:
+    """When chunks leave: the first ``ttft_s`` after the request came, the others ``gap_s`` apart."""
+
+    ttft_s: float
+    gap_s: float
+
+    def moments(self, tokens: int) -> Iterator[float]:
+        """Seconds after the request of each of ``tokens`` chunks."""
+        return (self.ttft_s + index * self.gap_s for index in range(tokens))
+
+
+@dataclass
+class Said:
+    """What was done for one request: seconds from its arrival to each chunk written."""
+
+    moments: list[float] = field(default_factory=list)
+
+
+SCRIPTS = tuple(Script(0.4 + 0.1 * index, 0.02 + 0.005 * index) for index in range(5))
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class MockServer:
+    """The application; ``clock`` and ``sleep`` are given by tests that want time of their own. ``role_first``: chats
+    begin with a chunk that has only a role, as vLLM's do. ``refuse_every``: answer every so many requests with 503.
+    ``cached_tokens``: of each prompt, what is told as known from before."""
+
+    def __init__(
+        self,
+        scripts: Sequence[Script] = SCRIPTS,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Sleep = asyncio.sleep,
+        role_first: bool = False,
+        refuse_every: int = 0,
+        cached_tokens: int | None = None,
+    ) -> None:
+        self._scripts = itertools.cycle(scripts)
+        self._clock, self._sleep, self._role_first, self._refuse_every = clock, sleep, role_first, refuse_every
+        self._details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
+        self._asked = 0
+        self.said: list[Said] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/truth", self._truth)
+        app.router.add_get("/asked", self._asked_for)
+        return app
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        came_at = self._clock()
+        body = json.loads(await request.read())
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self._asked += 1
+        if self._refuse_every and self._asked % self._refuse_every == 0:
+            error = {"message": "too much", "type": "server_error", "param": None, "code": "server_is_overloaded"}
+            return web.json_response({"error": error}, status=503)
+        chat = "messages" in body
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if chat and self._role_first:
+            await response.write(_event(_chat({"role": "assistant", "content": ""})))
+        said = Said()
+        tokens = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+        for moment in next(self._scripts).moments(tokens):
+            if (left := came_at + moment - self._clock()) > 0:
+                await self._sleep(left)
+            said.moments.append(self._clock() - came_at)
+            await response.write(_event(_chat({"content": "word "}) if chat else _text("word ")))
+        self.said.append(said)
+        await response.write(_event(_chat({}, "length") if chat else _text("", "length")))
+        prompt = _prompt_tokens(body)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+            "prompt_tokens_details": self._details,
+        }  # fmt: skip
+        await response.write(_event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "owned_by": "bench", "root": MODEL, "max_model_len": MODEL_LEN}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = list((await request.json())["prompt"].encode())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": MODEL_LEN})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": bytes((await request.json())["tokens"]).decode(errors="replace")})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _truth(self, _: web.Request) -> web.Response:
+        return web.json_response([said.moments for said in self.said])
+
+    async def _asked_for(self, _: web.Request) -> web.Response:
+        return web.json_response([list(each) for each in zip(self.headers, self.bodies, strict=True)])
+
+
+def _prompt_tokens(body: dict[str, Any]) -> int:
+    prompt = body.get("prompt")
+    if prompt is None:
+        prompt = json.dumps(body["messages"])
+    return len(prompt) if isinstance(prompt, list) else len(prompt.encode())
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps({"model": MODEL, **chunk}).encode() + b"\n\n"
+
+
+def _chat(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def _text(text: str, finish: str | None = None) -> dict[str, Any]:
+    return {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.load.mock_server", description=__doc__)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one; the address is printed")
+    parser.add_argument("--role-first", action="store_true", help="begin a chat with a chunk that only has a role")
+    options = parser.parse_args()
+    asyncio.run(serve(MockServer(role_first=options.role_first), options.port))
+
+
+async def serve(server: MockServer, port: int) -> None:
+    """Serves on loopback for ever, and prints where."""
+    runner = web.AppRunner(server.app(), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Where figures come from, kept beside them: machine, commit, command, date. And the files that they are saved in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.core.errors import StartError, reason
+from common.platform import device, threads
+
+PICTURES = (".png", ".svg")
+SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), "--up-flags"
+"""Options with a secret, with several, and the one that has options of another command in it."""
+INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
+"""Of those that a processor may have, the ones that kernels differ by."""
+DATE = "%Y%m%d-%H%M%S"
+_CORES = len(os.sched_getaffinity(0))
+"""Of this process as it was started: what measures one of them binds itself to that."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def provenance() -> dict[str, Any]:
+    """Of figures made now. Whether threads may be real-time ones decides who waits for whom where cores are few. The
+    commit ends in ``+`` if files differ from it, but for earlier figures, and is None outside a repository."""
+    return {
+        "date": datetime.now(UTC).strftime(DATE),
+        "command": _command(),
+        "commit": _commit(),
+        "machine": {
+            "cpu": device.cpu_name(),
+            "cpu_model": device.cpu_model(),
+            "instructions": sorted(device.cpu_flags() & INSTRUCTIONS),
+            "cores": _CORES,
+            "real_time_threads": threads.may_be_real_time(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "python": platform.python_version(),
+            "system": platform.system(),
+        },
+    }
+
+
+def told() -> str:
+    """The same in one line, for a table."""
+    found = provenance()
+    machine = found["machine"]
+    date = datetime.strptime(found["date"], DATE).date()
+    cpu = f"{machine['cpu']} ({machine['cpu_model']})" if machine["cpu_model"] else machine["cpu"]
+    ranks = ", which may have real-time threads" if machine["real_time_threads"] else ""
+    return f"`{found['command']}`, {date}, {machine['cores']} x {cpu}{ranks}, commit {found['commit']}"
+
+
+def _command() -> str:
+    """As it was typed, without keys; of an absolute path only the last name: the others are of this machine alone."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
+    words = [Path(word).name if word.startswith("/") else word for word in without_secrets(sys.argv[1:])]
+    return f"{program} {shlex.join(words)}"
+
+
+def without_secrets(words: Iterable[str]) -> Iterator[str]:
+    """The words of a command as they may be saved: keys are left out, and what URLs say before their host."""
+    flag = ""  # that a word may be the value of
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and " " not in option:
+            flag, said = option.replace("_", "-"), f"{option}{equals}"
+        else:
+            equals, said, value = "", "", word
+        if flag in (*SECRETS, *MANY_SECRETS):
+            shown = value and "..."
+        elif flag == FLAGS:
+            shown = shlex.join(without_secrets(shlex.split(value)))
+        else:
+            shown = re.sub(r"(?<=://)[^/@]+@", "", value)
+        if equals or (value and flag not in MANY_SECRETS):
+            flag = ""
+        yield said + shown
+
+
+@functools.cache
+def _commit() -> str | None:
+    """That of the sources when it was first asked for: what measures for hours is not what is committed meanwhile."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}{'+' if changed else ''}"
+
+
+def comparable(earlier: dict[str, Any]) -> bool:
+    """Whether figures that were saved ``earlier`` are of this machine and these sources: nothing that is committed has
+    changed since but documents, results and tests, and nothing that is not."""
+    now = provenance()
+    if earlier.get("machine") != now["machine"] or not now["commit"] or now["commit"].endswith("+"):
+        return False
+    try:
+        _git(
+            "diff",
+            "--quiet",
+            str(earlier.get("commit")),
+            "HEAD",
+            "--",
+            ".",
+            ":(exclude)bench/results",
+            ":(exclude)tests",
+            ":(exclude)*.md",
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def check_outputs(save: str | None, plot: str | None, cost: str | None = None) -> None:
+    """StartError if the files that a measurement is to write cannot be written: said before it, not after."""
+    _commit()
+    for flag, name in (("--save", save), ("--plot", plot), ("--cost", cost)):
+        if name and Path(name).is_dir():
+            raise StartError(f"cannot write {name}", "it is a directory", f"name a file with {flag}")
+        if name and not (folder := Path(name).absolute().parent).is_dir():
+            raise StartError(f"cannot write {name}", f"there is no directory {folder}", f"make it, or correct {flag}")
+    if plot:
+        if Path(plot).suffix.lower() not in PICTURES:
+            raise StartError(f"cannot draw {plot}", "its name does not end in .png or .svg", "correct --plot")
+        if find_spec("matplotlib") is None:
+            todo = "install it: .venv/bin/pip install -e '.[bench]' -c constraints.txt"
+            raise StartError("cannot draw", "matplotlib is not installed", todo)
+
+
+def save(path: Path, figures: dict[str, Any]) -> None:
+    """Writes ``figures`` behind their provenance. StartError if that cannot be; a file that is there is replaced."""
+    text = json.dumps(_plain(provenance() | figures), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartError(
+            f"cannot save the figures in {path}", reason(error), "name another file with --save"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without what JSON does not have: an infinite rate is ``"inf"``, as in vLLM's files."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,135 @@
+"""One run of load: requests leave at their times, whatever became of the earlier ones, and are recorded.
+
+Times are absolute: a late wake-up delays one request and not all that follow. ``max_concurrency`` makes the loop half
+open: a request that finds no place waits in the client, and how long is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.load.client import Record, Target
+from bench.load.workloads import Ask
+from common.core.errors import StartError
+from common.platform import threads
+
+REDRAW_S = 0.5
+FEW_CORES = 4
+"""Of which a server that is here, too, leaves none idle. Where there are more, Linux finds an idle one for a usual
+thread, but moves no real-time thread there."""
+UNSERVED = "correct the flags, or wait if it is starting"
+"""What to do about a server that does not serve the first request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of one run, in the order of the asks, and how long it took from its start to its last token."""
+
+    records: list[Record]
+    seconds: float
+    began_at: float
+    """On the clock of the records."""
+
+
+async def run_load(
+    target: Target,
+    asks: Sequence[Ask],
+    times: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    warm: Sequence[Ask] = (),
+    console: Console | None = None,
+    title: str = "requests",
+) -> Run:
+    """Sends ``asks[i]`` ``times[i]`` seconds after the start. Those of ``warm`` are sent before, one after another, and
+    not recorded; StartError if the first of them fails: then all would."""
+    bodies = [target.body(ask) for ask in asks]
+    places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    async with target.session() as session:
+        for index, ask in enumerate(warm):
+            record = Record(0.0, 0)
+            await target.send(session, target.body(ask), record)
+            if record.error and not index:
+                raise StartError(f"{target.url} does not serve this workload", record.error, UNSERVED)
+        with _quiet(), _Bar(console, title, len(asks)) as bar:
+            began = time.perf_counter()
+            records = [Record(began + at, ask.prompt_tokens) for at, ask in zip(times, asks, strict=True)]
+
+            async def one(body: bytes, record: Record) -> None:
+                async with places:
+                    await target.send(session, body, record)
+                bar.advance()
+
+            async with asyncio.TaskGroup() as group:
+                for body, record in zip(bodies, records, strict=True):
+                    if (left := record.due_at - time.perf_counter()) > 0:
+                        await asyncio.sleep(left)
+                    group.create_task(one(body, record))
+            return Run(records, time.perf_counter() - began, began)
+
+
+def run_now(
+    target: Target,
+    asks: Sequence[Ask],
+    times: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    warm: Sequence[Ask] = (),
+    console: Console | None = None,
+    title: str = "requests",
+    at_once: bool = True,
+) -> Run:
+    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores, and ``at_once``
+    interrupts these where they are few and this user may: clients usually have machines of their own, and what ours
+    waits for a core is not the server's."""
+    load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
+    few = sys.platform == "linux" and len(os.sched_getaffinity(0)) <= FEW_CORES
+    with threads.answering(threads.URGENT, at_once=at_once and few):
+        return uvloop.run(load)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No garbage collection over what was there before: it would be measured as the server's."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Bar:
+    """A progress bar without a thread: it draws when a request ends, twice a second at most."""
+
+    def __init__(self, console: Console | None, title: str, total: int) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        shown = console is not None and console.is_terminal
+        self._progress = Progress(*columns, console=console, disable=not shown, auto_refresh=False, transient=True)
+        self._task = self._progress.add_task(title, total=total)
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+        now = time.monotonic()
+        if now - self._drawn_at >= REDRAW_S:
+            self._drawn_at = now
+            self._progress.refresh()

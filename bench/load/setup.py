@@ -1,0 +1,165 @@
+"""From the options of a load to its target, its asks and their times: what every command here does first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bench.load import workloads
+from bench.load.arrivals import Ramp, arrivals
+from bench.load.client import Target
+from bench.load.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
+from bench.load.workloads import Ask, relabelled
+from common.config.commands import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
+from common.core.errors import StartError
+from common.net.http_client import Server
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Options that are fields of every request, where they are given."""
+WARM = 1 << 31
+"""A run number that no run has: its words are for warming up."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A server, what it will be asked, and what there is to say about that."""
+
+    target: Target
+    workload: list[Ask]
+    tokenizer: Tokenizer
+    notes: list[str]
+    longest: int | None = None
+    """Tokens that a prompt and its answer may have together, if anything bounds them."""
+
+    def asks(self, run: int = 0) -> list[Ask]:
+        """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
+        not help the next. (Recorded text begins with the number of the run, but for the first.)"""
+        asks = relabelled(self.workload, run) if run else self.workload
+        if self.target.backend == "openai-chat":
+            return [_as_text(ask, self.tokenizer) for ask in asks]
+        return list(asks)
+
+    def warm(self, count: int) -> list[Ask]:
+        """``count`` requests to send before a run."""
+        first = replace(self, workload=self.workload[:count]).asks(WARM) if count else []
+        return [first[index % len(first)] for index in range(count)]
+
+
+def prepare(
+    options: LoadOptions,
+    url: str,
+    api_key: str | None = None,
+    model: str | None = None,
+    headers: dict[str, str] | None = None,
+    longest: int | None = None,
+) -> Prepared:
+    """Looks at the server and makes the asks of ``options``, those that fit into ``longest`` tokens and into what the
+    server takes; StartError if either cannot be."""
+    return prepare_with(
+        options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model, headers, longest
+    )
+
+
+def prepare_with(
+    prompts: PromptOptions,
+    make: Callable[[Tokenizer], Iterable[Ask]],
+    requests: RequestOptions,
+    url: str,
+    api_key: str | None = None,
+    model: str | None = None,
+    headers: dict[str, str] | None = None,
+    longest: int | None = None,
+) -> Prepared:
+    """The same with asks that ``make`` makes."""
+    server = Server(url, api_key, headers=headers)
+    served = server.served(model)
+    name = str(served["id"])
+    tokenizer: Tokenizer = (
+        FileTokenizer(Path(prompts.tokenizer)) if prompts.tokenizer else ServerTokenizer(server, name)
+    )
+    if isinstance(length := served.get("max_model_len"), int):
+        longest = length if longest is None else min(length, longest)
+    asks, left_out = workloads.within(make(tokenizer), prompts.num_prompts, longest)
+    notes = []
+    if left_out:
+        notes.append(f"left out {left_out} requests that ask for nothing or for more than {longest} tokens")
+    if not asks:
+        why = "; ".join(notes) or "the dataset has no request that can be used"
+        todo = "give shorter lengths, or another dataset" if notes else "give another dataset"
+        raise StartError("there is nothing to ask", why, todo)
+    if len(asks) < prompts.num_prompts:
+        notes.append(f"the dataset has {len(asks)} requests for it, fewer than --num-prompts {prompts.num_prompts}")
+    sampling = {name: getattr(requests, name) for name in SAMPLING}
+    extra = {name: value for name, value in sampling.items() if value is not None} | (requests.extra_body or {})
+    if requests.ignore_eos:
+        extra.setdefault("ignore_eos", True)
+    if served.get("owned_by") == "tandem":
+        extra.setdefault("return_metrics", True)
+    target = Target(server.url, name, requests.backend, api_key, requests.answer_timeout, extra, headers or {})
+    return Prepared(target, asks, tokenizer, notes, longest)
+
+
+def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
+    """When each ask is sent, in seconds after the start."""
+    recorded = [ask.at for ask in asks if ask.at is not None]
+    if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
+        began = min(recorded, default=0.0)  # what was left out before it is not waited for
+        return [(at - began) * options.time_scale for at in recorded]
+    return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
+
+
+def as_load(options: DatasetOptions, model: str) -> dict[str, Any]:
+    """What is asked of which model, how and when, as far as it is an option here, so that two measurements can be told
+    to have had the same load, wherever its values came from. A number that JSON does not have is its text; of paths
+    only the last name."""
+    names = (each.name for each in (*fields(ArrivalOptions), *fields(RequestOptions)))
+    values = {name: getattr(options, name) for name in names if hasattr(options, name)} | {"model": model}
+    for name in ("dataset_path", "model"):
+        values[name] = values[name] and Path(values[name]).name
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+        if name not in ("save", "plot", "tokenizer")
+    }
+
+
+def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
+    """The workload; a trace may have more than are wanted."""
+    count, seed = options.num_prompts, options.seed
+    path = Path(options.dataset_path or "")
+    if options.dataset_name == "sharegpt":
+        return workloads.sharegpt_asks(
+            path, count, lambda text: len(tokenizer.encode(text)), output_len=options.sharegpt_output_len, seed=seed
+        )
+    ids = ordinary_ids(tokenizer)
+    if options.dataset_name == "azure":
+        return workloads.azure_asks(path, ids, seed=seed)
+    if options.dataset_name == "mooncake":
+        return workloads.mooncake_asks(path, ids, seed=seed)
+    if options.dataset_name == "prefix_repetition":
+        return workloads.prefix_repetition_asks(
+            ids,
+            count,
+            prefix_len=options.prefix_repetition_prefix_len,
+            suffix_len=options.prefix_repetition_suffix_len,
+            num_prefixes=options.prefix_repetition_num_prefixes,
+            output_len=options.prefix_repetition_output_len,
+            seed=seed,
+        )
+    return workloads.random_asks(
+        ids,
+        count,
+        options.random_input_len,
+        options.random_output_len,
+        range_ratio=options.random_range_ratio,
+        prefix_len=options.random_prefix_len,
+        seed=seed,
+    )
+
+
+def _as_text(ask: Ask, tokenizer: Tokenizer) -> Ask:
+    """A chat takes text. What its template adds, and where text makes other tokens, ``usage`` tells."""
+    return ask if isinstance(ask.prompt, str) else replace(ask, prompt=tokenizer.decode(ask.prompt))

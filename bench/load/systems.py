@@ -1,0 +1,72 @@
+"""``tandem up`` in processes of its own, for as long as it is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+from bench.load.processes import started
+from common.core.errors import StartError
+from common.net.http_client import Server
+
+READY_S = 300.0
+_URL = re.compile(r"http://[\w.\[\]:]+:\d+")
+_SYSTEM = re.compile(r"(\d+)p(\d+)d|(\d+)c")
+
+
+def counts(system: str) -> tuple[int, int, int]:
+    """How many prefill, decode and colocated workers ``2p1d`` or ``2c`` has. StartError for anything else."""
+    match = _SYSTEM.fullmatch(system)
+    if match is None:
+        why = "a system is for example 1p1d (prefill, decode) or 2c (colocated)"
+        raise StartError(f"there is no system {system}", why, "correct --systems")
+    prefill, decode, colocated = (int(number or 0) for number in match.groups())
+    if not prefill + colocated:
+        raise StartError(f"{system} serves nobody", "prompts need a prefill worker", "correct --systems")
+    if not decode + colocated:
+        raise StartError(f"{system} serves nobody", "tokens after the first need a decode worker", "correct --systems")
+    return prefill, decode, colocated
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def usual_systems(cores: int) -> str:
+    """What is compared unless ``--systems`` says otherwise: one pool of each kind against colocated workers; and where
+    there is a core for a third worker, pools of unequal sizes."""
+    return "1p1d,1c,2c" if cores <= 2 else "1p1d,1c,2c,2p1d,1p2d,3c"
+
+
+def pools(system: str) -> list[str]:
+    """The flags of ``tandem up`` for a system."""
+    prefill, decode, colocated = counts(system)
+    if colocated:
+        return ["--colocated", str(colocated)]
+    return ["--prefill", str(prefill), "--decode", str(decode)]
+
+
+@contextlib.contextmanager
+def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a ready ``tandem up`` with the pools of ``system``; StartError with its own reason if it does not
+    start."""
+    words = [*([model] if model else []), *pools(system), "--port", "0", "--control-port", "0", *flags]
+    with started(system, [sys.executable, "-m", "deploy.cli", "up", *words]) as process:
+
+        def url() -> str | None:
+            said = _URL.search(process.said())
+            return said.group() if said and is_ready(said.group(), "/ready") else None
+
+        yield process.wait(url, READY_S, "try the same tandem up")
+
+
+def is_ready(url: str, path: str) -> bool:
+    """Whether a server answers 200 there."""
+    try:
+        return Server(url, timeout_s=5).get(path)[0] == 200
+    except OSError:
+        return False

@@ -1,0 +1,95 @@
+"""Token ids that a server understands, for prompts of an exact length.
+
+The server's own ``/tokenize`` and ``/detokenize`` (Tandem and vLLM have them) know best; for others a
+``tokenizer.json`` is read. Ordinary ids are found by encoding English prose: no special token is among them, and none
+outside the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.core.errors import StartError, reason
+from common.net.http_client import Refused, Server
+
+PROSE_CHARACTERS = 100_000
+PIECE_CHARACTERS = 2_000
+"""The most characters in one request to ``/tokenize``: servers refuse a text that cannot fit their context."""
+_TODO = "give --tokenizer FILE, the model's tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, without special tokens added."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ServerTokenizer:
+    """The tokenizer of a running server. StartError when it offers none."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server, self._model = server, model
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, piece by piece where it is long: where two meet there may be a token more than in the
+        whole."""
+        return [token for piece in pieces(text) for token in self._encode(piece)]
+
+    def _encode(self, text: str) -> list[int]:
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        return [int(token) for token in self._ask("/tokenize", body, "tokens")]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._ask("/detokenize", {"model": self._model, "tokens": list(ids)}, "prompt"))
+
+    def _ask(self, path: str, body: dict[str, Any], field: str) -> Any:
+        try:
+            return self._server.post(path, body)[field]
+        except (OSError, Refused, LookupError, TypeError) as error:
+            why = reason(error)
+            raise StartError(f"{self._server.url}{path} gave no answer", why, _TODO) from error
+
+
+class FileTokenizer:
+    """A ``tokenizer.json``, or a directory with one."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers  # only who names a file pays for it
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exceptions for files that it does not understand
+            raise StartError(f"cannot read the tokenizer {file}", reason(error), "correct --tokenizer") from error
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of up to PIECE_CHARACTERS, cut before a space where there is one."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = text.rfind(" ", start + 1, start + PIECE_CHARACTERS + 1)
+        end = end if end > 0 else start + PIECE_CHARACTERS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def ordinary_ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids to make random prompts of, ascending: those that occur in Python's own documentation."""
+    from pydoc_data.topics import topics
+
+    ids = sorted(set(tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:PROSE_CHARACTERS])))
+    if not ids:
+        raise StartError("the tokenizer makes no tokens of prose", "there is nothing to make prompts of", _TODO)
+    return ids

@@ -1,0 +1,259 @@
+"""What is asked: prompts and the lengths of their answers, made up or as a recorded trace has them.
+
+Pure but for reading files. Workloads and their fields are named as in ``vllm bench serve``. Prompts are token ids, so
+that they have exactly the length that is asked for; only ShareGPT is text.
+
+    random              lengths uniform in [n·(1 - range_ratio), n·(1 + range_ratio)], after one shared random prefix
+    prefix_repetition   a few prefixes, many suffixes each, shuffled
+    sharegpt            first question and length of the first answer of conversations: a JSON list of objects with
+                        ``conversations``, a list of turns with ``from`` and ``value``
+    azure               the Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens
+    mooncake            JSON lines with timestamp (ms), input_length, output_length and hash_ids, each of which stands
+                        for 512 tokens: equal ids are equal text
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config.commands import LONGEST_TOKENS
+from common.core.errors import StartError, reason
+
+MOONCAKE_BLOCK_TOKENS = 512
+SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024, 2048
+"""Conversations outside are left out, as every client of this data does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: its prompt, how long that is (0: the server will tell), how many tokens are asked for, and, in a
+    trace, when it came: seconds after the first."""
+
+    prompt: str | list[int]
+    prompt_tokens: int
+    output_tokens: int
+    at: float | None = None
+
+
+# -- made up ----------------------------------------------------------------------------------------------------------
+
+
+def random_asks(
+    ids: Sequence[int],
+    count: int,
+    input_len: int,
+    output_len: int,
+    *,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int = 0,
+) -> list[Ask]:
+    """Random tokens out of ``ids``. Two prompts share the first ``prefix_len`` tokens and, but for chance, no more."""
+    generator = np.random.default_rng(seed)
+    prefix = _some(generator, ids, prefix_len)
+    inputs = _lengths(generator, input_len, range_ratio, count)
+    outputs = _lengths(generator, output_len, range_ratio, count)
+    return [
+        Ask(prefix + _some(generator, ids, length), prefix_len + length, output)
+        for length, output in zip(inputs, outputs, strict=True)
+    ]
+
+
+def prefix_repetition_asks(
+    ids: Sequence[int],
+    count: int,
+    *,
+    prefix_len: int = 256,
+    suffix_len: int = 256,
+    num_prefixes: int = 10,
+    output_len: int = 128,
+    seed: int = 0,
+) -> list[Ask]:
+    """``num_prefixes`` prefixes with equally many suffixes each; the first ones have one more if they must."""
+    generator = np.random.default_rng(seed)
+    prefixes = [_some(generator, ids, prefix_len) for _ in range(num_prefixes)]
+    asks = [
+        Ask(prefixes[index % num_prefixes] + _some(generator, ids, suffix_len), prefix_len + suffix_len, output_len)
+        for index in range(count)
+    ]
+    order = generator.permutation(count)
+    return [asks[index] for index in order]
+
+
+def _some(generator: np.random.Generator, ids: Sequence[int], count: int) -> list[int]:
+    chosen: list[int] = np.asarray(ids)[generator.integers(0, len(ids), count)].tolist()
+    return chosen
+
+
+def _lengths(generator: np.random.Generator, mean: int, range_ratio: float, count: int) -> list[int]:
+    low, high = math.floor(mean * (1 - range_ratio)), math.ceil(mean * (1 + range_ratio))
+    drawn: list[int] = generator.integers(max(low, 1), max(high, 1), count, endpoint=True).tolist()
+    return drawn
+
+
+# -- recorded ---------------------------------------------------------------------------------------------------------
+
+
+def sharegpt_asks(
+    path: Path, count: int, tokens: Callable[[str], int], *, output_len: int | None = None, seed: int = 0
+) -> list[Ask]:
+    """Up to ``count`` conversations in random order. ``tokens`` counts those of a text."""
+    try:
+        entries = json.loads("".join(_lines(path)))
+    except ValueError as error:
+        raise _bad(path, f"is not JSON: {error}") from error
+    if not isinstance(entries, list):
+        raise _bad(path, "is no list of conversations")
+    pairs = [pair for entry in entries if (pair := _first_pair(entry))]
+    order = np.random.default_rng(seed).permutation(len(pairs))
+    return list(islice(_fitting((pairs[index] for index in order), tokens, output_len), count))
+
+
+def _first_pair(entry: Any) -> tuple[str, str] | None:
+    try:
+        first, second = (turn["value"] for turn in entry["conversations"][:2])
+    except (TypeError, KeyError, ValueError):
+        return None
+    return (first, second) if isinstance(first, str) and isinstance(second, str) else None
+
+
+def _fitting(pairs: Iterable[tuple[str, str]], tokens: Callable[[str], int], output_len: int | None) -> Iterator[Ask]:
+    for question, answer in pairs:
+        prompt, output = tokens(question), tokens(answer) if output_len is None else output_len
+        enough = prompt >= SHAREGPT_MIN_TOKENS and (output_len is not None or output >= SHAREGPT_MIN_TOKENS)
+        if enough and prompt <= SHAREGPT_MAX_PROMPT_TOKENS and prompt + output <= SHAREGPT_MAX_TOKENS:
+            yield Ask(question, prompt, output)
+
+
+def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
+    """The rows of the trace, in its order."""
+    generator = np.random.default_rng(seed)
+    rows = csv.DictReader(_lines(path))
+    wanted = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
+    began: datetime | None = None
+    try:
+        if missing := wanted - set(rows.fieldnames or ()):
+            raise _bad(path, f"has no column {', '.join(sorted(missing))}")
+        for row in rows:
+            at = _timestamp(row["TIMESTAMP"])
+            began = began or at
+            lengths = _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens")
+            seconds = (at - began).total_seconds()
+            _check_lengths(path, rows.line_num, *lengths)
+            yield Ask(_some(generator, ids, lengths[0]), *lengths, at=seconds)
+    except (csv.Error, TypeError, ValueError) as error:
+        raise _bad(path, f"line {rows.line_num}: {error}") from error
+
+
+def _whole(row: dict[str, str | None], column: str) -> int:
+    try:
+        return int(row[column] or "")
+    except ValueError:
+        raise ValueError(f"{column} is {row[column] or 'missing'}, not a whole number") from None
+
+
+def _timestamp(text: str | None) -> datetime:
+    """``2023-11-16 18:17:03.9799600`` (tenths of microseconds: 2023) and ``2024-05-10 00:00:00.009930+00:00``."""
+    whole, dot, rest = (text or "").partition(".")
+    zone = rest.lstrip("0123456789")
+    digits = rest[: len(rest) - len(zone)]
+    try:
+        return datetime.fromisoformat(f"{whole}{dot}{digits[:6].ljust(6, '0') if dot else ''}{zone}")
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {text or 'missing'}, not a date and time") from None
+
+
+def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
+    """The rows of the trace, in its order."""
+    own = np.random.default_rng(seed)
+    began: float | None = None
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            at, length, output = float(row["timestamp"]), int(row["input_length"]), int(row["output_length"])
+            hashes = [int(each) for each in row.get("hash_ids", ())]
+            if not math.isfinite(at):
+                raise ValueError(f"it came at {at}")
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise _bad(path, f"line {number}: {_wrong(error)}") from error
+        _check_lengths(path, number, length, output)
+        began = at if began is None else began
+        prompt: list[int] = []
+        for each in hashes:
+            block = np.random.default_rng((seed, each & ((1 << 63) - 1)))
+            prompt += _some(block, ids, MOONCAKE_BLOCK_TOKENS)
+        prompt += _some(own, ids, max(0, length - len(prompt)))
+        yield Ask(prompt[:length], length, output, at=(at - began) / 1000)
+
+
+def _wrong(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error})"
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
+    if not (1 <= prompt <= LONGEST_TOKENS and 0 <= output <= LONGEST_TOKENS):
+        raise _bad(path, f"line {line}: {prompt} prompt tokens and {output} output tokens")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Of a file that may be larger than memory, as they are wanted."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot read the dataset {path}", reason(error), "correct --dataset-path") from error
+
+
+def _bad(path: Path, what: str) -> StartError:
+    return StartError(
+        f"{path} {what}", "it is not what --dataset-name says", "correct --dataset-name or --dataset-path"
+    )
+
+
+def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
+    """The same asks in other words, which no server's prefix cache knows: every token is swapped for another of theirs,
+    everywhere alike. Lengths, and which prompts share what, stay. Text begins with ``seed``, which makes it a few
+    tokens longer, and is the same after it."""
+    prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, str)]
+    known = np.unique(np.concatenate([np.asarray(prompt) for prompt in prompts])) if prompts else np.empty(0, np.int64)
+    others = np.random.default_rng((seed, len(known))).permutation(known)
+
+    def other(prompt: list[int] | str) -> list[int] | str:
+        if isinstance(prompt, str):
+            return f"{seed} {prompt}"
+        ids: list[int] = others[np.searchsorted(known, prompt)].tolist()
+        return ids
+
+    return [replace(ask, prompt=other(ask.prompt)) for ask in asks]
+
+
+# -- what a server can take -------------------------------------------------------------------------------------------
+
+
+def within(asks: Iterable[Ask], count: int, longest: int | None) -> tuple[list[Ask], int]:
+    """The first ``count`` asks of at least one output token that fit into ``longest`` tokens, in the order of their
+    times, which a trace need not have, and how many were left out before those were found."""
+    kept: list[Ask] = []
+    left_out = 0
+    for ask in asks:
+        if len(kept) == count:
+            break
+        if ask.output_tokens > 0 and (longest is None or ask.prompt_tokens + ask.output_tokens <= longest):
+            kept.append(ask)
+        else:
+            left_out += 1
+    return sorted(kept, key=lambda ask: ask.at or 0.0), left_out

@@ -1,0 +1,355 @@
+"""``python -m bench.micro.control_latency``: how long control messages take while KV streams between two workers.
+
+A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
+and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
+to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: Failed). A worker
+that computes answers after its step; here there are none. ``--encrypted`` gives all of them keys, and KV is encrypted.
+Round trips are first measured with nothing else going on, and beside as many processes that only copy memory as threads
+work while KV streams: what the machine's scheduler alone makes of a round trip when there are fewer cores than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from bench.load import results
+from common.core.errors import StartError
+from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
+from common.core.request import Request, SamplingParams
+from common.core.sequence import Batch, StepResult
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.host import KvMemory, host_id
+from common.net import keys
+from common.net.keys import Party
+from common.net.messages import (
+    PROTOCOL,
+    Failed,
+    Generate,
+    Heartbeat,
+    Hello,
+    Lease,
+    Measure,
+    Measured,
+    Peer,
+    Prefill,
+    Role,
+    Timing,
+    Tokens,
+    ToWorker,
+)
+from common.net.sockets import Channels, identity, receive, send
+from common.worker.loop import TRIAL_S, WorkerSettings
+from coordinator.cluster.gateway import Gateway, Loss
+from coordinator.cluster.registry import Registry, Worker
+from decode.role import DecodeWorker
+from prefill.role import PrefillWorker
+
+LAYOUT = KvLayout((LayerLayout(8, 64, 64),) * 16, "float32", 16)
+POOL_TOKENS, TRIAL_TOKENS, TRIALS = 4096, 256, 3
+LONGEST = 1 << 20
+PROBE_S = 0.002
+"""Between an answer and the next message to the same process."""
+STREAMING_THREADS, STARTED_S = 4, 0.5
+"""Each worker's own, and the one in which libzmq copies for it."""
+STALLS = 5
+"""After so many times that no hand-off was over within TRIAL_S the measurement fails."""
+PERCENTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+class PoolOnly:
+    """An engine with memory and nothing to compute."""
+
+    def __init__(self) -> None:
+        self.layout, self.memory = LAYOUT, KvMemory(LAYOUT, POOL_TOKENS // LAYOUT.block_size)
+        self.memory.raw[:] = 1
+        self.fingerprint, self.vocab_size, self.max_model_len = "none", 1000, LONGEST
+        self.on_layer: Callable[[int], None] | None = None
+
+    def step(self, batch: Batch) -> StepResult:
+        raise NotImplementedError
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        raise NotImplementedError
+
+
+def channels_of(party: Party, key_file: Path | None) -> Channels:
+    """With the keys of ``party``, if there are any."""
+    return Channels(keys.load(key_file, party) if key_file else None)
+
+
+def serve(role: Role, coordinator: str, key_file: Path | None) -> None:
+    """A worker process."""
+    engine = PoolOnly()
+    settings = WorkerSettings(coordinator, host_id(), 1, 1, kv_transport="zmq")
+    hello = Hello(
+        PROTOCOL, WorkerName(role), new_incarnation(), role, "none", engine.fingerprint, LAYOUT.fingerprint,
+        os.getpid(), "localhost", settings.host_id, "", ("zmq",), engine.memory.blocks, LAYOUT.block_size, LONGEST,
+        engine.vocab_size, 1, 1, "cpu", LAYOUT.dtype,
+    )  # fmt: skip
+    (PrefillWorker if role == "prefill" else DecodeWorker)(engine, settings, hello, channels_of(role, key_file)).run()
+
+
+def ask(coordinator: str, key_file: Path | None, pipe: Connection) -> None:
+    """A stranger's process: sends (end, round trip in seconds) of each answer through ``pipe`` until that is closed."""
+    channels = channels_of("decode", key_file)
+    socket = channels.dealer(coordinator, identity(WorkerName("stranger"), new_incarnation()))
+    beat = Heartbeat(Incarnation("0"), 0, b"", 0, 0, 0, 0, 0, 0, -1, False)
+    try:
+        while True:
+            began = time.monotonic()
+            send(socket, beat)
+            while receive(socket, ToWorker) is None:
+                socket.poll()
+            ended = time.monotonic()
+            pipe.send((ended, ended - began))
+            time.sleep(PROBE_S)
+    except (BrokenPipeError, ConnectionResetError):
+        channels.close()
+
+
+class House:
+    """The coordinator's side: what workers say, and the round trips that were seen, as (end, seconds) by name."""
+
+    def __init__(self, key_file: Path | None) -> None:
+        self.registry = Registry(None)
+        self.gateway = Gateway(self.registry, "127.0.0.1", 0, channels=channels_of("coordinator", key_file))
+        self.workers: dict[Role, Worker] = {}
+        self.complete = asyncio.Event()
+        self.streamed = 0
+        self.wanted = 0
+        self.stalls = 0
+        self.trips: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
+        self._asked: dict[RequestId, tuple[Role, float]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self.gateway.start(self, self._loop)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self.gateway.close()
+
+    # -- what the gateway tells ---------------------------------------------------------------------------------------
+
+    def joined(self, worker: Worker) -> None:
+        self.workers[worker.role] = worker
+        if len(self.workers) == 2:
+            self._lease()
+            for role in self.workers:
+                self._probe(role)
+            self.complete.set()
+
+    def failed(self, worker: Worker, message: Failed) -> None:
+        role, began = self._asked.pop(message.request)
+        ended = time.monotonic()
+        self.trips[role].append((ended, ended - began))
+        self._timers[role] = self._loop.call_later(PROBE_S, self._probe, role)
+
+    def measured(self, worker: Worker, message: Measured) -> None:
+        self.streamed += message.bytes
+        if self.streamed >= self.wanted:
+            self._timers["stall"].cancel()
+            self.complete.set()
+            return
+        self._watch()
+        if self.streamed + (TRIALS - 1) * message.bytes < self.wanted:
+            self._trial()
+
+    def lost(self, worker: Worker, how: Loss) -> None:
+        raise RuntimeError(f"{worker.hello.name} is gone")
+
+    def died(self, worker: Incarnation) -> None: ...
+
+    def returned(self, worker: Incarnation) -> None: ...
+
+    def left(self, worker: Worker) -> None: ...
+
+    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+
+    def timing(self, worker: Worker, message: Timing) -> None: ...
+
+    def beat(self, worker: Worker) -> None: ...
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def stream(self, count: int) -> None:
+        """Hand-offs of ``count`` bytes in all, a few at a time."""
+        self.streamed, self.wanted = 0, count
+        self.stalls = 0
+        self.complete.clear()
+        self._start()
+
+    def _start(self) -> None:
+        self._watch()
+        for _ in range(TRIALS):
+            self._trial()
+
+    def _watch(self) -> None:
+        """Starts anew when no hand-off has ended for so long that both workers have given up all that are open: they
+        say nothing about those."""
+        if "stall" in self._timers:
+            self._timers["stall"].cancel()
+        self._timers["stall"] = self._loop.call_later(TRIAL_S + 1, self._stalled)
+
+    def _stalled(self) -> None:
+        self.stalls += 1
+        if self.stalls < STALLS:
+            self._start()
+        else:
+            self.complete.set()
+
+    def _trial(self) -> None:
+        request = new_request_id()
+        pairs: list[tuple[Role, Role]] = [("decode", "prefill"), ("prefill", "decode")]
+        for role, other in pairs:
+            hello = self.workers[other].hello
+            peer = Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype)
+            self.gateway.send(self.workers[role], Measure(request, 0, peer, TRIAL_TOKENS))
+
+    def _probe(self, role: Role) -> None:
+        """A request that is refused at once: too long for decode's pool, for a peer that prefill cannot dial."""
+        request = Request(new_request_id(), pack_tokens([1]), SamplingParams(max_tokens=LONGEST, seed=0))
+        self._asked[request.id] = role, time.monotonic()
+        nowhere = Peer(WorkerName("nobody"), Incarnation("0"), "nowhere", "", LAYOUT.dtype)
+        message = Generate(request, 0) if role == "decode" else Prefill(request, 0, nowhere)
+        self.gateway.send(self.workers[role], message)
+
+    def _lease(self) -> None:
+        for worker in self.workers.values():
+            self.gateway.send(worker, Lease(b"", self.gateway.sent[worker.id] + 1))
+        self._timers["lease"] = self._loop.call_later(self.registry.times.heartbeat_s, self._lease)
+
+
+def copy_memory() -> None:
+    """A process that is always ready to run."""
+    source, target = (np.ones(1 << 20, np.uint8) for _ in range(2))
+    while True:
+        target[:] = source
+
+
+async def until_done(house: House, children: Iterable[SpawnProcess]) -> None:
+    """Until what was asked for is complete; RuntimeError if a process has died, StartError if no KV
+    gets through."""
+    loop, died = asyncio.get_running_loop(), asyncio.Event()
+    sentinels = [child.sentinel for child in children]
+    for sentinel in sentinels:
+        loop.add_reader(sentinel, died.set)
+    waits = [asyncio.ensure_future(event.wait()) for event in (house.complete, died)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if died.is_set():
+            raise RuntimeError("a process of the measurement has died: what it said stands above")
+        if house.stalls >= STALLS:
+            raise StartError(
+                "cannot measure beside KV", f"{STALLS} times no hand-off was over within {TRIAL_S:g} s", ""
+            )
+    finally:
+        for sentinel in sentinels:
+            loop.remove_reader(sentinel)
+        for wait in waits:
+            wait.cancel()
+
+
+async def measure(count: int, idle_s: float, key_file: Path | None) -> dict[str, Any]:
+    """Prints and gives the round trips of each phase, and the rate at which KV streamed."""
+    house = House(key_file)
+    processes = multiprocessing.get_context("spawn")
+    mine, theirs = processes.Pipe(duplex=False)
+    given = house.gateway.address, key_file
+    children = [processes.Process(target=serve, args=(role, *given)) for role in ("prefill", "decode")]
+    children.append(processes.Process(target=ask, args=(*given, theirs)))
+    answers: list[tuple[float, float]] = []
+    house.trips["coordinator"] = answers
+    try:
+        for child in children:
+            child.start()
+        asyncio.get_running_loop().add_reader(mine.fileno(), lambda: answers.append(mine.recv()))
+        await until_done(house, children)
+        house.stream(64 << 20)  # maps, connects and touches what the first hand-off must
+        await until_done(house, children)
+        began = time.monotonic()
+        await asyncio.sleep(idle_s)
+        alone = report("nothing else going on", house.trips, began, time.monotonic())
+        for _ in range(STREAMING_THREADS):
+            children.append(processes.Process(target=copy_memory, daemon=True))
+            children[-1].start()
+        await asyncio.sleep(STARTED_S)
+        began = time.monotonic()
+        await asyncio.sleep(idle_s)
+        beside = report(f"beside {STREAMING_THREADS} processes that copy memory", house.trips, began, time.monotonic())
+        for child in children[-STREAMING_THREADS:]:
+            child.kill()
+            child.join()
+        del children[-STREAMING_THREADS:]
+        house.stream(count)
+        began = time.monotonic()
+        await until_done(house, children)
+        ended = time.monotonic()
+        rate = house.streamed / (ended - began) / 1e9
+        what = f"while {house.streamed >> 20} MiB stream at {rate:.2f} GB/s"
+        streaming = report(what, house.trips, began, ended)
+        trips_ms = {"alone": alone, "beside memory": beside, "streaming": streaming}
+        return {"streamed_bytes": house.streamed, "bytes_per_s": 1e9 * rate, "round_trips_ms": trips_ms}
+    finally:
+        asyncio.get_running_loop().remove_reader(mine.fileno())
+        house.close()
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def report(
+    title: str, trips: dict[str, list[tuple[float, float]]], began: float, ended: float
+) -> dict[str, dict[str, float]]:
+    """One line per end, of the round trips that ended between two times; their percentiles in ms by end."""
+    print(title)
+    found = {}
+    for name, seen in trips.items():
+        times = sorted(seconds * 1000 for at, seconds in seen if began <= at <= ended)
+        each = found[name] = {
+            f"p{100 * share:g}": times[min(len(times) - 1, int(share * len(times)))] for share in PERCENTILES
+        }
+        shown = ", ".join(f"{percent} {ms:.2f}" for percent, ms in each.items())
+        print(f"  {name:12} {len(times):5} round trips, ms: {shown}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.micro.control_latency", description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="KV to stream")
+    parser.add_argument("--idle-s", type=float, default=2.0, help="how long to measure without it")
+    parser.add_argument("--encrypted", action="store_true", help="everything that is said, and KV")
+    parser.add_argument("--save", help="JSON file to save the figures in")
+    options = parser.parse_args()
+    try:
+        results.check_outputs(options.save, None)
+        with tempfile.TemporaryDirectory() as folder:
+            key_file = Path(folder) / "cluster.key" if options.encrypted else None
+            if key_file:
+                keys.make(key_file)
+            found = uvloop.run(measure(options.mib << 20, options.idle_s, key_file))
+        if options.save:
+            results.save(Path(options.save), {"encrypted": options.encrypted} | found)
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a lent core is worth to the engine: ``python -m bench.micro.lent_core MODEL``.
+
+Steps of one engine on this process's first core, with and without the second one lent to it, as a worker that rests
+lends it (:mod:`common.platform.core_lease`): streams by their number, then prompts by their tokens. Both are timed in
+turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.load import results
+from bench.simulate.cost import uniform
+from common import builtin
+from common.checkpoint.files import open_checkpoint
+from common.core.errors import StartError
+from common.core.sequence import Batch
+from common.platform import device, threads
+from common.platform.core_lease import LentCores
+
+CONTEXT = 512
+STREAMS, PROMPTS = (4, 8, 16, 32, 64), (16, 64, 512)
+
+
+def batches(block_size: int) -> Iterator[tuple[str, Batch]]:
+    """What is timed, by name."""
+    for count in STREAMS:
+        yield f"{count} streams", uniform(block_size, count, CONTEXT - 1, 1)
+    for tokens in PROMPTS:
+        yield f"a prompt of {tokens}", uniform(block_size, 1, 0, tokens)
+
+
+def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[str, float, float]]:
+    """Each step's name, and the median of its seconds on core ``own`` alone and with ``other`` lent to it. StartError
+    without kernels that can borrow."""
+    device.pin((own,), 1)
+    from common.engine.runner import load_engine
+    from common.kernels import cpu
+
+    if (library := cpu.library()) is None:
+        raise StartError(
+            "nothing can be borrowed", "there are no compiled kernels", "install a C compiler, then Tandem"
+        )
+    checkpoint = open_checkpoint(model)
+    most = max(STREAMS)
+    engine = load_engine(
+        checkpoint,
+        num_kv_blocks=most * CONTEXT // 16,
+        max_batched_tokens=max(PROMPTS),
+        max_num_seqs=most,
+        batch_hint=most,
+    )
+    lent = LentCores.create()
+    lent.settle([[own], [other]])
+    owner = LentCores(os.dup(lent.descriptor), [other])
+    with threads.borrowing():
+        library.borrow(lent.address, (ctypes.c_int32 * 1)(other), 1)
+    try:
+        engine.warm_up()
+        for name, batch in batches(engine.layout.block_size):
+            alone, helped = [], []
+            for _ in range(repeats):
+                alone.append(engine.step(batch).seconds)
+                owner.lend()
+                engine.step(batch)  # the helper wakes up
+                helped.append(engine.step(batch).seconds)
+                owner.take_back()
+            yield name, statistics.median(alone), statistics.median(helped)
+    finally:
+        library.give_back()
+        owner.close()
+        lent.close()
+        engine.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=str(builtin.path()), help="directory or hub id (built-in model)")
+    parser.add_argument("--repeats", type=int, default=15, help="steps of each kind, of which the median is shown")
+    parser.add_argument("--save", help="JSON file to save the figures in")
+    options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    found = {}
+    try:
+        results.check_outputs(options.save, None)
+        if len(cores) < 2:
+            raise StartError("nothing can be lent", "this process may use one core", "give it a second one")
+        print("| step | alone | with a lent core | times as fast |\n|---|---|---|---|", flush=True)
+        for name, alone, helped in measure(options.model, cores[0], cores[1], options.repeats):
+            found[name] = {"alone_s": alone, "helped_s": helped}
+            print(f"| {name} | {1000 * alone:.2f} ms | {1000 * helped:.2f} ms | {alone / helped:.2f} |", flush=True)
+        if options.save:
+            results.save(Path(options.save), {"context": CONTEXT, "steps": found})
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""How fast KV travels between two processes, by link: ``python -m bench.micro.wire``.
+
+The real hand-off (:mod:`kvtransfer.sender` to :mod:`kvtransfer.receiver`, checksums, credit, acknowledgements) over TCP
+on loopback, encrypted and not, and out of shared memory, from a pool in this process to a pool in another one. The rate
+is that of a whole transfer, from its announcement to its acceptance: over TCP what a network that is faster than the
+processes would see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from bench.load import results
+from common.core.errors import StartError
+from common.core.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.host import KvMemory, host_id
+from common.net import keys
+from common.net.messages import Peer
+from common.net.sockets import Channels
+from common.platform import malloc
+from kvtransfer.receiver import Landed, Receiver
+from kvtransfer.sender import FirstTokens, Sender, Shipped
+
+LAYOUT = KvLayout((LayerLayout(8, 128, 128),) * 32, "bfloat16", 16)
+"""A Llama of 8 billion parameters: 128 KiB per token."""
+LINKS = (("shared memory", "shm", False), ("ZeroMQ", "zmq", False), ("ZeroMQ, encrypted", "zmq", True))
+"""Each by name, ``--kv-transport``, and whether it is encrypted."""
+_FIRST = FirstTokens(b"\0\0\0\0", (0,), (-1,), (None,))
+_PUMP_S = 0.005
+_TOKEN = b"t" * 16
+
+
+def _receive(pipe: Connection, key_file: Path, transport: str, encrypt: bool, tokens: int) -> None:
+    """The decode end: expects every transfer that it is told of, and says when it has ended."""
+    malloc.keep_freed()  # as workers do
+    memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
+    memory.raw[:] = 0  # touched, so that no page is given out while the clock runs
+    channels = Channels(keys.load(key_file, "decode"), encrypt_kv=encrypt)
+    receiver = Receiver(channels, memory, host_id(), "tcp://127.0.0.1:*", transport=transport)
+    channels.register(pipe.fileno())
+    pipe.send(receiver.address)
+    try:
+        while True:
+            if pipe.fileno() in channels.poll(0.05):
+                transfer = pipe.recv()
+                if transfer is None:
+                    return
+                receiver.expect(transfer, tokens, 0, _table(memory), _peer("prefill", ""), time.monotonic())
+                pipe.send(None)
+            for ended in receiver.pump(time.monotonic, _PUMP_S):
+                assert isinstance(ended, Landed), ended
+    finally:
+        receiver.close()
+        channels.close()
+        memory.close()
+
+
+def _peer(name: str, address: str) -> Peer:
+    return Peer(WorkerName(name), new_incarnation(), address, host_id(), LAYOUT.dtype, _TOKEN)
+
+
+def _table(memory: KvMemory) -> list[BlockId]:
+    return [BlockId(index) for index in range(memory.blocks)]
+
+
+def measure(transport: str, tokens: int, repeats: int, *, encrypt: bool = False) -> list[float]:
+    """Bytes per second of each of ``repeats`` transfers of ``tokens`` tokens by ``transport``, after one that does not
+    count."""
+    malloc.keep_freed()
+    with tempfile.TemporaryDirectory() as directory:
+        key_file = Path(directory) / "cluster.key"
+        keys.make(key_file)
+        here, there = multiprocessing.get_context("spawn").Pipe()
+        child = multiprocessing.get_context("spawn").Process(
+            target=_receive, args=(there, key_file, transport, encrypt, tokens)
+        )
+        child.start()
+        there.close()
+        memory = KvMemory(LAYOUT, LAYOUT.blocks_for(tokens))
+        memory.raw[:] = 1
+        channels = Channels(keys.load(key_file, "prefill"), encrypt_kv=encrypt)
+        sender = Sender(channels, memory, new_incarnation(), host_id(), transport=transport)
+        try:
+            peer = _peer("decode", here.recv())
+            rates = [_transfer(sender, channels, memory, peer, here, tokens) for _ in range(repeats + 1)]
+            here.send(None)
+            child.join()
+            return rates[1:]
+        finally:
+            child.kill()
+            child.join()
+            sender.close()
+            channels.close()
+            memory.close()
+
+
+def _transfer(sender: Sender, channels: Channels, memory: KvMemory, peer: Peer, pipe: Connection, tokens: int) -> float:
+    transfer, table = TransferId(new_request_id(), 1), _table(memory)
+    pipe.send(transfer)
+    pipe.recv()
+    now = time.monotonic()
+    sender.open(transfer, peer, tokens, table, now)
+    sender.computed(transfer, table, tokens, len(LAYOUT.layers), now)
+    sender.finish(transfer, _FIRST, now)
+    while True:
+        for ended in sender.pump(time.monotonic()):
+            if not isinstance(ended, Shipped):
+                raise RuntimeError(f"a transfer was lost: {ended.reason}")
+            return ended.bytes / (time.monotonic() - now)
+        channels.poll(0.05)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a transfer, 128 KiB each")
+    parser.add_argument("--repeats", type=int, default=10, help="transfers of each kind that count")
+    parser.add_argument("--save", help="JSON file to save the figures in")
+    options = parser.parse_args()
+    try:
+        results.check_outputs(options.save, None)
+        print("| link | GB/s, median | slowest | fastest |\n|---|---|---|---|")
+        found = {}
+        for name, transport, encrypt in LINKS:
+            rates = found[name] = measure(transport, options.tokens, options.repeats, encrypt=encrypt)
+            shown = (statistics.median(rates), min(rates), max(rates))
+            print(f"| {name} | {' | '.join(f'{rate / 1e9:.2f}' for rate in shown)} |", flush=True)
+        if options.save:
+            results.save(Path(options.save), {"tokens": options.tokens, "bytes_per_s": found})
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

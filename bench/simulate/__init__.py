@@ -1,0 +1,1 @@
+"""Simulation of pools with a cost model, for plans. Knows no sockets."""

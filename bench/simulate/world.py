@@ -1,0 +1,296 @@
+"""A cluster that is not there: the real router, planners and KV book-keeping on virtual time, with measured step costs.
+
+Owns the clock, the queue in front of the router, and hand-offs as delays. A step takes what the cost model says, and so
+do HTTP and messages: the same for every step. What a request went through is kept in the records of a load client, so
+that the figures of a plan and of a measurement are made by the same code.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from bench.load.client import Record
+from bench.load.run import Run
+from bench.load.workloads import Ask
+from bench.simulate.cost import CostModel
+from common.core.errors import OutOfBlocks, StartError
+from common.core.ids import Incarnation, RequestId, WorkerName, pack_tokens, sequence_holder, transfer_holder
+from common.core.request import FinishReason, Request, SamplingParams
+from common.core.sequence import Batch, StepResult
+from common.core.sequence import Sequence as Tokens
+from common.engine.scheduler import Planner, Sampled
+from common.kv.cache import KvCache
+from common.net.messages import PROTOCOL, Hello, Role
+from coordinator.cluster.registry import Refused, Registry
+from coordinator.routing.router import Need, NoWorkers, Placement, Promise, Router, Wait
+from decode.chunk_budget import Chunks
+
+TOKEN = 1
+"""Every sampled token: which one it is changes no time."""
+MODEL = "planned"
+LENT_TOKENS, MANY_TOKENS = 16, 128
+"""Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/kernels/cpu/borrow.h); what is
+lost by it is little only where there are many."""
+HELP_WITH_FEW, HELP_WITH_MANY = 0.6, 0.9
+"""Workers that a resting one is worth, as one machine and model had it (``python -m bench.micro.lent_core``): two are
+1.5 to 1.7 times as fast with 16 to 64 streams, 1.9 times with a prompt of 512 tokens. A plan assumes it of any."""
+
+
+def help_with(tokens: int) -> float:
+    """Workers that a resting one is worth in a step of so many."""
+    return 0.0 if tokens < LENT_TOKENS else HELP_WITH_FEW if tokens < MANY_TOKENS else HELP_WITH_MANY
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each worker has, and the link between two: bytes per second. ``lend_cores``: whether all are on one machine,
+    where a worker that rests computes for those that compute many tokens."""
+
+    kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    link_bytes_per_s: float
+    lend_cores: bool = False
+
+
+@dataclass
+class _Job:
+    """A request on its way."""
+
+    ask: Ask
+    record: Record
+    request: Request
+    need: Need
+    placement: Placement | None = None
+    promise: Promise | None = None
+    prefill_began: float | None = None
+
+
+@dataclass
+class _Worker:
+    """One worker: its planner, whether it computes, and sequences that wait for blocks to land in. Of its step
+    ``left_s`` was left at ``since``, as long as one worker takes for it, and is done by ``hands`` of them."""
+
+    role: Role
+    planner: Planner
+    name: str
+    busy: bool = False
+    help: float = 0.0
+    """What each worker that rests adds to it; 0 if none may."""
+    left_s: float = 0.0
+    since: float = 0.0
+    hands: float = 1.0
+    changes: int = 0
+    """Of ``hands``, and steps: an end that was expected before the last one does not come then."""
+    batch: Batch = field(default_factory=lambda: Batch((), ()))
+    chunks: Chunks = field(default_factory=Chunks)
+    coming: int = 0
+    """Hand-offs that are expected."""
+    landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)
+
+    def plan(self) -> Batch | None:
+        if self.role != "decode":
+            return self.planner.plan()
+        return self.planner.plan(partial(self.chunks.most, more_come=self.coming > 0))
+
+
+class World:
+    """``prefill``, ``decode`` and ``colocated`` workers of equal ``limits`` and ``cost``."""
+
+    def __init__(self, cost: CostModel, limits: Limits, prefill: int, decode: int, colocated: int) -> None:
+        self.now = 0.0
+        self._cost, self._limits = cost, limits
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._queue: deque[_Job] = deque()
+        self._jobs: dict[RequestId, _Job] = {}
+        self._registry = Registry(None)
+        self._router = Router(self._registry)
+        self._workers: dict[Incarnation, _Worker] = {}
+        counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
+        for role, count in counts:
+            for index in range(count):
+                self._join(role, f"{role}-{index}")
+
+    def run(self, asks: Sequence[Ask], times: Sequence[float]) -> Run:
+        """All of ``asks``, arriving at ``times``, to the end of the last one."""
+        records = []
+        for number, (ask, at) in enumerate(zip(asks, times, strict=True)):
+            record = Record(at, ask.prompt_tokens, at)
+            records.append(record)
+            self._at(at, lambda ask=ask, record=record, number=number: self._arrive(ask, record, number))  # type: ignore[misc]
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        for job in self._queue:
+            job.record.error = "no worker can ever hold it"
+        for job in self._jobs.values():
+            if not (job.record.output_tokens or job.record.error):
+                job.record.error = "it was placed and never ended"
+        return Run(records, max(self.now, 1e-9), 0.0)
+
+    # -- the coordinator's part ---------------------------------------------------------------------------------------
+
+    def _arrive(self, ask: Ask, record: Record, number: int) -> None:
+        # of text nobody knows the tokens here, but no two requests have the same: no cache may help one of them
+        prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN + 1 + number] * ask.prompt_tokens
+        sampling = SamplingParams(ask.output_tokens, 0, ignore_eos=True)
+        request = Request(RequestId(number.to_bytes(16, "little")), pack_tokens(prompt), sampling)
+        job = _Job(ask, record, request, Need(len(prompt), ask.output_tokens, 1))
+        self._jobs[request.id] = job
+        self._queue.append(job)
+        self._place()
+
+    def _place(self) -> None:
+        """As many of the queue, in order, as the router has a place for."""
+        while self._queue:
+            job = self._queue[0]
+            placed = self._router.place(job.need)
+            if isinstance(placed, Wait):
+                return
+            if isinstance(placed, NoWorkers):
+                raise StartError("there is nobody to serve", f"no {placed.role} worker", "correct --systems")
+            self._queue.popleft()
+            job.placement, job.promise = placed, self._router.promise(job.need, placed)
+            first = placed.prefill or placed.decode
+            job.record.stages = {"path": placed.path, "prefill": first.hello.name, "decode": placed.decode.hello.name}
+            worker = self._workers[first.id]
+            if placed.prefill is not None:
+                self._workers[placed.decode.id].coming += 1
+            worker.planner.add(Tokens(job.request, 0))
+            self._kick(worker)
+
+    def _end(self, job: _Job) -> None:
+        assert job.promise is not None
+        self._router.release(job.promise)
+        job.record.output_tokens = len(job.record.moments)
+
+    # -- the workers' part --------------------------------------------------------------------------------------------
+
+    def _kick(self, worker: _Worker) -> None:
+        """Begins the next step of a worker that is idle, if there is one."""
+        if worker.busy or (batch := worker.plan()) is None:
+            return
+        worker.busy = True
+        for segment in batch.segments:
+            job = self._jobs[segment.sequence.request.id]
+            if job.prefill_began is None:
+                job.prefill_began = self.now
+        worker.left_s, worker.since, worker.hands = self._cost.step(batch) + self._cost.turn, self.now, 1.0
+        worker.chunks.took(batch, worker.left_s)
+        worker.help = help_with(batch.length) if self._limits.lend_cores else 0.0
+        self._expect(worker, batch)
+        self._share()
+
+    def _expect(self, worker: _Worker, batch: Batch) -> None:
+        """The end of its step, if nobody comes or goes before."""
+        worker.changes += 1
+        worker.batch, change = batch, worker.changes
+        end = self.now + worker.left_s / worker.hands
+        self._at(end, lambda: self._stepped(worker, batch) if worker.changes == change else None)
+
+    def _share(self) -> None:
+        """Who rests works for those whose steps are shared, for all of these as much."""
+        shared = [worker for worker in self._workers.values() if worker.busy and worker.help]
+        resting = sum(not worker.busy for worker in self._workers.values())
+        for worker in shared:
+            hands = 1 + worker.help * resting / len(shared)
+            if hands != worker.hands:
+                worker.left_s -= (self.now - worker.since) * worker.hands
+                worker.since, worker.hands = self.now, hands
+                self._expect(worker, worker.batch)
+
+    def _stepped(self, worker: _Worker, batch: Batch) -> None:
+        worker.busy = False
+        tokens = [[TOKEN] if segment.wants_token else [] for segment in batch.segments]
+        for sample in worker.planner.complete(batch, StepResult(tokens, [[] for _ in tokens], 0.0)):
+            self._sampled(worker, sample)
+        while worker.landing and self._land(worker, *worker.landing[0]):
+            worker.landing.popleft()
+        self._place()  # there may be room now
+        self._kick(worker)
+        if not worker.busy:
+            self._share()
+
+    def _sampled(self, worker: _Worker, sample: Sampled) -> None:
+        sequence, job = sample.sequence, self._jobs[sample.sequence.request.id]
+        job.record.moments.append(self.now)
+        if sequence.output_length == 0:
+            self._first(job)
+        sequence.append(TOKEN)
+        if sequence.finish is not FinishReason.RUNNING:
+            worker.planner.finish(sequence)
+            if worker.role == "prefill" and job.placement is not None:
+                self._workers[job.placement.decode.id].coming -= 1
+            self._end(job)
+        elif worker.role == "prefill":
+            self._hand_off(worker, job, sequence)
+
+    def _first(self, job: _Job) -> None:
+        assert job.promise is not None and job.record.stages is not None and job.prefill_began is not None
+        self._router.prefilled(job.promise)
+        job.record.stages["prefill_ms"] = (self.now - job.prefill_began) * 1000
+
+    def _hand_off(self, worker: _Worker, job: _Job, sequence: Tokens) -> None:
+        """The blocks stay with prefill until decode has them."""
+        assert job.placement is not None and job.prefill_began is not None and job.record.stages is not None
+        table = worker.planner.detach(sequence, transfer_holder(sequence.id.transfer))
+        decode = self._workers[job.placement.decode.id]
+        exposed = self._cost.exposed(sequence.computed, self.now - job.prefill_began, self._limits.link_bytes_per_s)
+        job.record.stages["transfer_exposed_ms"] = exposed * 1000
+
+        def arrived() -> None:
+            worker.planner.cache.close(table)
+            if decode.landing or not self._land(decode, job, sequence):
+                decode.landing.append((job, sequence))
+            self._kick(worker)
+            self._kick(decode)
+
+        self._at(self.now + exposed, arrived)
+
+    def _land(self, worker: _Worker, job: _Job, shipped: Tokens) -> bool:
+        """The sequence goes on at decode; False if it has no blocks for it now."""
+        sequence = Tokens(job.request, 0)
+        sequence.append(TOKEN)
+        cache = worker.planner.cache
+        table = cache.open(sequence_holder(sequence.id), sequence.tokens, "")
+        try:
+            cache.grow(table, len(sequence.tokens))
+        except OutOfBlocks:
+            cache.close(table)
+            return False
+        sequence.computed = shipped.computed
+        worker.planner.adopt(sequence, table)
+        worker.coming -= 1
+        return True
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _join(self, role: Role, name: str) -> None:
+        limits = self._limits
+        data_address = "tcp://localhost:1" if role == "decode" else ""
+        hello = Hello(
+            PROTOCOL, WorkerName(name), Incarnation(name), role, MODEL, MODEL, MODEL, 0, "localhost", "host",
+            data_address, ("shm",), limits.kv_blocks, limits.block_size, limits.max_model_len, 2, limits.max_num_seqs,
+            limits.max_num_batched_tokens, "cpu", "float32",
+        )  # fmt: skip
+        joined = self._registry.join(hello, 0.0)
+        assert not isinstance(joined, Refused), joined
+        self._registry.welcome(joined)
+        cache = KvCache(limits.kv_blocks, limits.block_size, model_fingerprint=MODEL, kv_dtype="float32")
+        planner = Planner(cache, max_tokens=limits.max_num_batched_tokens, max_sequences=limits.max_num_seqs)
+        self._workers[hello.incarnation] = _Worker(role, planner, name)
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), action))
+
+    def leaks(self) -> bool:
+        """Whether a worker holds something after the last request: a bug of the parts that were simulated."""
+        return any(worker.planner or worker.planner.cache.leaks() for worker in self._workers.values())

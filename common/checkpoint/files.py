@@ -1,0 +1,269 @@
+"""What a checkpoint directory holds, found out without torch and without transformers.
+
+Light half: the coordinator and the launcher open checkpoints too. Everything that can be refused by looking at
+``config.json`` and the safetensors headers is refused here, in words, before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.core.errors import StartError, reason
+from common.kv.layout import KvDtype, LayerLayout
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+HUB_TIMEOUT_S = 4.0
+RESTORE = "restore the file from where the model came from"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_MAX_HEADER_BYTES = 100 << 20
+_UNHASHED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}
+_DTYPES: dict[str, KvDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_STATEFUL = (
+    "mamba", "rwkv", "jamba", "bamba", "zamba", "recurrent_gemma", "falcon_h1", "nemotron_h", "lfm2",
+    "granitemoehybrid",
+    "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "xlstm", "minimax",
+)  # fmt: skip
+"""Beginnings of model types whose layers carry a state besides keys and values."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk. ``fingerprint`` is equal for equal configuration and weights, whatever the path and name, and
+    seldom for others: see :func:`fingerprint`."""
+
+    path: Path
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+    fingerprint: str
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the configuration."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    @property
+    def architecture(self) -> str:
+        return str((self.config.get("architectures") or [""])[0])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def max_position(self) -> int:
+        """The model's own context length in tokens."""
+        config = self.text_config
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"):
+            if isinstance(config.get(key), int):
+                return int(config[key])
+        return 2048
+
+    @property
+    def position_limit(self) -> int:
+        """The longest context that can be asked for: ``dynamic`` rotary scaling may go beyond the model's own."""
+        rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type"))
+        return int(self.max_position * rope.get("factor", 1)) if kind == "dynamic" else self.max_position
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence; generation_config.json wins over config.json."""
+        for source in (self.generation_config, self.config, self.text_config):
+            if (value := source.get("eos_token_id")) is not None:
+                return tuple(value) if isinstance(value, list) else (int(value),)
+        return ()
+
+    @cached_property
+    def dtype(self) -> KvDtype:
+        """Element type of the weights: what the configuration says, else what most tensors are."""
+        config = self.config
+        named = config.get("dtype") or config.get("torch_dtype") or self.text_config.get("dtype")
+        if known := next((dtype for dtype in _DTYPES.values() if dtype == named), None):
+            return known
+        counts: Counter[str] = Counter()
+        for path in self.weight_files:
+            counts.update(entry["dtype"] for entry in read_header(path)[1].values())
+        return next((_DTYPES[kind] for kind, _ in counts.most_common() if kind in _DTYPES), "float32")
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.weight_files)
+
+    def kv_layers(self) -> tuple[LayerLayout, ...] | None:
+        """The KV shape of each layer as the configuration tells it, or None where only the model itself knows."""
+        config = self.text_config
+        layers = config.get("num_hidden_layers", config.get("n_layer"))
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        hidden = config.get("hidden_size", config.get("n_embd"))
+        if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+            return None
+        if "kv_lora_rank" in config:
+            nope, rope, value = (config.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+            if not (isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int)):
+                return None
+            return (LayerLayout(heads, nope + rope, value),) * layers
+        dim = config.get("head_dim") or hidden // heads
+        return (LayerLayout(config.get("num_key_value_heads") or heads, dim, dim),) * layers
+
+
+def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """The checkpoint in a local directory or of a hub id; StartError says in words what is wrong with it."""
+    directory = Path(model).expanduser()
+    path = directory if directory.is_dir() else _download(model, revision)
+    config = _read_json(path / "config.json")
+    if config is None:
+        todo = "give the directory of a transformers checkpoint"
+        raise StartError(f"cannot serve {model}", f"{path} has no config.json", todo)
+    refuse_unsupported(model, config, trust_remote_code)
+    weights = _weight_files(model, path)
+    return Checkpoint(
+        path=path,
+        name=model,
+        revision=revision,
+        config=config,
+        generation_config=_read_json(path / "generation_config.json") or {},
+        weight_files=weights,
+        fingerprint=fingerprint(config, weights, revision),
+    )
+
+
+def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """StartError unless ``config`` is that of a decoder-only causal language model that transformers knows."""
+    kind = str(config.get("model_type", ""))
+    architecture = str((config.get("architectures") or [""])[0])
+    why = None
+    if config.get("is_encoder_decoder"):
+        why = f"{architecture or kind} is an encoder-decoder model"
+    elif kind.startswith(_STATEFUL) or "linear_attention" in (config.get("layer_types") or ()):
+        why = f"{architecture or kind} has layers with a recurrent state, not only attention"
+    elif "auto_map" in config and not trust_remote_code and not _known(architecture):
+        why = f"{architecture or kind} needs code from the checkpoint, and remote code is not trusted"
+    elif not trust_remote_code and not _known(architecture):
+        why = f"{architecture or kind or 'its architecture'} is not a decoder-only language model of transformers"
+    if why:
+        todo = "choose a decoder-only model (Llama, Qwen, Mistral, Gemma, Phi, ...)"
+        raise StartError(f"cannot serve {model}", why, todo)
+
+
+def _known(architecture: str) -> bool:
+    """Whether transformers maps some model type to this causal language model; read from its source, not imported."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    source = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    try:
+        text = source.read_text()
+    except OSError:
+        return True
+    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    names = set(re.findall(r'"(\w+)"\s*\)', rest.partition("\n)\n")[0]))
+    return not found or architecture in names
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _download(model: str, revision: str | None) -> Path:
+    """The local snapshot of a hub repository; StartError when it is not one, or the hub cannot be reached."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
+        todo = "check the path, or give a hub id (owner/name)"
+        raise StartError(f"cannot open {model}", "there is no such directory", todo)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import snapshot_download  # half a second, so only when it is needed
+
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S)
+        )
+    except Exception as error:  # its many errors share no base: offline, absent, gated, bad revision
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartError(
+            f"cannot open {model}",
+            f"there is no such directory, and the hub did not give it: {reason[:200]}",
+            "check the path or the hub id, the network, and HF_TOKEN for gated models",
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot read {path}", reason(error), RESTORE) from error
+    if not isinstance(content, dict):
+        raise StartError(f"cannot read {path}", "it is not a JSON object", RESTORE)
+    return content
+
+
+def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
+    """The safetensors shards, in order of their names."""
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        files = [path / name for name in sorted(set(index.get("weight_map", {}).values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise StartError(f"cannot serve {model}", f"{missing[0]} is missing from {path}", "download the model again")
+    if not files:
+        other = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
+        why = "its weights are pickled files, which can run code" if other else "it has no weights"
+        todo = "use a checkpoint in safetensors format"
+        raise StartError(f"cannot serve {model}", f"{why}: {path} has no *.safetensors", todo)
+    return tuple(files)
+
+
+def read_header(path: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
+    """The raw header of a safetensors file and its tensors; StartError if the file is damaged or cut short."""
+    with path.open("rb") as file:
+        raw = _raw_header(file)
+        try:
+            tensors = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, "its header is not valid") from error
+        if 8 + len(raw) + end != os.fstat(file.fileno()).st_size:
+            raise _damaged(path, "its size does not match its header")
+    return raw, tensors
+
+
+def _raw_header(file: BinaryIO) -> bytes:
+    size = int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= _MAX_HEADER_BYTES or len(raw := file.read(size)) != size:
+        raise _damaged(Path(file.name), "its header is cut short")
+    return raw
+
+
+def _damaged(path: Path, why: str) -> StartError:
+    return StartError(f"cannot read {path}", f"the safetensors file is damaged: {why}", "download the model again")
+
+
+def fingerprint(config: dict[str, Any], weights: tuple[Path, ...], revision: str | None = None) -> str:
+    """16 hex digits of a hash over configuration, tensor headers, sizes and a sample of the bytes of each file: what
+    can be had at once. All bytes are hashed by who reads them anyway (:func:`common.model.load.read_weights`)."""
+    digest = hashlib.blake2b(digest_size=8)
+    kept = {key: value for key, value in config.items() if key not in _UNHASHED}
+    digest.update(json.dumps([kept, revision or ""], sort_keys=True).encode())
+    for path in weights:
+        header, _ = read_header(path)
+        size = path.stat().st_size
+        digest.update(f"|{size}|".encode())
+        digest.update(header)
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1) if size > _SAMPLE_BYTES else 0)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

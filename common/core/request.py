@@ -1,0 +1,112 @@
+"""What a client asked, after validation: the part of a request that workers need.
+
+Owns ``SamplingParams`` and ``Request``. They travel inside messages, so every field has a default that means
+"absent". Text never comes here: stop strings, templates and tools stay in the coordinator.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+
+from common.core.ids import REQUEST_ID_BYTES, RequestId, unpack_tokens
+
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_TOKENS = 1 << 31
+GREEDY_BELOW = 1e-5
+"""A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
+Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended on a worker. Stop strings are the coordinator's: it ends those with an abort."""
+
+    RUNNING = 0
+    STOP = 1  # end of sequence or a stop token id
+    LENGTH = 2  # max_tokens
+    ABORTED = 3
+    FAILED = 4
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the next token is chosen. Names and meanings are OpenAI's and vLLM's.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 is off; ``logprobs`` None is off, 0 the chosen token's, k also the k best.
+    ``eos_token_ids`` end a sequence unless ``ignore_eos``; before ``min_tokens`` outputs neither they nor
+    ``stop_token_ids`` can be sampled. ``seed`` is always set (the coordinator draws one if the client did not).
+    """
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def ending_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a sequence when sampled."""
+        return self.stop_token_ids if self.ignore_eos else (*self.eos_token_ids, *self.stop_token_ids)
+
+    @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether each token behind the first ``min_tokens`` is the most likely one, and nothing else is asked for."""
+        plain = self.logprobs is None and not self.logit_bias and not self.has_penalty
+        return self.temperature < GREEDY_BELOW and plain
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One request as workers see it.
+
+    ``prompt`` is little-endian uint32 token ids. ``emitted`` holds, per choice, the output ids that the client already
+    has (same packing): a retry or migration computes them again as if they were prompt, but samples only after them,
+    and penalties count them as output. ``ended`` are choices that need nothing more. ``priority``: lower is earlier.
+    ``deadline_ms`` is what remains at sending. ValueError for columns that do not fit together, which makes the message
+    around it a malformed one.
+    """
+
+    id: Id
+    prompt: bytes
+    sampling: SamplingParams
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    emitted: tuple[bytes, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_ms: int = 600_000
+    ended: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt or any(len(tokens) % 4 for tokens in (self.prompt, *self.emitted)):
+            raise ValueError("a prompt without tokens, or bytes that are not whole tokens")
+        if self.emitted and len(self.emitted) != self.n:
+            raise ValueError(f"output of {len(self.emitted)} choices, of {self.n}")
+        ended = set(self.ended)
+        if ended and not (self.emitted and ended < set(range(self.n))):
+            raise ValueError("choices have ended that are not there, that have no output, or that are all")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt) // 4
+
+    def prompt_tokens(self) -> list[int]:
+        return unpack_tokens(self.prompt)
+
+    def emitted_tokens(self, choice: int) -> list[int]:
+        return unpack_tokens(self.emitted[choice]) if choice < len(self.emitted) else []

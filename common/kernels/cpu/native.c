@@ -1,0 +1,905 @@
+/* Kernels for CPUs, called with raw pointers by common/kernels/cpu/__init__.py.
+ *
+ * Each kernel is written once, in the header of its name, and compiled for every variant of the instruction set below;
+ * which one runs is found out at start. Threads are those of OpenMP, the same that torch uses, and those of borrow.h.
+ */
+#define _GNU_SOURCE
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define X86 1
+#include <immintrin.h>
+#if defined(__linux__) && defined(__LP64__) && __GNUC__ >= 11
+#define AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#define LOAD_TILE_SHAPE(shape) __asm__ volatile("ldtilecfg %0" ::"m"(shape))
+#ifdef FAKE_TILES /* a header that does in C what tile registers do: for tests where there are none */
+#include FAKE_TILES
+#endif
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
+#define ROUND_UP(x, to) (((x) + (to) - 1) / (to) * (to))
+#define EXPORT __attribute__((visibility("default")))
+
+enum type { FLOAT32, BFLOAT16, FLOAT16 };
+/* float32; two bfloat16; float32 that lie in memory as one bfloat16; an int8 for each element */
+enum words_as { FLOATS, PAIRS, HALVES, BYTES };
+
+static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
+
+/* -- attention: what Python gives ---------------------------------------------------------------------------------- */
+
+#define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
+#define SPAN 128     /* positions that many rows meet in tile registers at a time, whole tiles */
+#define SPAN_ROWS 32 /* of these rows, how many at a time */
+#define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
+#define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
+#define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
+#define PAGE 4096    /* bytes of memory that are found at once */
+#define LOG2_E 1.44269504f
+#define PART 512     /* least positions of a part when the positions of a sequence are split over threads */
+
+struct layer {
+    const char *keys, *values; /* of block 0, [block_size, kv_heads, dim]; the next block is block_bytes further */
+    const float *sinks;        /* [kv_heads * group] or NULL */
+    int64_t block_bytes, block_size, window; /* window 0: none */
+    int32_t kv_heads, group, k_dim, v_dim, type, element_bytes;
+    float scaling, softcap; /* softcap 0: none */
+};
+
+struct spans {
+    const int64_t *row, *length, *start, *table_at; /* [count] each; table_at: where a span's blocks begin in tables */
+    const int32_t *tables;
+    int64_t count;
+};
+
+struct call {
+    const void *query;
+    void *out;                       /* [rows, kv_heads * group, v_dim] */
+    int64_t query_row, query_head; /* elements from row to row and from head to head */
+};
+
+struct task { /* some rows and heads of a span over positions [first, last) */
+    const struct call *call;
+    const struct task *next; /* what is probably worked on after it, or NULL */
+    const int32_t *table;
+    long row, rows, position, first, last;
+    int head, heads;
+    long part; /* where its partial result goes, -1 when it sees all positions */
+};
+
+struct scratch {
+    uint32_t *query, *keys, *values;
+    float *scores, *weights, *shrink, *out; /* of a tile of rows; out: of all rows */
+    float *highest, *sums, *total; /* of each row: score times log2 e, sums of the weights by lane and of all lanes */
+};
+
+#define KEY_STEPS(layer, pairs) ((pairs) ? ((layer)->k_dim + 1) / 2 : (layer)->k_dim)
+
+INLINE const char *key_row(const struct layer *layer, const int32_t *table, long position, int head)
+{
+    long place = position % layer->block_size * layer->kv_heads + head;
+    return layer->keys + table[position / layer->block_size] * layer->block_bytes +
+           place * layer->k_dim * layer->element_bytes;
+}
+
+INLINE const char *value_row(const struct layer *layer, const int32_t *table, long position, int head)
+{
+    long place = position % layer->block_size * layer->kv_heads + head;
+    return layer->values + table[position / layer->block_size] * layer->block_bytes +
+           place * layer->v_dim * layer->element_bytes;
+}
+
+/* -- layers: what Python gives ------------------------------------------------------------------------------------- */
+
+#define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run, and that
+                                 are summed from zero */
+#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
+#define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
+#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
+#define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
+#define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
+
+#define LEAST_RUN 96          /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
+#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
+#define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
+#define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
+#define CHUNK 128             /* elements of which a chunk is a multiple: whole tiles, and SOME_STEPS pairs, so that
+                                 sums come in one order */
+#define SUMS_BYTES (2 << 20)  /* of what chunks come to, for a thread */
+#define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
+
+enum activation { NONE, SILU, GELU_TANH };
+
+/* The bfloat16 that equals each number from 0 to 127: the lower bytes of all, then the upper ones. */
+static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
+
+static __attribute__((constructor)) void fill_tables(void)
+{
+    for (int i = 0; i < 128; i++) {
+        float x = (float)i;
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        bf16_of_byte[0][i] = (uint8_t)(bits >> 16);
+        bf16_of_byte[1][i] = (uint8_t)(bits >> 24);
+    }
+}
+
+struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
+    const void *packed; /* words, or halves of them; with a scale bytes: an int8 for each element of a word */
+    const float *bias;  /* [columns] or NULL */
+    const float *scale; /* [columns] or NULL: what the weights of a column are multiples of */
+    int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
+    int32_t type, activation;
+    int32_t halves; /* whether a float32 is packed as the bfloat16 that it equals */
+};
+
+struct product {
+    const void *from, *add; /* add: [rows, out_row], is added to the result; may be the same as ``to``, or NULL */
+    void *to;
+    int64_t rows, in_row, out_row; /* elements from row to row */
+    int64_t first, in; /* of the elements that are summed those that are there: ``from`` begins with the first */
+    float *sums;       /* [rows, sums_row], of columns from sums_first on: what those before came to; NULL if all are */
+    int64_t sums_row, sums_first;
+};
+
+struct norm {
+    const float *weight; /* [dim] or NULL */
+    int64_t dim;
+    float epsilon;
+};
+
+struct rotary {
+    int64_t row, query_heads, key_heads, dim, rotated; /* row: elements from row to row; rotated: of dim, the first */
+    struct norm query_norm, key_norm;                  /* per head; no weight: none */
+};
+
+struct decoder_layer { /* the attention's heads are those of the rotary embedding */
+    const struct norm *input_norm, *mlp_norm;
+    const struct linear *qkv, *out, *gate_up, *down;
+    const struct rotary *rotary;
+    const struct layer *attention;
+};
+
+struct decoder {
+    const struct decoder_layer *layers;
+    int64_t count;
+    const void *embedding; /* [vocabulary, hidden size] */
+    int64_t vocabulary;
+    const void *cos, *sin; /* [positions, rotated], of all that a pass may have */
+    const struct norm *norm;
+    const struct linear *head;
+};
+
+struct pass { /* the rows of one step on their way through the decoder */
+    const int64_t *ids, *positions, *block, *offset; /* [rows] each; the last two: the place of a row in the pool */
+    const int64_t *keep;                             /* [kept] rows that become logits, ascending */
+    const struct spans *spans;
+    void *logits;                                   /* [kept, vocabulary] */
+    int64_t *peaks;                                 /* [kept], as of tandem_peaks */
+    void *hidden, *normed, *qkv, *attended, *gated; /* room for what is computed on the way, [rows, ...] each; for gated
+                                                       a cache line more of each row */
+    void *cos, *sin;                                /* [rows, rotated] */
+    int64_t rows, kept;
+    int32_t threads;
+};
+
+/* -- the variants -------------------------------------------------------------------------------------------------- */
+
+struct variant {
+    const char *name;
+    int lanes, panel, rows;
+    int block, few; /* rows that meet a panel at a time, and up to which they meet it once, or in first-level cache */
+    void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
+    void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
+    void (*pack_weight)(const void *, long, long, enum words_as, void *);
+    void (*pack_bytes)(const int8_t *, long, long, int, int8_t *);
+    void (*linear_panels)(const struct linear *, const struct product *, long, long);
+    void (*norm_rows)(const struct norm *, const void *, void *, long, int);
+    uint64_t (*read_words)(const uint64_t *, long, long);
+    void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
+    void (*peak_rows)(const void *, long, long, int, int64_t *);
+    void (*split_row)(const float *, long, uint16_t *); /* NULL where there are no tiles to multiply float32 */
+};
+
+#define VARIANT(text, block, few, split)                                                                               \
+    {text, LANES, PANEL, ROWS_AT_ONCE, block, few, NAME(attend_rows), NAME(write_rows), NAME(pack_weight),             \
+     NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows),     \
+     split}
+
+#define FEW_TILES 3   /* tiles of a run that meet some steps of a panel before they meet the next ones */
+#define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
+                         first so little is under way at a time that it is half as fast as what it reads in a row */
+#ifdef X86
+#define LANES 16
+#define TILE_VECTORS 4
+#define TILE_ROWS 6
+#define HAS_DOT 1
+#ifdef AMX
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
+#define HAS_AMX 1
+#define NAME(x) x##_amx_bf16
+#define VARIANT_NAME "amx_bf16"
+#include "variant.h"
+#undef HAS_AMX
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+#endif
+
+#ifdef FAKE_TILES /* the other variants are tested as they are installed: without them this is compiled much sooner */
+#undef LANES
+#undef TILE_VECTORS
+#undef TILE_ROWS
+#undef HAS_DOT
+#else
+#define HAS_AMX 0
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,prfchw")
+#define NAME(x) x##_avx512_bf16
+#define VARIANT_NAME "avx512_bf16"
+#include "variant.h"
+#undef NAME
+#undef VARIANT_NAME
+#undef FEW_TILES
+#define FEW_TILES 2
+#undef AHEAD_IN_L2
+#define AHEAD_IN_L2 1
+#define NAME(x) x##_avx512_bf16_zen4
+#define VARIANT_NAME "avx512_bf16_zen4"
+#include "variant.h"
+#undef FEW_TILES
+#define FEW_TILES 3
+#undef AHEAD_IN_L2
+#define AHEAD_IN_L2 0
+#undef HAS_DOT
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define HAS_DOT 0
+#define NAME(x) x##_avx512
+#define VARIANT_NAME "avx512"
+#include "variant.h"
+#undef LANES
+#undef TILE_VECTORS
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define LANES 8
+#define TILE_VECTORS 2
+#define NAME(x) x##_avx2
+#define VARIANT_NAME "avx2"
+#include "variant.h"
+#undef LANES
+#undef TILE_VECTORS
+#undef TILE_ROWS
+#undef HAS_DOT
+#undef NAME
+#undef VARIANT_NAME
+#pragma GCC pop_options
+#endif
+#endif
+
+#undef HAS_AMX
+#define HAS_AMX 0
+#define LANES 4
+#define TILE_VECTORS 2
+#define TILE_ROWS 4
+#define HAS_DOT 0
+#define NAME(x) x##_portable
+#define VARIANT_NAME "portable"
+#include "variant.h"
+
+static const struct variant *const variants[] = {
+#ifdef AMX
+    &variant_amx_bf16,
+#endif
+#if defined X86 && !defined FAKE_TILES
+    &variant_avx512_bf16_zen4, &variant_avx512_bf16, &variant_avx512, &variant_avx2,
+#endif
+    &variant_portable,
+};
+static const struct variant *active = &variant_portable;
+
+#ifdef AMX
+/* Whether there are tile registers, and the kernel lets this process use them: it has to be asked. */
+static int tiles_are_ours(void)
+{
+#ifdef FAKE_TILES
+    return 1;
+#else
+    const int request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           syscall(SYS_arch_prctl, request, tile_data) == 0;
+#endif
+}
+#endif
+
+static int runs_here(const struct variant *variant)
+{
+#ifdef X86
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    int dot = avx512 && __builtin_cpu_supports("avx512bf16");
+#ifdef AMX
+    if (variant == &variant_amx_bf16)
+        return dot && __builtin_cpu_supports("avx512vbmi") && tiles_are_ours();
+#endif
+#ifndef FAKE_TILES
+    if (variant == &variant_avx512_bf16_zen4)
+        return dot && __builtin_cpu_is("amdfam19h");
+    if (variant == &variant_avx512_bf16)
+        return dot;
+    if (variant == &variant_avx512)
+        return avx512;
+    if (variant == &variant_avx2)
+        return avx2;
+#endif
+#endif
+    return variant == &variant_portable;
+}
+
+/* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
+EXPORT int tandem_interface(void) { return 10; }
+
+/* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
+EXPORT const char *tandem_variant(int index)
+{
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
+        if (runs_here(variants[i]) && index-- == 0)
+            return variants[i]->name;
+    return NULL;
+}
+
+/* Makes the variant called ``name`` the one that runs; 0, or -1 if it does not run here. */
+EXPORT int tandem_use(const char *name)
+{
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
+        if (!strcmp(variants[i]->name, name) && runs_here(variants[i])) {
+            active = variants[i];
+            return 0;
+        }
+    return -1;
+}
+
+/* -- memory for a thread's intermediate results -------------------------------------------------------------------- */
+
+static __thread char *thread_memory;
+static __thread size_t thread_bytes;
+
+/* At least ``bytes`` bytes of this thread's own, kept for its next call; NULL if there are none. */
+static char *own_memory(size_t bytes)
+{
+    if (bytes > thread_bytes) {
+        free(thread_memory);
+        thread_bytes = ROUND_UP(bytes, 4096);
+        if (!(thread_memory = aligned_alloc(64, thread_bytes)))
+            thread_bytes = 0;
+    }
+    return thread_memory;
+}
+
+#include "borrow.h"
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+/* Parts of ``bytes`` of scratch, rounded up to cache lines; adds to ``at``. */
+static void *carve(char *memory, size_t *at, size_t bytes)
+{
+    char *part = memory ? memory + *at : NULL;
+    *at += ROUND_UP(bytes, 64);
+    return part;
+}
+
+static size_t lay_out(const struct layer *layer, long rows, char *memory, struct scratch *s)
+{
+    long padded = ROUND_UP(layer->v_dim, active->panel), tokens = ROUND_UP(TOKENS, active->panel);
+    long tile = ROUND_UP(rows, 16); /* few rows of all heads are one, and are transposed 16 at a time */
+    size_t scores = tile * tokens * 4, span = 2 * SPAN_ROWS * SPAN * 4;
+    size_t at = 0;
+    s->query = carve(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
+    s->keys = carve(memory, &at, SPAN * layer->k_dim * 4 + 4 * SPAN);
+    s->values = carve(memory, &at, SPAN * padded * 4);
+    s->scores = carve(memory, &at, scores > span ? scores : span);
+    s->weights = carve(memory, &at, 2 * scores > span ? 2 * scores : span);
+    s->shrink = carve(memory, &at, tile * 4);
+    s->out = carve(memory, &at, rows * padded * 4);
+    s->highest = carve(memory, &at, rows * 4);
+    s->sums = carve(memory, &at, rows * active->lanes * 4);
+    s->total = carve(memory, &at, rows * 4);
+    return at;
+}
+
+struct tasks {
+    struct task *list;
+    long count, room, parts;
+};
+
+static int add_task(struct tasks *tasks, struct task task)
+{
+    if (tasks->count == tasks->room) {
+        long room = tasks->room ? 2 * tasks->room : 64;
+        struct task *list = realloc(tasks->list, room * sizeof *list);
+        if (!list)
+            return -1;
+        tasks->list = list;
+        tasks->room = room;
+    }
+    tasks->list[tasks->count++] = task;
+    return 0;
+}
+
+static int add_parts(struct tasks *tasks, struct task task, long parts)
+{
+    if (parts <= 1) {
+        task.part = -1;
+        return add_task(tasks, task);
+    }
+    long each = ROUND_UP((task.last - task.first + parts - 1) / parts, TOKENS), end = task.last;
+    for (task.part = tasks->parts; task.first < end; task.first += each, task.part++) {
+        task.last = task.first + each < end ? task.first + each : end;
+        if (add_task(tasks, task))
+            return -1;
+    }
+    tasks->parts = task.part;
+    return 0;
+}
+
+/* A span with few rows is one task of all heads, so that its KV is read in the order in which it lies, or several that
+ * share its positions if there are fewer than threads. One with many rows becomes a task per head and run of rows. */
+static int add_span(struct tasks *tasks, const struct layer *layer, const struct spans *spans, long i, int threads)
+{
+    struct task task = {.table = spans->tables + spans->table_at[i]};
+    long at_once = active->rows;
+    while (at_once > MAX_ROWS && layer->kv_heads * (spans->length[i] * layer->group / at_once + 1) < 2 * threads)
+        at_once /= 2;
+    long most = at_once / layer->group > 0 ? at_once / layer->group : 1;
+    int few = spans->length[i] * layer->group <= 16;
+    for (long done = 0; done < spans->length[i]; done += most) {
+        task.rows = spans->length[i] - done < most ? spans->length[i] - done : most;
+        task.row = spans->row[i] + done;
+        task.position = spans->start[i] + done;
+        task.last = task.position + task.rows;
+        long seen = layer->window ? task.position - layer->window + 1 : 0;
+        task.first = seen > 0 ? seen / GROUP * GROUP : 0;
+        task.heads = few ? layer->kv_heads : 1;
+        for (task.head = 0; task.head < layer->kv_heads; task.head += task.heads) {
+            int split = few && spans->count < 2 * threads && threads > 1;
+            long parts = split ? (2 * threads + spans->count - 1) / spans->count : 1;
+            long most_parts = (task.last - task.first) / PART;
+            if (add_parts(tasks, task, parts < most_parts ? parts : most_parts))
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* Adds the partial result of one task, [rows of all heads][padded + 2], to what ``s`` holds. */
+static void merge_part(const struct scratch *s, const float *part, long rows, long padded)
+{
+    for (long i = 0; i < rows; i++, part += padded + 2) {
+        float top = part[padded] > s->highest[i] ? part[padded] : s->highest[i];
+        float own = exp2f(s->highest[i] - top), other = exp2f(part[padded] - top);
+        for (long d = 0; d < padded; d++)
+            s->out[i * padded + d] = s->out[i * padded + d] * own + part[d] * other;
+        s->total[i] = s->total[i] * own + part[padded + 1] * other;
+        s->highest[i] = top;
+    }
+}
+
+static void keep_part(const struct scratch *s, float *part, long rows, long padded)
+{
+    for (long i = 0; i < rows; i++, part += padded + 2) {
+        memcpy(part, s->out + i * padded, padded * 4);
+        part[padded] = s->highest[i];
+        part[padded + 1] = s->total[i];
+    }
+}
+
+static int merge_parts(const struct layer *layer, const struct tasks *tasks, const float *parts, size_t bytes,
+                       long rows)
+{
+    struct scratch s;
+    char *memory = own_memory(bytes);
+    if (!memory)
+        return -1;
+    lay_out(layer, rows, memory, &s);
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    for (long i = 0; i < tasks->count;) {
+        const struct task *task = tasks->list + i;
+        if (task->part < 0) {
+            i++;
+            continue;
+        }
+        long count = task->rows * layer->group * task->heads;
+        for (long r = 0; r < count; r++) {
+            s.highest[r] = -FLT_MAX;
+            s.total[r] = 0;
+        }
+        memset(s.out, 0, count * padded * 4);
+        for (; i < tasks->count && tasks->list[i].part >= 0 && tasks->list[i].row == task->row; i++)
+            merge_part(&s, parts + tasks->list[i].part * rows * (padded + 2), count, padded);
+        active->write_rows(layer, task, &s);
+    }
+    return 0;
+}
+
+/* All tasks of a call. */
+struct attending {
+    const struct layer *layer;
+    const struct tasks *tasks;
+    float *parts;
+    size_t bytes; /* of scratch */
+    long rows;    /* room for partial results of so many rows of all heads */
+    int failed;
+};
+
+static void attend_part(void *of, long i)
+{
+    struct attending *work = of;
+    const struct layer *layer = work->layer;
+    const struct task *task = work->tasks->list + i;
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    struct scratch s;
+    char *memory = own_memory(work->bytes);
+    if (!memory) {
+        __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    lay_out(layer, work->rows, memory, &s);
+    active->attend_rows(layer, task, &s);
+    if (task->part < 0)
+        active->write_rows(layer, task, &s);
+    else
+        keep_part(&s, work->parts + task->part * work->rows * (padded + 2), task->rows * layer->group * task->heads,
+                  padded);
+}
+
+/* Attention of all spans' rows; 0, or -1 when there is no memory for it. */
+EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, const void *query, void *out,
+                         int64_t query_row, int64_t query_head, int threads)
+{
+    struct call call = {query, out, query_row, query_head};
+    struct tasks tasks = {0};
+    struct scratch sizes;
+    struct attending work = {.layer = layer, .tasks = &tasks};
+    long rows = 0;
+    for (long i = 0; i < spans->count && !work.failed; i++) {
+        work.failed = add_span(&tasks, layer, spans, i, threads);
+        rows += spans->length[i];
+    }
+    for (long i = 0; i < tasks.count; i++) {
+        long own = tasks.list[i].rows * layer->group * tasks.list[i].heads;
+        tasks.list[i].call = &call;
+        tasks.list[i].next = i + 1 < tasks.count ? tasks.list + i + 1 : NULL;
+        work.rows = own > work.rows ? own : work.rows;
+    }
+    work.bytes = lay_out(layer, work.rows, NULL, &sizes);
+    long padded = ROUND_UP(layer->v_dim, active->lanes);
+    work.parts = tasks.parts ? malloc(tasks.parts * work.rows * (padded + 2) * sizeof *work.parts) : NULL;
+    work.failed |= tasks.parts && !work.parts;
+    if (!work.failed && may_borrow(rows)) {
+        share_parts(attend_part, &work, tasks.count, threads);
+    } else if (!work.failed) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
+        for (long i = 0; i < tasks.count; i++)
+            attend_part(&work, i);
+    }
+    if (!work.failed && tasks.parts)
+        work.failed = merge_parts(layer, &tasks, work.parts, work.bytes, work.rows);
+    free(work.parts);
+    free(tasks.list);
+    return work.failed ? -1 : 0;
+}
+
+/* -- layers -------------------------------------------------------------------------------------------------------- */
+
+/* Floats per vector of the variant that runs: weights are packed for it. */
+EXPORT int tandem_lanes(void) { return active->lanes; }
+
+/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too,
+ * or as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
+EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
+{
+    active->pack_weight(weight, columns, in, words_of(type, halves), to);
+}
+
+/* The same of int8 [columns, in], for rows of ``type``. */
+EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
+{
+    active->pack_bytes(weight, columns, in, type == BFLOAT16 || active->split_row, to);
+}
+
+/* A product whose columns are worked on some panels at a time. */
+struct multiplying {
+    const struct linear *linear;
+    const struct product *product;
+    long first, last, each; /* panels */
+};
+
+static void multiply_part(void *of, long i)
+{
+    const struct multiplying *work = of;
+    long first = work->first + i * work->each, last = first + work->each;
+    active->linear_panels(work->linear, work->product, first, last < work->last ? last : work->last);
+}
+
+/* Columns of panels [first, last). */
+static void multiply(const struct linear *linear, const struct product *product, long first, long last, int threads)
+{
+    long panels = last - first;
+    if (may_borrow(product->rows)) {
+        long by_size = product->rows * product->in * panels * active->panel / PART_PRODUCTS;
+        long by_hands = PARTS_OF_EACH * hands(threads), most = by_size > by_hands ? by_size : by_hands;
+        long parts = most > LEAST_PARTS ? most : LEAST_PARTS, each = (panels + parts - 1) / parts;
+        struct multiplying work = {linear, product, first, last, each};
+        share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
+        return;
+    }
+    if (threads > panels)
+        threads = (int)panels;
+    if (threads <= 1) {
+        active->linear_panels(linear, product, first, last);
+        return;
+    }
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int i = 0; i < threads; i++)
+        active->linear_panels(linear, product, first + panels * i / threads, first + panels * (i + 1) / threads);
+}
+
+/* How the rows of a product are taken: ``run`` at a time, and ``chunk`` elements of each, so that they stay in
+ * second-level cache while all columns of ``panels`` meet them. */
+struct taking {
+    long run, chunk, panels, packed_row, sums_row; /* the last two: bytes, and floats */
+    int split, packed;
+};
+
+static struct taking take_rows(const struct linear *linear, long rows, long in_row, int threads)
+{
+    struct taking taking = {.panels = (linear->columns + active->panel - 1) / active->panel};
+    long size = linear->type == BFLOAT16 ? 2 : 4, fits = RUN_BYTES;
+    taking.split = active->split_row && linear->type == FLOAT32;
+    if (active->split_row)
+        fits = AMX_RUN_BYTES;
+    long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
+    int least = active->split_row ? LEAST_AMX_RUN : LEAST_RUN;
+    int few = most < rows && most < least; /* weights would be read from memory for a few rows at a time */
+    most = few ? MOST_RUN : most ? most : 1;
+    long runs = (rows + most - 1) / most;
+    taking.run = ROUND_UP((rows + runs - 1) / runs, active->block);
+    if (few)
+        chunks = (taking.run * linear->in * bytes + fits - 1) / fits;
+    if (rows > active->few && linear->in > MOST_CHUNK * chunks)
+        chunks = (linear->in + MOST_CHUNK - 1) / MOST_CHUNK;
+    taking.chunk = ROUND_UP((linear->in + chunks - 1) / chunks, CHUNK);
+    if (taking.chunk < linear->in) {
+        long fit = SUMS_BYTES * threads / (taking.run * active->panel * (long)sizeof(float));
+        long groups = fit ? (taking.panels + fit - 1) / fit : taking.panels;
+        taking.panels = (taking.panels + groups - 1) / groups;
+        taking.sums_row = taking.panels * active->panel;
+        taking.sums_row += taking.sums_row * (long)sizeof(float) % PAGE ? 0 : 16;
+    }
+    /* Of rows that are whole pages apart a cache keeps few. */
+    taking.packed = taking.split || taking.sums_row || (rows >= active->block && in_row * size % PAGE == 0);
+    taking.packed_row = taking.chunk * bytes;
+    taking.packed_row += taking.packed_row % PAGE ? 0 : 64;
+    return taking;
+}
+
+/* The product's rows, as many elements of each as it has, behind one another to ``packed``. */
+static void pack_rows(const struct taking *taking, const struct product *product, long size, char *packed, int threads)
+{
+    const char *from = product->from;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && product->rows >= threads)
+    for (long r = 0; r < product->rows; r++) {
+        const char *row = from + r * product->in_row * size;
+        if (taking->split)
+            active->split_row((const float *)row, product->in, (uint16_t *)(packed + r * taking->packed_row));
+        else
+            memcpy(packed + r * taking->packed_row, row, product->in * size);
+    }
+}
+
+/* 0, or -1 when there is no memory for it. */
+EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
+                         int64_t in_row, int64_t out_row, int threads)
+{
+    if (!rows)
+        return 0;
+    struct taking taking = take_rows(linear, rows, in_row, threads);
+    long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->panel - 1) / active->panel;
+    long most = rows < taking.run ? rows : taking.run;
+    size_t packed_bytes = taking.packed ? ROUND_UP(most * taking.packed_row, 64) : 0;
+    size_t bytes = packed_bytes + most * taking.sums_row * sizeof(float);
+    char *memory = bytes ? own_memory(bytes) : NULL;
+    if (bytes && !memory)
+        return -1;
+    for (long start = 0; start < rows; start += taking.run) {
+        long count = rows - start < taking.run ? rows - start : taking.run;
+        struct product some = {.to = (char *)to + start * out_row * size, .rows = count, .out_row = out_row};
+        some.add = add ? (const char *)add + start * out_row * size : NULL;
+        some.sums = taking.sums_row ? (float *)(memory + packed_bytes) : NULL;
+        some.sums_row = taking.sums_row;
+        for (long panel = 0; panel < panels; panel += taking.panels)
+            for (long first = 0; first < linear->in; first += taking.chunk) {
+                some.first = first;
+                some.in = linear->in - first < taking.chunk ? linear->in - first : taking.chunk;
+                some.sums_first = panel * active->panel;
+                some.from = (const char *)from + (start * in_row + first) * size;
+                some.in_row = in_row;
+                if (taking.packed) {
+                    pack_rows(&taking, &some, size, memory, threads);
+                    some.from = memory;
+                    some.in_row = taking.packed_row / (taking.split ? 2 : size);
+                }
+                long last = panel + taking.panels < panels ? panel + taking.panels : panels;
+                multiply(linear, &some, panel, last, threads);
+            }
+    }
+    return 0;
+}
+
+EXPORT void tandem_norm(const struct norm *norm, const void *from, void *to, int64_t rows, int type)
+{
+    active->norm_rows(norm, from, to, rows, type);
+}
+
+EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, const void *cos, const void *sin,
+                          int type)
+{
+    active->rotate_rows(rotary, x, rows, cos, sin, type);
+}
+
+/* To ``peaks`` [rows] where in each row [columns] of ``from`` its largest number stands, -1 if it has none that is
+ * finite. */
+EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int type, int64_t *peaks)
+{
+    active->peak_rows(from, rows, columns, type, peaks);
+}
+
+/* Rows of keys and values into their slots: row i to place ``offset[i]`` of block ``block[i]``. */
+EXPORT void tandem_store(const struct layer *layer, const char *key, const char *value, int64_t rows, int64_t key_row,
+                         int64_t value_row, const int64_t *block, const int64_t *offset)
+{
+    long size = layer->element_bytes, keys = layer->kv_heads * layer->k_dim * size;
+    long values = layer->kv_heads * layer->v_dim * size;
+    for (long i = 0; i < rows; i++) {
+        long place = block[i] * layer->block_bytes;
+        memcpy((char *)layer->keys + place + offset[i] * keys, key + i * key_row * size, keys);
+        memcpy((char *)layer->values + place + offset[i] * values, value + i * value_row * size, values);
+    }
+}
+
+/* -- a whole decoder ----------------------------------------------------------------------------------------------- */
+
+/* Rows ``from[index[i]]`` of ``bytes`` each, behind one another. */
+static void gather_rows(void *to, const void *from, const int64_t *index, int64_t rows, size_t bytes)
+{
+    for (long i = 0; i < rows; i++)
+        memcpy((char *)to + i * bytes, (const char *)from + index[i] * bytes, bytes);
+}
+
+/* Of ``rows`` of ``bytes`` each those of ``index``, which ascends, in front. */
+static void keep_rows(void *rows, const int64_t *index, int64_t count, size_t bytes)
+{
+    for (long i = 0; i < count; i++)
+        memmove((char *)rows + i * bytes, (const char *)rows + index[i] * bytes, bytes);
+}
+
+/* What stands before the layers: the rows of their tokens, and the angles of their positions; -1 if a token is none. */
+static int look_up(const struct decoder *decoder, const struct pass *pass)
+{
+    for (long i = 0; i < pass->rows; i++)
+        if (pass->ids[i] < 0 || pass->ids[i] >= decoder->vocabulary)
+            return -1;
+    const struct decoder_layer *layer = decoder->layers;
+    size_t size = layer->attention->element_bytes, angle = layer->rotary->rotated * size;
+    gather_rows(pass->hidden, decoder->embedding, pass->ids, pass->rows, decoder->norm->dim * size);
+    gather_rows(pass->cos, decoder->cos, pass->positions, pass->rows, angle);
+    gather_rows(pass->sin, decoder->sin, pass->positions, pass->rows, angle);
+    return 0;
+}
+
+/* The first half of a layer: this step's keys and values into the pool; -1 when there is no memory for it. */
+static int store_keys(const struct decoder_layer *layer, const struct pass *pass)
+{
+    const struct rotary *rotary = layer->rotary;
+    int type = layer->qkv->type;
+    tandem_norm(layer->input_norm, pass->hidden, pass->normed, pass->rows, type);
+    if (tandem_linear(layer->qkv, pass->normed, pass->qkv, NULL, pass->rows, layer->qkv->in, rotary->row,
+                      pass->threads))
+        return -1;
+    tandem_rotate(rotary, pass->qkv, pass->rows, pass->cos, pass->sin, type);
+    const char *key = (char *)pass->qkv + rotary->query_heads * rotary->dim * layer->attention->element_bytes;
+    const char *value = key + rotary->key_heads * rotary->dim * layer->attention->element_bytes;
+    tandem_store(layer->attention, key, value, pass->rows, rotary->row, rotary->row, pass->block, pass->offset);
+    return 0;
+}
+
+/* Elements from row to row of what the last layer of a half reads: a cache line more where rows would be whole pages
+ * apart, of which a cache keeps few. */
+static int64_t gated_row(const struct linear *down)
+{
+    long size = down->type == BFLOAT16 ? 2 : 4;
+    return down->in * size % PAGE ? down->in : down->in + 64 / size;
+}
+
+/* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. Nobody
+ * needs more of the ``last`` layer's than the rows to keep, which come to stand in front. */
+static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass, int last)
+{
+    const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
+    const struct rotary *rotary = layer->rotary;
+    if (tandem_attend(layer->attention, pass->spans, pass->qkv, pass->attended, rotary->row, rotary->dim,
+                      pass->threads))
+        return -1;
+    long rows = pass->rows;
+    if (last && pass->kept < rows) {
+        rows = pass->kept;
+        keep_rows(pass->attended, pass->keep, rows, out->in * layer->attention->element_bytes);
+        keep_rows(pass->hidden, pass->keep, rows, out->out * layer->attention->element_bytes);
+    }
+    if (tandem_linear(out, pass->attended, pass->hidden, pass->hidden, rows, out->in, out->out, pass->threads))
+        return -1;
+    tandem_norm(layer->mlp_norm, pass->hidden, pass->normed, rows, gate_up->type);
+    if (tandem_linear(gate_up, pass->normed, pass->gated, NULL, rows, gate_up->in, gated_row(down), pass->threads))
+        return -1;
+    return tandem_linear(down, pass->gated, pass->hidden, pass->hidden, rows, gated_row(down), down->out,
+                         pass->threads);
+}
+
+/* What stands behind the layers: logits of the rows to keep, and their peaks; -1 when there is no memory for it. */
+static int make_logits(const struct decoder *decoder, const struct pass *pass)
+{
+    const struct linear *head = decoder->head;
+    tandem_norm(decoder->norm, pass->hidden, pass->normed, pass->kept, head->type);
+    if (tandem_linear(head, pass->normed, pass->logits, NULL, pass->kept, head->in, head->out, pass->threads))
+        return -1;
+    tandem_peaks(pass->logits, pass->kept, head->out, head->type, pass->peaks);
+    return 0;
+}
+
+/* Halves [first, last) of the layers, two each, with what stands before the first and behind the last of all. Whoever
+ * has something to do between a layer's halves, when its keys and values are in the pool, calls for some at a time: what
+ * Python does between two kernels runs on cold caches and costs a decode step more than the kernels' call itself. 0; -1
+ * when there is no memory, -2 for a token outside the vocabulary. */
+EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass, int64_t first, int64_t last)
+{
+    if (first == 0 && look_up(decoder, pass))
+        return -2;
+    for (long half = first; half < last; half++) {
+        const struct decoder_layer *layer = decoder->layers + half / 2;
+        if (half % 2 ? attend_and_gate(layer, pass, half + 1 == 2 * decoder->count) : store_keys(layer, pass))
+            return -1;
+    }
+    return last == 2 * decoder->count ? make_logits(decoder, pass) : 0;
+}
+
+/* -- measuring ----------------------------------------------------------------------------------------------------- */
+
+/* Reads every byte of ``words`` [count], a multiple of 32, and returns something that depends on each of them. */
+EXPORT uint64_t tandem_read(const uint64_t *words, int64_t count, int threads)
+{
+    uint64_t total = 0;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(^ : total)
+    for (int part = 0; part < threads; part++)
+        total ^= active->read_words(words, count / 32 * part / threads * 32, count / 32 * (part + 1) / threads * 32);
+    return total;
+}

@@ -1,0 +1,1 @@
+"""Memory of KV blocks: on the host (light) and as tensors (heavy). Knows blocks, not who holds them."""

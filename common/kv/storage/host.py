@@ -1,0 +1,277 @@
+"""The bytes of a paged KV pool in host memory, as a file without a name that other processes may map read-only.
+
+The pool is a sealed memfd: it is gone with its owner even after SIGKILL, and nobody else can get a writable mapping.
+Behind the blocks lies one generation word per block, which a reader in another process checks before and after its
+copy. Reads and writes here are in the canonical form of :mod:`common.kv.layout` and use numpy only, so that a process
+without torch can hold a pool; :mod:`common.kv.storage.tensors` lays torch tensors over the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from common.core.ids import BlockId
+from common.kv import pieces
+from common.kv.convert import Bytes, converted
+from common.kv.layout import KvDtype, KvLayout
+from common.kv.pieces import Numbers
+
+Table = Sequence[BlockId] | npt.NDArray[np.int64]
+"""Block ids in the order of a sequence's tokens."""
+_PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+# fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
+_F_ADD_SEALS, _F_GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1034, 1, 2, 4, 16
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
+    """Offset of the generation words, and the size of the whole file."""
+    generations = -(-layout.block_bytes * blocks // _PAGE) * _PAGE
+    return generations, generations + -(-blocks * 8 // _PAGE) * _PAGE
+
+
+class BlockArray:
+    """Blocks of ``layout`` in ``raw``, uint8 [blocks, block_bytes], read and written in canonical form."""
+
+    def __init__(self, layout: KvLayout, raw: Bytes) -> None:
+        self.layout, self.raw = layout, raw
+        self._parts: dict[int, tuple[_Part, _Part]] = {}
+
+    def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
+        """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
+
+        Per layer all keys, then all values. ``out`` is where to put them, if given (exactly that many bytes).
+        """
+        size = self.layout.range_bytes(layers.start, layers.stop, len(tokens))
+        buffer = np.empty(size, np.uint8) if out is None else out
+        rows = _Rows(table, tokens, self.layout.block_size)
+        for slab, canonical in self._places(buffer, rows.tokens, layers):
+            rows.copy_out(slab, canonical)
+        return buffer
+
+    def checksum(self, table: Table, tokens: range, layers: range) -> int:
+        """XXH3-64 of the bytes of :meth:`read`; where they lie, if a row is in one place and the function compiled."""
+        if pieces.are_compiled() and self.layout.head_shards == 1 and tokens and layers:
+            starts, counts = _runs(tokens, self.layout.block_size)
+            return pieces.digest(self._addresses(table, starts, layers), self._sizes(counts, layers))
+        return xxhash.xxh3_64_intdigest(self.read(table, tokens, layers).data)
+
+    def takes(self, source: BlockArray) -> bool:
+        """Whether :meth:`take` can copy from ``source``: rows are the same bytes there, and in one place on both
+        sides."""
+        own, other = self.layout, source.layout
+        alike = own.layers == other.layers and own.dtype == other.dtype and own.head_shards == other.head_shards == 1
+        return alike and pieces.are_compiled()
+
+    def take(self, table: Table, tokens: range, layers: range, source: BlockArray, blocks: Table) -> int:
+        """Copies these cells from where they lie in ``source`` to where they belong in ``table``, and returns the
+        XXH3-64 of what has been written, as of :meth:`read`; in one pass. ``blocks`` of ``source`` are those that hold
+        ``tokens``, of which there are some, from the one on in which these begin. IndexError, and nothing is written,
+        where there is no such block or layer."""
+        if not self.raw.flags.writeable:
+            raise ValueError("this pool is somebody else's")
+        starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
+        before = tokens.start - tokens.start % source.layout.block_size
+        sources = source._addresses(blocks, starts - before, layers)
+        return pieces.digest(sources, self._sizes(counts, layers), self._addresses(table, starts, layers))
+
+    @cached_property
+    def _slabs(self) -> tuple[Numbers, Numbers]:
+        """Of keys, then values, of each layer, in a block without shards: where they begin, and bytes of a row."""
+        at, row_bytes = [], []
+        for layer, inside in zip(self.layout.layers, self.layout.layer_offsets, strict=True):
+            keys, values = (layer.kv_heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
+            at += [inside, inside + keys * self.layout.block_size]
+            row_bytes += [keys, values]
+        return np.array(at, np.int64), np.array(row_bytes, np.int64)
+
+    def _addresses(self, table: Table, starts: Numbers, layers: range) -> Numbers:
+        """Where token positions ``starts`` lie, in keys, then values, of each layer: [2 * layers * starts]."""
+        size, slabs = self.layout.block_size, slice(2 * layers.start, 2 * layers.stop)
+        slab_at, row_bytes = self._slabs
+        if not 0 <= layers.start < layers.stop <= len(self.layout.layers):
+            raise IndexError(f"layers {layers.start} to {layers.stop} of {len(self.layout.layers)}")
+        first = int(starts[0]) // size
+        ids = np.asarray(table[first : int(starts[-1]) // size + 1], np.int64)[starts // size - first]
+        if ids.min() < 0 or ids.max() >= len(self.raw):
+            raise IndexError(f"blocks {ids.min()} to {ids.max()} of {len(self.raw)}")
+        inside = slab_at[slabs, None] + row_bytes[slabs, None] * (starts % size)
+        return (self.raw.ctypes.data + ids * self.layout.block_bytes + inside).ravel()
+
+    def _sizes(self, counts: Numbers, layers: range) -> Numbers:
+        """Bytes of so many rows each, as :meth:`_addresses` has their places."""
+        return (self._slabs[1][2 * layers.start : 2 * layers.stop, None] * counts).ravel()
+
+    def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
+        """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
+        ``dtype`` (default: the pool's own) and become the pool's."""
+        own = converted(data, dtype or self.layout.dtype, self.layout.dtype)
+        rows = _Rows(table, tokens, self.layout.block_size)
+        for slab, canonical in self._places(own, rows.tokens, layers):
+            rows.copy_in(slab, canonical)
+
+    def _places(self, data: Bytes, tokens: int, layers: range) -> Iterator[tuple[Bytes, Bytes]]:
+        """Keys and values of each layer and shard: where they lie in every block, [blocks, block_size, row_bytes], and
+        their rows of canonical ``data``, [tokens, row_bytes]."""
+        at = 0
+        for index in layers:
+            if (parts := self._parts.get(index)) is None:
+                parts = self._parts[index] = self._parts_of(index)
+            for part in parts:
+                end = at + part.row_bytes * tokens
+                whole, at = data[at:end].reshape(tokens, part.row_bytes), end
+                for slab, columns in part.shards:
+                    yield slab, whole[:, columns]
+
+    def _parts_of(self, index: int) -> tuple[_Part, _Part]:
+        """Keys and values of layer ``index``."""
+        layout, layer, inside = self.layout, self.layout.layers[index], self.layout.layer_offsets[index]
+        parts = []
+        for width in (layer.k_dim, layer.v_dim):
+            row_bytes = layer.kv_heads * width * layout.element_bytes
+            own, shards = row_bytes // layout.head_shards, []
+            for shard in range(layout.head_shards):
+                first = shard * layout.shard_bytes + inside
+                slab = self.raw[:, first : first + own * layout.block_size]
+                shards.append(
+                    (slab.reshape(len(self.raw), layout.block_size, own), slice(shard * own, (shard + 1) * own))
+                )
+            parts.append(_Part(row_bytes, tuple(shards)))
+            inside += own * layout.block_size
+        return parts[0], parts[1]
+
+
+def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:
+    """Where ``tokens`` begin in each ``size`` positions, and how many they are there."""
+    starts = np.arange(tokens.start - tokens.start % size, tokens.stop, size)
+    starts[0] = tokens.start
+    return starts, np.diff(starts, append=tokens.stop)
+
+
+class KvMemory(BlockArray):
+    """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
+
+    ``raw`` is the block bytes, shape [blocks, block_bytes] uint8; ``generations`` one uint64 word per block.
+    """
+
+    def __init__(self, layout: KvLayout, blocks: int) -> None:
+        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _bytes_of(layout, blocks)[1])
+        self._map(layout, blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+
+    @classmethod
+    def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
+        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong or
+        may still change (who reads beyond a file's end dies of SIGBUS), OSError if it is no memory file."""
+        memory = cls.__new__(cls)
+        memory.fd = fd
+        try:
+            if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("the shared pool is not sealed")
+            if os.fstat(fd).st_size != _bytes_of(layout, blocks)[1]:
+                raise ValueError("the shared pool's size does not match its layout")
+            memory._map(layout, blocks, mmap.PROT_READ)
+        except BaseException:
+            os.close(fd)
+            raise
+        return memory
+
+    def _map(self, layout: KvLayout, blocks: int, protection: int) -> None:
+        self.blocks = blocks
+        offset, size = _bytes_of(layout, blocks)
+        self._mmap = mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection)
+        whole: Bytes = np.frombuffer(self._mmap, np.uint8)
+        super().__init__(layout, whole[: layout.block_bytes * blocks].reshape(blocks, layout.block_bytes))
+        self.generations = whole[offset : offset + 8 * blocks].view(np.uint64)
+
+    @property
+    def lost(self) -> bool:
+        """Never: a mapping outlives its owner."""
+        return False
+
+    def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """A copy of the generation words of these blocks."""
+        return self.generations[ids]
+
+    def populate(self, first: int, last: int) -> None:
+        """Has the bytes [first, last) of the pool in memory, as they are: in the middle of a step it would take as
+        long. OSError if there is no memory, or Linux is older than 5.14."""
+        first -= first % _PAGE
+        self._mmap.madvise(_MADV_POPULATE_WRITE, first, last - first)
+
+    def close(self) -> None:
+        """Unmaps; views must not be used afterwards."""
+        del self.raw, self.generations, self._parts
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._mmap.close()
+        except BufferError:  # a tensor over the pool is still alive; the mapping goes with it
+            pass
+
+
+class _Rows:
+    """A token range of a table: a partial head block, whole blocks, a partial tail block (each may be missing)."""
+
+    def __init__(self, table: Table, tokens: range, block_size: int) -> None:
+        self.tokens = len(tokens)
+        first, last = tokens.start, tokens.stop
+        whole_first, whole_last = -(-first // block_size), last // block_size
+        self.edges: list[tuple[int, int, int, int]] = []  # (block, first row in it, rows, row in the canonical range)
+        if whole_first > whole_last:  # all inside one block
+            self.edges.append((table[first // block_size], first % block_size, last - first, 0))
+            whole_last = whole_first
+        else:
+            if head := whole_first * block_size - first:
+                self.edges.append((table[whole_first - 1], block_size - head, head, 0))
+            if tail := last - whole_last * block_size:
+                self.edges.append((table[whole_last], 0, tail, whole_last * block_size - first))
+        self.whole: slice | npt.NDArray[np.intp] | None = None
+        """Blocks that are whole in it; neighbours, which are copied as one, as a slice."""
+        self.inner = slice(whole_first * block_size - first, whole_last * block_size - first)
+        """Their rows in the canonical range."""
+        if whole_first < whole_last:
+            whole = table[whole_first:whole_last]
+            blocks: list[int] = whole.tolist() if isinstance(whole, np.ndarray) else [*whole]
+            run = range(blocks[0], blocks[0] + len(blocks))
+            self.whole = slice(run.start, run.stop) if blocks == [*run] else np.array(blocks, np.intp)
+
+    def copy_out(self, slab: Bytes, out: Bytes) -> None:
+        if self.whole is not None:
+            out[self.inner].reshape(-1, *slab.shape[1:])[:] = slab[self.whole]
+        for block, row, count, at_row in self.edges:
+            out[at_row : at_row + count] = slab[block, row : row + count]
+
+    def copy_in(self, slab: Bytes, data: Bytes) -> None:
+        if self.whole is not None:
+            slab[self.whole] = data[self.inner].reshape(-1, *slab.shape[1:])
+        for block, row, count, at_row in self.edges:
+            slab[block, row : row + count] = data[at_row : at_row + count]
+
+
+class _Part(NamedTuple):
+    """Keys or values of one layer: bytes of a canonical row, and for each shard where it lies in every block,
+    [blocks, block_size, its row bytes], and its columns of a row."""
+
+    row_bytes: int
+    shards: tuple[tuple[Bytes, slice], ...]
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: same boot, same IPC and network namespaces, same user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    spaces = ":".join(os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
+    return f"{boot}/{spaces}/{os.getuid()}"

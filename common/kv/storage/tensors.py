@@ -1,0 +1,118 @@
+"""Torch tensors over the shared bytes of a KV pool.
+
+The views cover the block-major layout of :mod:`common.kv.layout` in place: nothing is copied or touched at start, so
+pages of blocks that were never used cost no memory. Must not know which block belongs to whom.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+
+from common.kernels import cpu
+from common.kv.cache import BlockCopy
+from common.kv.layout import KvLayout
+from common.kv.storage.host import KvMemory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvStore:
+    """Keys and values of every layer as strided views, [blocks, block_size, kv_heads, dim] each. Of a pool in several
+    shards it is one of them, and ``kv_heads`` the heads in it."""
+
+    def __init__(self, memory: KvMemory, shard: int = 0) -> None:
+        self.memory = memory
+        self.layout: KvLayout = memory.layout
+        self.dtype = DTYPES[self.layout.dtype]
+        self._bytes = torch.from_numpy(memory.raw)
+        flat = self._bytes.view(-1).view(self.dtype)
+        self._k, self._v = _views(flat, self.layout, memory.blocks, shard)
+        self._native = [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of ``layer``, [blocks, block_size, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    def write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Stores the rows of one step: ``key`` [T, kv_heads, k_dim], ``value`` [T, kv_heads, v_dim].
+
+        ``slots`` are the block id and the offset in the block of each row, both int64 [T].
+        """
+        library = cpu.library()
+        if library is None or not (
+            self._lies_as_here(key, self._k[layer]) and self._lies_as_here(value, self._v[layer])
+        ):
+            self._k[layer].index_put_(slots, key)
+            self._v[layer].index_put_(slots, value)
+            return
+        library.store(
+            ctypes.addressof(self._native[layer]), key.data_ptr(), value.data_ptr(), key.shape[0],
+            key.stride(0), value.stride(0), slots[0].data_ptr(), slots[1].data_ptr(),
+        )  # fmt: skip
+
+    def _lies_as_here(self, rows: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether each row of ``rows`` [T, kv_heads, dim] is one run of the pool's elements."""
+        return rows.dtype == self.dtype and rows.stride()[1:] == part.stride()[2:]
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim] each."""
+        return (
+            self._k[layer].index_select(0, blocks).flatten(0, 1),
+            self._v[layer].index_select(0, blocks).flatten(0, 1),
+        )
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies whole blocks, all layers, in the order given."""
+        for source, target in copies:
+            self._bytes[target].copy_(self._bytes[source])
+
+    def close(self) -> None:
+        """Drops the views, so that the memory can be unmapped, and closes it."""
+        self._k, self._v = [], []
+        del self._bytes
+        self.memory.close()
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zeroes whole blocks."""
+        for block in blocks:
+            self._bytes[block].zero_()
+
+
+def native_layer(keys: torch.Tensor, values: torch.Tensor) -> cpu.Layer:
+    """What C must know of one layer's ``keys`` and ``values`` [blocks, block_size, kv_heads, dim]."""
+    return cpu.Layer(
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        block_bytes=keys.stride(0) * keys.element_size(),
+        block_size=keys.shape[1],
+        kv_heads=keys.shape[2],
+        k_dim=keys.shape[3],
+        v_dim=values.shape[3],
+        type=cpu.TYPES[keys.dtype],
+        element_bytes=keys.element_size(),
+    )
+
+
+def _views(
+    flat: torch.Tensor, layout: KvLayout, blocks: int, shard: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value views of each layer of ``shard`` over ``flat``, all elements of the pool."""
+    stride = layout.block_bytes // layout.element_bytes
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for layer, offset in zip(layout.layers, layout.layer_offsets, strict=True):
+        at, heads = (shard * layout.shard_bytes + offset) // layout.element_bytes, layer.kv_heads // layout.head_shards
+        for dim, views in ((layer.k_dim, keys), (layer.v_dim, values)):
+            shape = (blocks, layout.block_size, heads, dim)
+            views.append(flat.as_strided(shape, (stride, heads * dim, dim, 1), at))
+            at += layout.block_size * heads * dim
+    return keys, values

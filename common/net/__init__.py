@@ -1,0 +1,1 @@
+"""Sockets, wire format, messages, keys and addresses between processes. Knows no request's state."""

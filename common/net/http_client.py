@@ -1,0 +1,166 @@
+"""A small client of a running server, for commands, launcher and bench; on the standard library: it starts fast.
+
+Owns connection errors in words. Knows the server only through its public interface.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.core.errors import StartError, TandemError, reason
+
+
+class Refused(TandemError):
+    """The server answered with an error; the text is its message. ``status`` is that of HTTP, 0 if it broke off."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def todo(self, otherwise: str) -> str:
+        """What its reader can do about it."""
+        if self.status in (401, 403):
+            return "give the right key with --api-key or TANDEM_API_KEY"
+        return "try again in a moment" if self.status in (429, 503) else otherwise
+
+
+PAGE_S = 10.0
+
+
+class Server:
+    """The server at ``url``, whose path is what stands before the paths of the interface; its ``/v1`` may be left out.
+    ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for bytes, and ``PAGE_S`` those
+    of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
+
+    def __init__(
+        self, url: str, key: str | None = None, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
+    ) -> None:
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, self._port = parts.hostname, parts.port
+            http.client.HTTPConnection(host or "", self._port)  # opens nothing yet
+        except (ValueError, http.client.InvalidURL) as error:  # a port out of range, half a bracket, a space
+            raise _no_address(url, str(error)) from error
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise _no_address(url, "http://HOST:PORT is, and http://HOST:PORT/PATH")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url, self._host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}", host
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
+        for name, value in self._headers.items():
+            if not (value.isascii() and value.isprintable()):  # http.client would show it
+                why = "its value has a character that no header can carry"
+                raise StartError(f"the header {name} cannot be sent", why, "correct --header, or --api-key")
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON body (None if it is no JSON) of a GET; OSError when no HTTP server answers."""
+        connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
+        try:
+            connection.request("GET", self._path + path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, _parse(response.read())
+        except (http.client.HTTPException, UnicodeError) as error:  # no HTTP is spoken there, or no host is called so
+            raise OSError(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON body of the answer to a POST; Refused with the server's reason, OSError when none answers."""
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            headers = {"Content-Type": "application/json", **self._headers}
+            connection.request("POST", self._path + path, json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = _parse(response.read())
+        except (http.client.HTTPException, UnicodeError) as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Refused(_message(answer) or f"HTTP status {response.status}", response.status)
+        return answer
+
+    def model(self) -> str:
+        """The name of the first model that is served; StartError when nobody answers there."""
+        return str(self.served()["id"])
+
+    def served(self, name: str | None = None) -> dict[str, Any]:
+        """What the server says of its model ``name``, by default of its first; StartError when nobody answers there."""
+        try:
+            status, body = self.get("/v1/models")
+        except OSError as error:
+            why = reason(error)
+            raise StartError(f"cannot reach {self.url}", why, "start it with `tandem up`, or give --url") from error
+        if status != 200 or not isinstance(body, dict) or not body.get("data"):
+            why, closed = _message(body) or f"HTTP status {status}", status in (401, 403)
+            what = f"{self.url} wants a key" if closed else f"{self.url} names no model"
+            raise StartError(what, why, "give --api-key or set TANDEM_API_KEY" if closed else "check --url")
+        models: dict[str, dict[str, Any]] = {str(each["id"]): each for each in body["data"]}
+        if name is not None and name not in models:
+            why = f"it serves {', '.join(models)}"
+            raise StartError(f"{self.url} does not serve {name}", why, "correct --served-model-name")
+        return models[name] if name is not None else next(iter(models.values()))
+
+    def chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of one streamed chat completion. Closing the iterator hangs up, which stops the work."""
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            headers = {"Content-Type": "application/json", **self._headers}
+            path = f"{self._path}/v1/chat/completions"
+            connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                why = _message(_parse(response.read())) or f"HTTP status {response.status}"
+                raise Refused(why, response.status)
+            yield from _events(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise Refused(f"the connection broke: {str(error) or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events up to ``[DONE]``; anything else means that the answer is cut."""
+    while line := response.readline():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            response.read()  # the end of the body, so that the server does not see us hang up
+            return
+        chunk = _parse(data)
+        if not isinstance(chunk, dict):
+            raise Refused("the server sent something that is no JSON object")
+        if "error" in chunk:
+            raise Refused(_message(chunk) or "the server gave up")
+        yield chunk
+    raise Refused("the answer was cut: the server went away")
+
+
+def shown(url: str) -> str:
+    """``url`` without what may be a secret: a password, and a query."""
+    before, slashes, rest = url.partition("?")[0].partition("//")
+    host, slash, path = rest.partition("/")
+    return f"{before}{slashes}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _no_address(url: str, why: str) -> StartError:
+    return StartError(f"{shown(url)} is no address of a server", why, "correct --url: it takes http://HOST:PORT")
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _message(body: Any) -> str:
+    """The message of an error in OpenAI's shape."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""

@@ -1,0 +1,566 @@
+"""The loop that every worker runs, whatever its role.
+
+One thread does everything that touches the engine, in turns: take messages, move KV, run one step, report. Nothing else
+competes for the interpreter while a step runs (measured: 20 ms of Python in a side thread moves a 3 ms step's p95 to
+23 ms). When there is nothing to compute it sleeps in ``poll`` until a socket, a signal or the next timer wakes it.
+
+    JOINING ── Welcome ──► READY ── Drain or SIGTERM ──► DRAINING ── empty, or out of time ──► GONE
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.core.errors import OutOfBlocks, StartError, WireError
+from common.core.ids import MAX_ATTEMPT, TransferId, max_token, transfer_holder, unpack_transfers
+from common.core.request import Request
+from common.core.sequence import Batch, Sequence, StepResult
+from common.engine.scheduler import Planner, Sampled
+from common.kv.cache import BlockCopy, KvCache
+from common.kv.layout import KvLayout
+from common.kv.storage.host import KvMemory
+from common.kv.table import BlockTable
+from common.net.messages import (
+    MAX_HELD,
+    MAX_KEYS,
+    MAX_TEXT,
+    Cached,
+    Drain,
+    Failed,
+    Goodbye,
+    Hello,
+    Lease,
+    NameTaken,
+    Rejoin,
+    Renewed,
+    Turned,
+    Welcome,
+)
+from common.net.sockets import Channels
+from common.platform.core_lease import LentCores
+from common.worker.membership import Membership, Snapshot
+from common.worker.step_times import Pace
+
+log = logging.getLogger("tandem.worker")
+
+IDLE_S = 0.25
+TIMER_S = 0.05
+POPULATED_BYTES = 1 << 20
+"""At a time: half a millisecond, for which a message may have to wait."""
+SWEEP_S = 0.1
+PUBLISH_S = 0.05
+"""While steps follow one another, how often a worker notes what its heart tells, and announces cached prefixes: after
+each one it would be a message per step, since some stream has nearly always just filled a block."""
+TRIAL_S = 5.0
+"""A trial of a link that is not over by then never will be: the other side was short of blocks, or is gone."""
+LONELY_S = 5.0
+"""How often a worker that has not joined says so."""
+
+
+class Engine(Protocol):
+    """What a worker needs of an engine; the one with a model is :class:`common.engine.runner.Engine`."""
+
+    layout: KvLayout
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    memory: KvMemory
+    on_layer: Callable[[int], None] | None
+
+    def step(self, batch: Batch) -> StepResult: ...
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What the loop needs beside the engine. Times in seconds."""
+
+    coordinator: str
+    host_id: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool = True
+    kv_transport: str = "auto"
+    data_address: str = "tcp://127.0.0.1:*"
+    drain_timeout_s: float = 30.0
+    ahead_bytes: int = 0
+    """Of blocks that were never used, how much has its memory before: a page that is first touched in a step, found and
+    cleared then, takes 3 us in a virtual machine, and 2 MiB of KV 1.5 ms."""
+    supervised: bool = False
+    """Whether what it logs stands beside what the coordinator logs, which says who joins."""
+
+
+class Worker(abc.ABC):
+    """Planner, cache and membership around one engine; subclasses say what a role does with messages and samples."""
+
+    def __init__(
+        self, engine: Engine, settings: WorkerSettings, hello: Hello, channels: Channels | None = None
+    ) -> None:
+        self.engine, self.settings, self.incarnation = engine, settings, hello.incarnation
+        self.role = hello.role
+        self.channels = channels or Channels()
+        self.clock = self.channels.clock
+        self.cache = KvCache(
+            engine.memory.blocks,
+            engine.layout.block_size,
+            model_fingerprint=engine.fingerprint,
+            kv_dtype=engine.layout.dtype,
+            prefix_caching=settings.prefix_caching,
+            generations=engine.memory.generations,
+        )
+        self.planner = Planner(
+            self.cache, max_tokens=settings.max_num_batched_tokens, max_sequences=settings.max_num_seqs
+        )
+        self.pace = Pace()
+        self.cores: LentCores | None = None
+        """This worker's, if others may have them while it rests, and theirs while they do."""
+        self._populated = 0
+        """Bytes of the pool, from its start."""
+        self.counters: dict[str, float] = {}
+        self.draining_until: float | None = None
+        self._trials: dict[TransferId, BlockTable] = {}
+        self._deadlines: dict[TransferId, float] = {}
+        self._swept_at = self._published_at = 0.0
+        self._lonely_since = self.clock()
+        self._told_refusals: set[str] = set()
+        self._told_lost = False
+        self._lease_s = self._leased_until = math.inf
+        self._unlisted: set[TransferId] = set()
+        self._stopped = False
+        self.open_links()
+        self.membership = Membership(self.channels, settings.coordinator, self.introduce(hello))
+
+    # -- what a role adds ---------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def open_links(self) -> None:
+        """Opens the sockets of the role's hand-offs, before it says Hello."""
+
+    @abc.abstractmethod
+    def close_links(self) -> None: ...
+
+    def introduce(self, hello: Hello) -> Hello:
+        """The Hello with what only the role knows (its data address)."""
+        return hello
+
+    @abc.abstractmethod
+    def heed(self, welcome: Welcome) -> None:
+        """The times that a coordinator has given hold for hand-offs, too."""
+
+    @abc.abstractmethod
+    def handle(self, message: Any, now: float) -> None:
+        """One control message about a request."""
+
+    @abc.abstractmethod
+    def move_kv(self, now: float) -> None:
+        """Takes and sends what hand-offs have to exchange, without waiting."""
+
+    def more_to_move(self) -> bool:
+        """Whether the last :meth:`move_kv` left something that need not wait for a message."""
+        return False
+
+    def rest_s(self) -> float:
+        """How long to rest while requests are here and nothing can be computed."""
+        return TIMER_S
+
+    def plan(self) -> Batch | None:
+        """What to compute next; None for nothing now."""
+        return self.planner.plan()
+
+    @abc.abstractmethod
+    def before_step(self, batch: Batch, now: float) -> None:
+        """Notes what is about to be computed."""
+
+    @abc.abstractmethod
+    def sampled(self, samples: list[Sampled], now: float) -> None:
+        """Tokens were sampled: pass them on."""
+
+    @abc.abstractmethod
+    def abort(self, transfer: TransferId) -> None:
+        """Drops everything that (request, attempt) has here; unknown ones are fine."""
+
+    @abc.abstractmethod
+    def bad_transfer_messages(self) -> int:
+        """Messages and frames of hand-offs that made no sense and were dropped."""
+
+    def stale_frames(self) -> int:
+        """Frames that came for hand-offs that are over: what was on its way when an attempt was given up."""
+        return 0
+
+    @abc.abstractmethod
+    def cut_off_peers(self) -> int:
+        """Peers of hand-offs that are not listened to any more."""
+
+    @abc.abstractmethod
+    def holdings(self) -> KeysView[TransferId]:
+        """Everything that is held here, in any state, in the order of arrival."""
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until drained or stopped; leaves nothing behind."""
+        with self._signals() as waker:
+            try:
+                self._publish()  # the heart starts in the first turn: its first beat must not tell of a pool of nothing
+                while not self.finished():
+                    self._wait(self.turn(), waker)
+            except BaseException:
+                self.close(crashed=True)
+                raise
+            self.close()
+
+    def turn(self) -> float:
+        """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
+        self.membership.stood_still_before_s = self.membership.stood_still_s()  # first: the heart reads it last
+        now = self.membership.turning_since = self.clock()
+        for message in self.membership.receive():
+            self._dispatch(message, now)
+        self.move_kv(self.clock())
+        self._reap()
+        self._sweep(self.clock())
+        batch = self.plan()
+        if batch is not None:
+            self._step(batch)
+        done = self.clock()
+        if batch is None or done - self._published_at >= PUBLISH_S:
+            self._published_at = done
+            self._publish()
+        self.membership.turning_since = None
+        if batch is not None or self.more_to_move():
+            return 0.0
+        if self.holdings():
+            return self.rest_s()
+        return 0.0 if self._populate() else IDLE_S
+
+    def _populate(self) -> bool:
+        """Has a little more of what blocks will need made ready, while nobody waits; False if enough is."""
+        size = self.engine.layout.block_bytes
+        wanted = min(self.cache.pool.peak * size + self.settings.ahead_bytes, self.engine.memory.blocks * size)
+        if not self.settings.ahead_bytes or self._populated >= wanted:
+            return False
+        try:
+            self.engine.memory.populate(self._populated, last := min(self._populated + POPULATED_BYTES, wanted))
+        except OSError as error:
+            log.debug("blocks get their memory when they are used: %s", error)
+            last = self.engine.memory.blocks * size
+        self._populated = last
+        return True
+
+    def _wait(self, seconds: float, waker: socket.socket) -> None:
+        if seconds and self.cores is not None:
+            self.cores.lend()
+        ready = self.channels.poll(seconds)
+        if seconds and self.cores is not None:
+            self.cores.take_back()
+        if waker.fileno() in ready:
+            for _ in waker.recv(64):  # one byte per signal
+                self._stop_asked()
+
+    def _dispatch(self, message: Any, now: float) -> None:
+        match message:
+            case Welcome(lease_ms=lease_ms):
+                self.heed(message)
+                self._lease_s = lease_ms / 1000
+                self._leased_until = now + self._lease_s
+                self.cache.prefix.announce_all()
+                self._told_refusals.clear()
+                self._tell("joined the coordinator at %s", self.settings.coordinator)
+            case Turned(reason=reason):
+                raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
+            case NameTaken():
+                self._drop_all()
+            case Rejoin():
+                why = "it was restarted, or has given this worker up and placed its requests elsewhere"
+                dropped = len(self.holdings())
+                log.warning("the coordinator asks this worker to join anew: %s (%d were still here)", why, dropped)
+                self._drop_all()
+            case Drain(timeout_ms=timeout_ms):
+                self.drain(timeout_ms / 1000)
+            case _ if not self.membership.joined:  # nothing is held before it is known for how long without a word
+                log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
+            case Lease(live=live):
+                self._renew(live, now)
+                self.membership.send(Renewed(self.incarnation))
+            case _:
+                try:
+                    self.handle(message, now)
+                except WireError as error:  # the message cannot be acted on; whoever it was about is told or retried
+                    log.warning("a %s message is dropped: %s", type(message).__name__, str(error))
+                    self.membership.bad_messages += 1
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes nothing new; leaves when what is here has finished, at the latest after ``timeout_s``."""
+        if self.draining_until is None:
+            for transfer in list(self._trials):
+                self.abort(transfer)
+            self.draining_until = self.clock() + timeout_s
+            log.info("draining for at most %g s", timeout_s)
+
+    def finished(self) -> bool:
+        """Whether there is nothing left to wait for: drained, out of time, or told to stop."""
+        if self._stopped:
+            return True
+        if self.draining_until is None:
+            return False
+        return not self.holdings() or self.clock() > self.draining_until
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
+        """Whether this worker takes the request; if not it has said why. ``tokens`` is the most it can come to hold.
+        WireError for a request that no coordinator sends: its attempt or its tokens are out of range."""
+        transfer = TransferId(request.id, attempt)
+        if attempt > MAX_ATTEMPT:
+            raise WireError(f"attempt {attempt}")
+        if (most := max_token(request.prompt, *request.emitted)) >= self.engine.vocab_size:
+            raise WireError(f"token {most} of a vocabulary of {self.engine.vocab_size}")
+        if transfer in self._deadlines:
+            return False  # a repeated message
+        if self.draining_until is not None:
+            self.fail(transfer, "draining", "this worker is leaving", retriable=True)
+        elif len(self._deadlines) >= MAX_HELD:
+            self.fail(transfer, "no_memory", "no heartbeat can tell of more requests", retriable=True)
+        elif self.engine.layout.blocks_for(tokens) > self.engine.memory.blocks or tokens > self.engine.max_model_len:
+            room = min(self.engine.max_model_len, self.engine.memory.blocks * self.engine.layout.block_size)
+            self.fail(transfer, "too_long", f"{tokens} tokens, this worker holds at most {room}", retriable=False)
+        else:
+            self._deadlines[transfer] = now + request.deadline_ms / 1000
+            return True
+        return False
+
+    def sequences(self, transfer: TransferId) -> list[Sequence]:
+        """The sequences of (request, attempt) that are being computed."""
+        return [sequence for sequence in self.planner.sequences() if sequence.id.transfer == transfer]
+
+    def over(self, transfer: TransferId) -> None:
+        """Nothing of (request, attempt) is left here."""
+        self._deadlines.pop(transfer, None)
+
+    def fail(self, transfer: TransferId, code: str, detail: str, *, retriable: bool) -> None:
+        """Gives a request up and tells the coordinator why."""
+        self.abort(transfer)
+        self.membership.send(Failed(transfer.request, transfer.attempt, code, detail[:MAX_TEXT], retriable))
+
+    def count(self, name: str, by: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def _sweep(self, now: float) -> None:
+        if now - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = now
+        self._expire(now)
+        self.membership.knock()
+        self._complain(now)
+        for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
+            if transfer in self._trials:
+                self.abort(transfer)
+                continue
+            self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
+
+    def _complain(self, now: float) -> None:
+        """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S. The two
+        ends of a connection that is refused do not always see the same reason first."""
+        refusal = self.membership.refusal
+        told = not refusal or refusal in self._told_refusals
+        silent = now > self._leased_until
+        lost = self.membership.joined and not self.membership.connected
+        if lost and not self._told_lost:
+            self._tell("the connection to the coordinator at %s is lost: dialling again", self.settings.coordinator)
+        self._told_lost = lost
+        if self.membership.joined and not (refusal or silent):
+            return
+        if told and now - self._lonely_since <= LONELY_S:
+            return
+        self._lonely_since = now
+        if refusal:
+            self._told_refusals.add(refusal)
+            log.warning(
+                "the coordinator at %s does not let this worker in: %s (trying again)",
+                self.settings.coordinator,
+                refusal,
+            )
+        elif silent:
+            words = "the coordinator at %s has said nothing for %.1f s: waiting for it"
+            log.warning(words, self.settings.coordinator, now - self._leased_until + self._lease_s)
+        elif self._told_refusals:
+            log.warning(
+                "the coordinator at %s has not let this worker in so far: trying again", self.settings.coordinator
+            )
+        else:
+            log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
+
+    def _renew(self, live: bytes, now: float) -> None:
+        """Messages come in order: what is here and not listed was given up, and the message that said so was lost."""
+        try:
+            listed = set(unpack_transfers(live))
+        except ValueError as error:
+            log.warning("a lease is dropped: %s", str(error))
+            self.membership.bad_messages += 1
+            return
+        self._leased_until = now + self._lease_s
+        self._unlisted = self.holdings() - self._trials.keys() - listed
+
+    def _reap(self) -> None:
+        """After hand-offs were looked after: one that is just being let go is not a lost Abort."""
+        if not self._unlisted:
+            return
+        unlisted, self._unlisted = self._unlisted, set()
+        for transfer in [each for each in self.holdings() if each in unlisted]:
+            log.warning("request %s is not listed any more: dropped", transfer)
+            self.abort(transfer)
+            self.count("reaped_requests")
+
+    def _expire(self, now: float) -> None:
+        """Nothing is held only in hope of a message: without its coordinator a worker frees everything."""
+        if now > self._leased_until and (held := self.holdings()):
+            log.warning("the coordinator has been silent for %g s: %d requests are dropped", self._lease_s, len(held))
+            self.count("reaped_requests", len(held))
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        for transfer in self.holdings():
+            self.abort(transfer)
+
+    # -- trials of links ----------------------------------------------------------------------------------------------
+
+    def open_trial(self, transfer: TransferId, tokens: int, now: float) -> BlockTable | None:
+        """Blocks, as they are, for a hand-off that measures a link; None for a repeated message or without room."""
+        if transfer in self.holdings() or self.draining_until is not None or not tokens:
+            return None
+        table = self.cache.open(transfer_holder(transfer), [], "")
+        try:
+            self.cache.grow(table, tokens)
+        except OutOfBlocks:
+            self.cache.close(table)
+            return None
+        self._trials[transfer] = table
+        self._deadlines[transfer] = now + TRIAL_S
+        return table
+
+    def close_trial(self, transfer: TransferId) -> bool:
+        """Gives the blocks of a trial back; False if there is none."""
+        table = self._trials.pop(transfer, None)
+        if table is None:
+            return False
+        self.cache.close(table)
+        self.over(transfer)
+        return True
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Batch) -> None:
+        now, length, attended = self.clock(), batch.length, batch.attended
+        self.before_step(batch, now)
+        self.membership.expected_s = self.pace.expect(length, attended)
+        stood_still_s, helped_s = -self.membership.stood_still_s(), -self._helped_s()
+        result = self.engine.step(batch)
+        self.membership.expected_s = 0.0
+        stood_still_s += self.membership.stood_still_s()  # a process that was stopped in a step does not compute slowly
+        helped_s += self._helped_s()  # nor does one quickly that had help: the next step may have none
+        self.pace.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
+        samples = self.planner.complete(batch, result)
+        for index, why in result.errors.items():
+            sequence = batch.segments[index].sequence
+            if sequence.id in self.planner:  # a sibling's failure may have ended it already
+                log.error("a request failed in the engine: %s", why)
+                self.fail(sequence.id.transfer, "engine_error", "the model failed on this request", retriable=True)
+        if result.errors:
+            samples = [sample for sample in samples if sample.sequence.id in self.planner]
+        self.sampled(samples, self.clock())
+        self.count("steps")
+        self.count("step_seconds", result.seconds)
+        self.count("step_tokens", length)
+
+    def _helped_s(self) -> float:
+        """For how much longer this worker would have computed in all, had it not borrowed others' cores."""
+        return 0.0 if self.cores is None else self.cores.borrowed_s() / max(1, len(self.cores.own))
+
+    # -- telling about itself -----------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        counts = self.cache.pool.counts
+        self.counters["prefix_cache_queries"] = self.planner.queried_tokens
+        self.counters["prefix_cache_hits"] = self.planner.hit_tokens
+        self.counters["num_preemptions"] = self.planner.preemptions
+        self.counters["bad_messages"] = self.membership.bad_messages + self.bad_transfer_messages()
+        self.counters["stale_frames"] = self.stale_frames()
+        self.counters["cut_off_peers"] = self.cut_off_peers()
+        self.counters["leaked_blocks"] = self.cache.strays()
+        if self.cores is not None:
+            self.counters["borrowed_core_seconds"] = self.cores.borrowed_s()
+        self.membership.snapshot = Snapshot(
+            live=b"".join({transfer.request: None for transfer in self.holdings()}),
+            acted_on=self.membership.acted_on,
+            free=counts.free,
+            cached=counts.cached,
+            held=counts.held,
+            running=self.planner.running,
+            waiting=self.waiting(),
+            waiting_tokens=self.planner.waiting_tokens,
+            draining=self.draining_until is not None,
+            counters=dict(self.counters),
+            longest_step_s=self.pace.longest,
+            resting=b"".join(self.planner.resting()),
+        )
+        added, removed = self.cache.prefix.take_changes()
+        for first in range(0, max(len(added), len(removed)), MAX_KEYS):
+            part = slice(first, first + MAX_KEYS)
+            self.membership.send(Cached(b"".join(added[part]), b"".join(removed[part])))
+
+    def waiting(self) -> int:
+        """Requests that have not started."""
+        return self.planner.waiting
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[socket.socket]:
+        """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll and is acted on there, since a handler runs
+        in the middle of anything. Under a launcher SIGINT is already ignored and stays so: a terminal sends it to
+        everybody, and only the launcher knows the order. Nor does a second SIGTERM stop there: the first may have been
+        meant for all processes of a service, and the launcher passes on its own."""
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self.channels.register(reader.fileno())
+        alone = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        numbers = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGTERM,)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            reader.close()
+            writer.close()
+
+    def _stop_asked(self) -> None:
+        if self.draining_until is not None and not self.settings.supervised:
+            self._stopped = True
+        self.drain(self.settings.drain_timeout_s)
+
+    def close(self, *, crashed: bool = False) -> None:
+        """Drops everything, says Goodbye, and leaves no socket or thread behind. Who ``crashed`` goes without a word:
+        a Goodbye would tell that none of its requests can be the reason."""
+        self._drop_all()
+        reason = "drained" if self.draining_until else "stopped"
+        self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
+        self.close_links()
+        self.channels.close()  # also when something has raised while a socket was open
+        if not crashed:
+            self._tell("%s: this worker has left", reason)
+
+    def _tell(self, text: str, *arguments: Any) -> None:
+        """Under a launcher the coordinator's log stands beside ours, and says the same."""
+        log.log(logging.DEBUG if self.settings.supervised else logging.INFO, text, *arguments)

@@ -1,0 +1,116 @@
+"""Output tokens of one engine step in columns (see :class:`common.net.messages.Tokens`): nearly always one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.core.ids import SequenceId, pack_tokens, unpack_tokens
+from common.core.request import FinishReason
+from common.core.sequence import Sequence, TokenLogprobs
+from common.net.messages import MAX_SPANS, Logprobs, Tokens
+
+
+def stop_id(sequence: Sequence) -> int:
+    """The token id that stopped the sequence, or -1."""
+    return sequence.tokens[-1] if sequence.finish is FinishReason.STOP else -1
+
+
+def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    return Logprobs(logprobs.logprob, pack_tokens(logprobs.top_ids), logprobs.top_logprobs)
+
+
+def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
+    """The inverse of :func:`to_wire`; ValueError if the ids are not whole tokens."""
+    if logprobs is None:
+        return None
+    return TokenLogprobs(logprobs.logprob, tuple(unpack_tokens(logprobs.top_ids)), logprobs.top)
+
+
+@dataclass(slots=True)
+class SpanWriter:
+    """Collects the spans of one step."""
+
+    spans: list[tuple[bytes, int, int, int, int, int, int]] = field(default_factory=list)
+    """Request, choice, attempt, start, count, finish and stop id of each."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    full: list[Tokens] = field(default_factory=list)
+    """Messages in which no more has room."""
+
+    def add(self, sequence: Sequence, start: int) -> None:
+        """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
+        if start == sequence.output_length - 1 and not sequence.logprobs and self._has_room():
+            id, finish = sequence.id, sequence.finish  # what nearly every step does for every stream, in few words
+            self.spans.append((id.request, id.choice, id.attempt, start, 1, finish, stop_id(sequence)))
+            self.ids.append(sequence.tokens[-1])
+            self.logprobs.append(None)
+            return
+        logprobs = sequence.logprobs[max(0, start - sequence.output_length + len(sequence.logprobs)) :]
+        self._add(
+            sequence.id,
+            start,
+            sequence.tokens[sequence.prompt_length + start :],
+            sequence.finish,
+            stop_id(sequence),
+            [to_wire(entry) for entry in logprobs],
+        )
+
+    def again(
+        self,
+        sequence: SequenceId,
+        start: int,
+        output: list[int],
+        finish: FinishReason,
+        stop_id: int,
+        logprobs: Seq[Logprobs | None],
+    ) -> None:
+        """The same of a finished sequence: its whole ``output`` is known, and ``logprobs`` of its last tokens."""
+        told = logprobs[max(0, start - len(output) + len(logprobs)) :]
+        self._add(sequence, start, output[start:], finish, stop_id, told)
+
+    def _add(
+        self,
+        sequence: SequenceId,
+        start: int,
+        tokens: list[int],
+        finish: FinishReason,
+        stop_id: int,
+        logprobs: Seq[Logprobs | None],
+    ) -> None:
+        """A span, or as many as it takes; only the last one tells of an end."""
+        last = False
+        while not last:
+            if len(self.spans) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
+                self._close()
+            count = min(len(tokens), MAX_SPANS - len(self.ids))
+            told = logprobs[: max(0, count - (len(tokens) - len(logprobs)))]
+            last = count == len(tokens)
+            end = (finish, stop_id) if last else (FinishReason.RUNNING, -1)
+            self.spans.append((sequence.request, sequence.choice, sequence.attempt, start, count, *end))
+            self.ids += tokens[:count]
+            self.logprobs += [None] * (count - len(told))
+            self.logprobs += told
+            start, tokens, logprobs = start + count, tokens[count:], logprobs[len(told) :]
+
+    def _has_room(self) -> bool:
+        return len(self.spans) < MAX_SPANS and len(self.ids) < MAX_SPANS
+
+    def messages(self) -> Iterator[Tokens]:
+        """Everything collected, in order; nothing if there is nothing."""
+        yield from self.full
+        if self.spans:
+            yield self._message()
+
+    def _message(self) -> Tokens:
+        requests, choices, attempts, starts, counts, finish, stop_ids = zip(*self.spans, strict=True)
+        ids, logprobs = pack_tokens(self.ids), tuple(self.logprobs) if any(self.logprobs) else ()
+        return Tokens(b"".join(requests), choices, attempts, starts, counts, finish, stop_ids, ids, logprobs)
+
+    def _close(self) -> None:
+        """What comes now begins another message."""
+        self.full.append(self._message())
+        self.spans, self.ids, self.logprobs = [], [], []

@@ -1,0 +1,101 @@
+"""The ``messages`` of a chat: validated, and in the plain form that chat templates expect.
+
+Text parts are joined, tool-call arguments become objects, null is absent. Nothing is fetched and nothing but text is
+taken: images, audio and files are refused in words.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from coordinator.api.fields import Fields, Json, parse_arguments, refuse, wrong_type
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_MESSAGES = 1 << 14
+MAX_ENTRIES = 1 << 14
+"""Text parts and tool calls of all messages together."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def parse_messages(fields: Fields) -> list[Json]:
+    """The field ``messages``, at least one."""
+    items = fields.array("messages", MAX_MESSAGES)
+    if items is None:
+        fields.missing("messages")
+    if not items:
+        refuse("'messages' is an empty array; at least one message is needed.", "messages")
+    if (entries := sum(map(_entries, items))) > MAX_ENTRIES:
+        refuse(f"'messages' have {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
+    return [_message(item, f"messages[{index}]") for index, item in enumerate(items)]
+
+
+def _entries(item: object) -> int:
+    """How many text parts and tool calls there are to read, before any is."""
+    lists = (item.get("content"), item.get("tool_calls")) if isinstance(item, dict) else ()
+    return sum(len(entries) for entries in lists if isinstance(entries, list))
+
+
+def _message(item: object, at: str) -> Json:
+    if not isinstance(item, dict):
+        wrong_type(at, "an object", item)
+    fields = Fields(item, at)
+    role = fields.choice("role", ROLES) or fields.missing("role")
+    message: Json = {"role": role}
+    content = _content(fields.raw("content"), f"{at}.content")
+    calls = fields.array("tool_calls", 1024)
+    if content is None and not (role == "assistant" and (calls or fields.has("refusal"))):
+        fields.missing("content")
+    message["content"] = content if content is not None else fields.string("refusal", limit=1 << 26) or ""
+    if calls:
+        if role != "assistant":
+            refuse("Only the assistant makes tool calls.", f"{at}.tool_calls")
+        message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    if role == "tool":
+        message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")
+    for name in ("name", "reasoning_content"):
+        if (text := fields.string(name, limit=1 << 26)) is not None:
+            message[name] = text
+    return message
+
+
+def _content(value: object, at: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        wrong_type(at, "a string or an array of text parts", value)
+    return "\n".join(_part(part, f"{at}[{index}]") for index, part in enumerate(value))
+
+
+def _part(part: object, at: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        wrong_type(at, "an object", part)
+    fields = Fields(part, at)
+    kind = fields.string("type") or fields.missing("type")
+    if kind not in _TEXT_PARTS:
+        _refuse_part(kind, at)
+    name = _TEXT_PARTS[kind]
+    text = fields.string(name, limit=1 << 26)
+    return text if text is not None else fields.missing(name)
+
+
+def _refuse_part(kind: str, at: str) -> NoReturn:
+    refuse(
+        f"Parts of type {kind[:32]!r} are not supported: this server serves text models.", f"{at}.type", "unsupported"
+    )
+
+
+def _tool_call(call: object, at: str) -> Json:
+    if not isinstance(call, dict):
+        wrong_type(at, "an object", call)
+    fields = Fields(call, at)
+    function = fields.nested("function") or fields.missing("function")
+    name = function.string("name", limit=256) or function.missing("name")
+    arguments = function.string("arguments", limit=1 << 26) or "{}"
+    parsed = parse_arguments(arguments, function.at("arguments"))
+    return {
+        "id": fields.string("id") or "",
+        "type": "function",
+        "function": {"name": name, "arguments": parsed},
+    }

@@ -1,0 +1,357 @@
+"""The bodies of the OpenAI endpoints: every field validated, nothing computed.
+
+Owns limits, defaults that do not depend on the model, and the words of refusals. Turns JSON into frozen dataclasses;
+what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.api.service`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
+
+from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
+from coordinator.api.chat_messages import parse_messages
+from coordinator.api.fields import INT64, Fields, Json, checked_integer, checked_number, refuse, wrong_type
+
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 128
+MAX_BIASES = 4096
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
+"""vLLM takes all above 0; there logits leave the range of float32 before the penalty means anything."""
+MAX_TOKEN_ID = (1 << 32) - 1
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
+
+_TRANSFER_FIELDS = ("kv_transfer_params", "disagg_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+_UNSUPPORTED = {
+    "suffix": "Insertion ('suffix') is not supported: the models served here complete text at its end.",
+    "audio": "Audio output is not supported: this server serves text models.",
+    "use_beam_search": "Beam search is not supported; use 'n' for several choices.",
+    "functions": "'functions' is the deprecated form; send 'tools' instead.",
+    "function_call": "'function_call' is the deprecated form; send 'tool_choice' instead.",
+    "web_search_options": "Web search is not supported: this server opens no outbound connection.",
+}
+_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling fields as the client set them; None where the model's default counts."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What chat and text completions have in common."""
+
+    model: str | None
+    n: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    return_metrics: bool
+    cache_salt: str
+    priority: int
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatBody:
+    options: Options
+    messages: list[Json]
+    tools: list[Json] | None
+    template_kwargs: Json
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBody:
+    options: Options
+    prompts: list[str | list[int]]
+    echo: bool
+
+
+# -- chat -----------------------------------------------------------------------------------------------------------
+
+
+def parse_chat(body: Json) -> ChatBody:
+    """The body of POST /v1/chat/completions."""
+    fields = Fields(body)
+    _refuse_unsupported(fields)
+    wants = fields.boolean("logprobs", False)
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if top is not None and not wants:
+        refuse("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    longer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
+    limit = fields.integer("max_tokens", 1, MAX_TOKENS)
+    options = _options(fields, (top or 0) if wants else None, limit if longer is None else longer)
+    messages = parse_messages(fields)
+    tools = _tools(fields)
+    template_kwargs = _template_kwargs(fields)
+    generation = fields.boolean("add_generation_prompt", True)
+    continues = fields.boolean("continue_final_message", False)
+    if continues:
+        if generation and fields.has("add_generation_prompt"):
+            refuse("'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message")
+        if messages[-1]["role"] != "assistant":
+            refuse("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
+    return ChatBody(
+        options=_with_ignored(options, fields),
+        messages=messages,
+        tools=tools,
+        template_kwargs=template_kwargs,
+        add_generation_prompt=generation and not continues,
+        continue_final_message=continues,
+    )
+
+
+def _tools(fields: Fields) -> list[Json] | None:
+    entries = fields.array("tools", 1024)
+    choice = fields.raw("tool_choice")
+    fields.skip("parallel_tool_calls")
+    if isinstance(choice, dict) or choice == "required":
+        refuse("Only 'auto' and 'none' are supported as 'tool_choice' so far; calls cannot be forced.", "tool_choice")
+    if choice is not None and choice not in ("auto", "none"):
+        refuse("'tool_choice' must be one of none, auto, required, or an object.", "tool_choice")
+    tools: list[Json] = []
+    for index, entry in enumerate(entries or ()):
+        at = f"tools[{index}]"
+        if not isinstance(entry, dict):
+            wrong_type(at, "an object", entry)
+        tool = Fields(entry, at)
+        if tool.string("type") != "function":
+            refuse(f"{at + '.type'!r} must be 'function'.", f"{at}.type")
+        function = tool.nested("function") or tool.missing("function")
+        if not function.string("name", limit=256):
+            function.missing("name")
+        tools.append(entry)
+    return tools or None if choice != "none" else None
+
+
+_RESERVED_KWARGS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "self",
+    "tokenize",
+    "tools",
+)
+
+
+def _template_kwargs(fields: Fields) -> Json:
+    kwargs = dict(fields.mapping("chat_template_kwargs") or {})
+    for name in kwargs:
+        if name in _RESERVED_KWARGS or name.startswith("_"):
+            refuse(
+                f"'chat_template_kwargs' may not set {name[:64]!r}: the server gives templates that name itself.",
+                f"chat_template_kwargs.{name[:64]}",
+            )
+    if (effort := fields.string("reasoning_effort", limit=64)) is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return kwargs
+
+
+# -- text completions ------------------------------------------------------------------------------------------------
+
+
+def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> CompletionBody:
+    """The body of POST /v1/completions; token ids beyond ``context_length`` are refused unread."""
+    fields = Fields(body)
+    _refuse_unsupported(fields)
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    limit = fields.integer("max_tokens", 1, MAX_TOKENS)
+    options = _options(fields, logprobs, 16 if limit is None else limit)
+    best_of = fields.integer("best_of", 1, 1 << 16)
+    if best_of is not None and best_of > options.n:
+        refuse("'best_of' above 'n' is not supported; ask for n choices and pick among them.", "best_of")
+    echo = fields.boolean("echo", False)
+    if echo and logprobs is not None:
+        refuse(
+            "'echo' with 'logprobs' would need log-probabilities of the prompt, which are not supported yet.", "echo"
+        )
+    prompts = _prompts(fields, context_length)
+    return CompletionBody(options=_with_ignored(options, fields), prompts=prompts, echo=echo)
+
+
+def _prompts(fields: Fields, context_length: int) -> list[str | list[int]]:
+    value = fields.raw("prompt")
+    if value is None:
+        fields.missing("prompt")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        wrong_type("prompt", "a string, an array of strings, or arrays of token ids", value)
+    if not value:
+        refuse("'prompt' is an empty array.", "prompt")
+    if isinstance(value[0], int | float) and not isinstance(value[0], bool):
+        return [token_ids(value, "prompt", context_length)]
+    if len(value) > MAX_PROMPTS:
+        refuse(f"'prompt' has {len(value)} prompts, at most {MAX_PROMPTS} are allowed.", "prompt")
+    prompts: list[str | list[int]] = []
+    for index, item in enumerate(value):
+        if isinstance(item, str):
+            prompts.append(item)
+        elif isinstance(item, list):
+            prompts.append(token_ids(item, f"prompt[{index}]", context_length))
+        else:
+            wrong_type(f"prompt[{index}]", "a string or an array of token ids", item)
+    return prompts
+
+
+def token_ids(value: list[object], param: str, limit: int) -> list[int]:
+    """``value`` as token ids (their upper bound is the vocabulary's, checked elsewhere)."""
+    if not value:
+        refuse(f"{param!r} is empty: a prompt needs at least one token.", param)
+    if len(value) > limit:
+        text = f"{param!r} has {len(value)} tokens, but this model's maximum context length is {limit} tokens."
+        refuse(text, param, "context_length_exceeded")
+    try:
+        return msgspec.convert(value, _TokenIds)
+    except msgspec.ValidationError:  # by hand: 3.0 is an integer too, and the error names the entry
+        return [checked_integer(item, f"{param}[{index}]", 0, MAX_TOKEN_ID) for index, item in enumerate(value)]
+
+
+# -- what both have ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name in _TRANSFER_FIELDS:
+        if fields.has(name):
+            refuse(
+                f"{name!r} is not for clients: the server alone decides where KV blocks travel.", name, "unsupported"
+            )
+    for name, text in _UNSUPPORTED.items():
+        value = fields.raw(name)
+        if value is not None and value is not False:
+            refuse(text, name, "unsupported")
+    for name in _STRUCTURED:
+        if fields.has(name):
+            refuse("Structured outputs are not supported yet.", name, "unsupported")
+    if fields.raw("prompt_logprobs") is not None:
+        refuse("Log-probabilities of the prompt are not supported yet.", "prompt_logprobs", "unsupported")
+    modalities = fields.array("modalities", 8)
+    if modalities is not None and modalities != ["text"]:
+        refuse("Only the modality 'text' is supported.", "modalities", "unsupported")
+    if (form := fields.nested("response_format")) is not None and form.string("type") != "text":
+        refuse("Only 'text' is supported as 'response_format' so far, not JSON.", "response_format.type", "unsupported")
+
+
+def _options(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Options:
+    fields.skip("user")
+    stream = fields.boolean("stream", False)
+    extra = fields.nested("stream_options")
+    if extra is not None and not stream:
+        refuse("'stream_options' is only allowed with 'stream': true.", "stream_options")
+    usage = extra is not None and extra.boolean("include_usage", False)
+    continuous = extra is not None and extra.boolean("continuous_usage_stats", False)
+    return Options(
+        model=fields.string("model", limit=1024),
+        n=fields.integer("n", 1, MAX_CHOICES) or 1,
+        sampling=_sampling(fields, logprobs, max_tokens),
+        stop=_stop(fields),
+        include_stop=fields.boolean("include_stop_str_in_output", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        stream=stream,
+        include_usage=usage,
+        continuous_usage=usage and continuous,
+        return_token_ids=fields.boolean("return_token_ids", False),
+        return_metrics=fields.boolean("return_metrics", False),
+        cache_salt=_cache_salt(fields),
+        priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
+    )
+
+
+def _with_ignored(options: Options, fields: Fields) -> Options:
+    return replace(options, ignored=tuple(fields.ignored()))
+
+
+def _sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> Sampling:
+    top_k = fields.integer("top_k", -1, MAX_TOKENS)
+    top_p = fields.number("top_p", 0, 1)
+    min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse(f"'min_tokens' ({min_tokens}) is above 'max_tokens' ({max_tokens}).", "min_tokens")
+    return Sampling(
+        temperature=fields.number("temperature", 0, 2),
+        top_p=None if top_p is None else max(top_p, 1e-9),  # 0 means: only the most likely token
+        top_k=None if top_k is None else max(top_k, 0),
+        min_p=fields.number("min_p", 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
+        presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
+        logit_bias=_logit_bias(fields),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        seed=fields.integer("seed", -INT64, INT64 - 1),
+        stop_token_ids=_stop_token_ids(fields),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (fields.mapping("logit_bias", MAX_BIASES) or {}).items():
+        param = f"logit_bias.{key[:32]}"
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            refuse(f"Keys of 'logit_bias' are token ids, not {key[:32]!r}.", param)
+        bias[int(key)] = checked_number(value, param, -100, 100)
+    return bias
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        wrong_type("stop", "a string or an array of strings", value)
+    if len(items) > MAX_STOPS:
+        refuse(f"'stop' has {len(items)} entries, at most {MAX_STOPS} are allowed.", "stop")
+    stops: list[str] = []
+    for index, item in enumerate(items):
+        param = "stop" if isinstance(value, str) else f"stop[{index}]"
+        if not isinstance(item, str):
+            wrong_type(param, "a string", item)
+        if not 0 < len(item) <= MAX_STOP_CHARS:
+            refuse(f"{param!r} must have between 1 and {MAX_STOP_CHARS} characters.", param)
+        stops.append(item)
+    return tuple(stops)
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    items = fields.array("stop_token_ids", MAX_STOP_IDS) or []
+    return tuple(checked_integer(item, f"stop_token_ids[{at}]", 0, MAX_TOKEN_ID) for at, item in enumerate(items))
+
+
+def _cache_salt(fields: Fields) -> str:
+    salt = fields.string("cache_salt", limit=1024)
+    if salt == "":
+        refuse("'cache_salt' must not be empty.", "cache_salt")
+    return salt or ""

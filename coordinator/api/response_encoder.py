@@ -1,0 +1,362 @@
+"""From tokens to the bytes of OpenAI's responses.
+
+Owns :class:`Choice` (the text side of one stream of tokens) and the two shapes of answers, chat and text completion,
+each as a whole and in chunks. Chunks are assembled from prepared bytes: this is the cost of every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from common.core.ids import unpack_tokens
+from common.core.request import FinishReason
+from common.net.messages import Logprobs
+from coordinator.api.fields import Json
+from coordinator.api.openai import Options
+from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
+
+encode = msgspec.json.Encoder().encode
+_FLOOR = -9999.0
+"""JSON has no minus infinity."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One token as the client sees it; ``text`` may be empty."""
+
+    text: str
+    token: int
+    logprobs: Logprobs | None
+
+
+class Choice:
+    """The text of one choice as it grows: incremental decoding, stop strings, what has been said."""
+
+    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "finish_reason", "ids", "index", "logprobs",
+                 "prompt", "sent_chars", "text")  # fmt: skip
+
+    def __init__(
+        self, index: int, prompt: list[int], options: Options, text: TextModel, stops: StopStrings | None
+    ) -> None:
+        self.index, self.prompt = index, prompt
+        self._detokenizer = text.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._window = StopWindow(stops) if stops else None
+        self._include_stop, self._min_tokens = options.include_stop, options.sampling.min_tokens
+        self.ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: dict[str, bytearray] = {}
+        """Arrays of a whole answer by name: the JSON of their elements behind an opening bracket."""
+        self.sent_chars = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> Iterator[Piece]:
+        """One :class:`Piece` per token, up to the one that ends the choice; ``finish`` is the last one's."""
+        last = len(ids) - 1
+        for at, token in enumerate(ids):
+            ends = at == last and finish is not FinishReason.RUNNING
+            text, stopped = self._advance(token, ends and finish is FinishReason.STOP, ends)
+            logprob = logprobs[at] if at < len(logprobs) else None
+            self.ids.append(token)
+            self.text.append(text)
+            if stopped:
+                self.finish_reason = "stop"
+            elif ends:
+                self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
+            yield Piece(text, token, logprob)
+            if stopped:
+                return
+        if not ids and finish is not FinishReason.RUNNING:
+            self.text.append(self._rest())
+            self.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
+
+    @property
+    def stopped(self) -> bool:
+        return self.finish_reason is not None
+
+    def keep_logprobs(self, shown: Json) -> None:
+        """Append the elements of each array of ``shown``. A whole answer may have tens of megabytes of them: encoded
+        with each token they hold nobody up, as they would at its end, and take a fraction of the memory."""
+        for name, elements in shown.items():
+            self.logprobs.setdefault(name, bytearray(b"[")).extend(encode(elements)[1:-1] + b",")
+
+    def take_logprobs(self, name: str) -> msgspec.Raw:
+        """An array that was kept, which is given away."""
+        array = self.logprobs.pop(name, bytearray(b"[,"))
+        array[-1:] = b"]"
+        return msgspec.Raw(array)
+
+    def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
+        """The text that may be shown with ``token``, and whether a stop string is complete."""
+        text = "" if stop_token and not self._include_stop else self._detokenizer.push(token)
+        if ends:
+            text += self._detokenizer.finish()
+        window = self._window
+        if window is None:
+            return text, False
+        if len(self.ids) + 1 <= self._min_tokens:
+            return window.let_pass(text), False
+        shown, stopped = window.push(text)
+        if ends and not stopped:
+            shown += window.finish()
+        return shown, stopped
+
+    def _rest(self) -> str:
+        rest = self._detokenizer.finish()
+        return rest if self._window is None else self._window.let_pass(rest)
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def _shown(text: TextModel, token: int) -> tuple[str, bytes]:
+    return text.token_text(token), text.token_bytes(token)
+
+
+def chat_logprob(text: TextModel, token: int, logprobs: Logprobs) -> Json:
+    """OpenAI's ChatCompletionTokenLogprob."""
+    top = [
+        _entry(text, other, value) for other, value in zip(unpack_tokens(logprobs.top_ids), logprobs.top, strict=False)
+    ]
+    return {**_entry(text, token, logprobs.logprob), "top_logprobs": top}
+
+
+def _entry(text: TextModel, token: int, logprob: float) -> Json:
+    shown, spelled = _shown(text, token)
+    return {"token": shown, "logprob": max(logprob, _FLOOR), "bytes": list(spelled)}
+
+
+def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -> Json:
+    """OpenAI's log-probabilities of text completions; ``offset`` counts the characters before."""
+    tokens: list[str] = []
+    values: list[float] = []
+    tops: list[dict[str, float]] = []
+    offsets: list[int] = []
+    for piece in pieces:
+        offsets.append(offset)
+        offset += len(piece.text)
+        if piece.logprobs is None:
+            continue
+        name = _shown(text, piece.token)[0]
+        value = max(piece.logprobs.logprob, _FLOOR)
+        tokens.append(name)
+        values.append(value)
+        pairs = zip(unpack_tokens(piece.logprobs.top_ids), piece.logprobs.top, strict=False)
+        top = {_shown(text, other)[0]: max(logprob, _FLOOR) for other, logprob in pairs}
+        tops.append({**top, name: value})
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+
+
+# -- usage ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one HTTP request."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every body of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def json(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class Shape(Protocol):
+    """How one kind of answer looks."""
+
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        """Encodes those of one token for :meth:`whole`."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        """The body of a response that does not stream. Takes the log-probabilities that were kept."""
+
+    def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
+        """The chunk of one token, ready for the wire; ``usage`` if it is wanted continuously."""
+
+    def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
+        """The chunk with the finish reason of a choice."""
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        """The chunk without choices."""
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """The parts of chunks that never change."""
+
+    kind: str
+    head: Head
+    usage_null: bool
+    start: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = b"data: " + encode(self.head.json(self.kind))[:-1] + b',"choices":['
+
+    def close(self, usage: Usage | None) -> bytes:
+        if usage is not None:
+            return b'],"usage":' + encode(usage.json()) + b"}\n\n"
+        return b'],"usage":null}\n\n' if self.usage_null else b"]}\n\n"
+
+    def last(self, choices: list[Json], usage: Json | None, extra: Json) -> bytes:
+        body: Json = {**self.head.json(self.kind), "choices": choices}
+        if usage is not None or self.usage_null:
+            body["usage"] = usage
+        return b"data: " + encode({**body, **extra}) + b"\n\n"
+
+
+class ChatShape:
+    """POST /v1/chat/completions."""
+
+    def __init__(self, head: Head, options: Options, text: TextModel) -> None:
+        self._head, self._options, self._text = head, options, text
+        self._chunks = _Chunks("chat.completion.chunk", head, options.include_usage)
+
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            choice.keep_logprobs({"content": [chat_logprob(self._text, piece.token, piece.logprobs)]})
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        body = self._head.json("chat.completion")
+        body["choices"] = [self._choice(choice) for choice in choices]
+        body["usage"] = usage.json()
+        if self._options.return_token_ids:
+            body["prompt_token_ids"] = choices[0].prompt
+        return body
+
+    def _choice(self, choice: Choice) -> Json:
+        logprobs: Json | None = None
+        if self._options.sampling.logprobs is not None:
+            logprobs = {"content": choice.take_logprobs("content"), "refusal": None}
+        shown: Json = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        return {**shown, "token_ids": choice.ids} if self._options.return_token_ids else shown
+
+    def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
+        first = len(choice.ids) == 1
+        logprobs = b"null"
+        if piece.logprobs is not None:
+            content = [chat_logprob(self._text, piece.token, piece.logprobs)]
+            logprobs = encode({"content": content, "refusal": None})
+        parts = [
+            self._chunks.start,
+            b'{"index":%d,"delta":{"role":"assistant","content":' % choice.index
+            if first
+            else b'{"index":%d,"delta":{"content":' % choice.index,
+            encode(piece.text),
+            b'},"logprobs":',
+            logprobs,
+            b',"finish_reason":null',
+        ]
+        tail = self._chunks.close(usage)
+        if self._options.return_token_ids:
+            parts.append(b',"token_ids":[%d]' % piece.token)
+            if first and choice.index == 0:
+                rest = tail[1:] if tail[1:2] == b"," else b"}\n\n"
+                tail = b'],"prompt_token_ids":' + encode(choice.prompt) + rest
+        return b"".join((*parts, b"}", tail))
+
+    def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
+        shown: Json = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+        return self._chunks.last([shown], usage.json() if usage else None, extra)
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        return self._chunks.last([], usage.json(), extra)
+
+
+class CompletionShape:
+    """POST /v1/completions. ``echoes`` is the prompt text per choice when ``echo`` is set."""
+
+    def __init__(self, head: Head, options: Options, text: TextModel, echoes: Sequence[str]) -> None:
+        self._head, self._options, self._text, self._echoes = head, options, text, echoes
+        self._chunks = _Chunks("text_completion", head, options.include_usage)
+
+    def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            choice.keep_logprobs(completion_logprobs(self._text, [piece], choice.sent_chars))
+        choice.sent_chars += len(piece.text)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        body = self._head.json("text_completion")
+        body["choices"] = [self._choice(choice) for choice in choices]
+        body["usage"] = usage.json()
+        return body
+
+    def _echo(self, choice: Choice) -> str:
+        return self._echoes[choice.index] if self._echoes else ""
+
+    def _choice(self, choice: Choice) -> Json:
+        logprobs: Json | None = None
+        if self._options.sampling.logprobs is not None:
+            logprobs = {name: choice.take_logprobs(name) for name in completion_logprobs(self._text, [], 0)}
+        shown: Json = {
+            "index": choice.index,
+            "text": self._echo(choice) + "".join(choice.text),
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        if self._options.return_token_ids:
+            shown |= {"token_ids": choice.ids, "prompt_token_ids": choice.prompt}
+        return shown
+
+    def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
+        first = len(choice.ids) == 1
+        logprobs = b"null"
+        if piece.logprobs is not None:
+            logprobs = encode(completion_logprobs(self._text, [piece], choice.sent_chars))
+        choice.sent_chars += len(piece.text)
+        text = self._echo(choice) + piece.text if first and self._echoes else piece.text
+        parts = [
+            self._chunks.start,
+            b'{"index":%d,"text":' % choice.index,
+            encode(text),
+            b',"logprobs":',
+            logprobs,
+            b',"finish_reason":null',
+        ]
+        if self._options.return_token_ids:
+            parts.append(b',"token_ids":[%d]' % piece.token)
+            if first:
+                parts.append(b',"prompt_token_ids":' + encode(choice.prompt))
+        return b"".join((*parts, b"}", self._chunks.close(usage)))
+
+    def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
+        shown: Json = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+        return self._chunks.last([shown], usage.json() if usage else None, extra)
+
+    def usage(self, usage: Usage, extra: Json) -> bytes:
+        return self._chunks.last([], usage.json(), extra)

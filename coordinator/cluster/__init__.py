@@ -1,0 +1,1 @@
+"""The workers: their connections, states, liveness and links. Knows no request."""

@@ -1,0 +1,588 @@
+"""The control socket: messages from workers in, messages to workers out.
+
+Owns one ROUTER and the translation between identities and incarnations. Reads everything that has arrived in one
+turn of the event loop (a message per engine step must not cost a task switch each). Bytes that are no message are
+counted and dropped; a sender that is not registered is told to say Hello again. Why a worker is refused is told to
+one that has shown a key of the cluster; without keys it stands in the log alone. Knows no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, assert_never
+
+import zmq
+
+from common.core.errors import Damaged, StartError, WireError
+from common.core.ids import REQUEST_ID_BYTES, Incarnation, RequestId, WorkerName, new_incarnation
+from common.net.hosts import bracketed
+from common.net.keys import Party
+from common.net.messages import (
+    Abort,
+    AnyHello,
+    AnyMessage,
+    Ask,
+    Cached,
+    Failed,
+    FromWorker,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Measured,
+    Message,
+    NameTaken,
+    Rejoin,
+    Renewed,
+    Role,
+    Timing,
+    Tokens,
+    Turned,
+    Welcome,
+)
+from common.net.peer_ban_list import STRIKES, Strikes
+from common.net.socket_monitor import EVENT
+from common.net.sockets import BEAT_SUFFIX, Channels, is_local, send
+from common.net.wire import MAX_REPORT_BYTES, decode
+from coordinator.cluster.registry import Refused, Registry, Worker, WorkerState, name_taken, other_protocol
+
+log = logging.getLogger("tandem.gateway")
+
+MESSAGES_PER_TURN = 512
+"""After so many the event loop gets a turn, so that clients are served while workers flood."""
+MOST_ASKED = 1000
+"""Messages of a stranger of another version, all dropped: what it says, tokens of every step for one, until it has read
+that it is asked for its Hello. Those after them are strikes."""
+COMPLAIN_EVERY_S = 10.0
+"""Rubbish and refused workers are counted one by one, and logged at most so often."""
+MOST_REASONS = 8
+"""Reasons of refusals that are logged at a time."""
+UNSAID = "its log says why (without cluster keys it tells no stranger)"
+PROBES_S = (0.01, 0.1)
+"""After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
+REJOIN_LOOKS = 4
+"""A worker whose connection was closed has died if nothing was heard of it at so many looks after: that is the time of
+two heartbeats, and a heart dials anew within a tenth of a second."""
+Replace = Callable[[str, int, str], None]
+"""Has the worker of that name replaced, if that process still is its: name, process id, why."""
+_NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
+"""Names no request: a probe that means nothing to whom it reaches."""
+
+
+class Loss(Enum):
+    """How a worker was lost."""
+
+    MISSING = "its connection broke; it may have died"
+    RECONNECTED = "its connection broke, and it is back"
+    GIVEN_UP = "it is silent, hangs, or makes no sense"
+
+
+class Events(Protocol):
+    """Who hears what happened."""
+
+    def joined(self, worker: Worker) -> None: ...
+
+    def lost(self, worker: Worker, how: Loss) -> None:
+        """Of one that is missing ``died`` or ``returned`` tells later whether it died."""
+
+    def died(self, worker: Incarnation) -> None: ...
+
+    def returned(self, worker: Incarnation) -> None: ...
+
+    def left(self, worker: Worker) -> None: ...
+
+    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+
+    def timing(self, worker: Worker, message: Timing) -> None: ...
+
+    def failed(self, worker: Worker, message: Failed) -> None: ...
+
+    def measured(self, worker: Worker, message: Measured) -> None: ...
+
+    def beat(self, worker: Worker) -> None: ...
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A worker whose connection was closed, and how many looks ago that was or its heart was heard, which is ``alive``:
+    it will say Hello when its step is over."""
+
+    worker: Worker
+    looks: int = 0
+    alive: bool = False
+
+
+class Gateway:
+    """Binds ``tcp://host:port``, and with ``near`` a Unix socket for workers of its launcher; feeds ``registry`` and
+    ``events`` until closed."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        host: str,
+        port: int,
+        *,
+        insecure_cluster: bool = False,
+        near: bool = False,
+        channels: Channels | None = None,
+    ) -> None:
+        host = bracketed(host)
+        address = f"tcp://{host}:{port or '*'}"
+        self.channels = channels or Channels()
+        if not (is_local(address) or self.channels.keys or insecure_cluster):
+            self.channels.close()
+            raise StartError(
+                f"will not listen for workers on {host}",
+                "there are no keys, and that address can be reached from other machines",
+                "make keys with tandem keygen and give --cluster-key-file, or accept the risk with --insecure-cluster",
+            )
+        self.registry = registry
+        self.incarnation = new_incarnation()
+        self.bad_messages = 0
+        self.strikes = Strikes()
+        self._asked = Strikes(MOST_ASKED)
+        self._last_bad = ""
+        self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
+        self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S
+        self._refusals: Counter[str] = Counter()
+        """By what is logged of them, since that was done last."""
+        self._told_refusals_at = -COMPLAIN_EVERY_S
+        self.times_emptied = 0
+        """How often everything that had arrived was read: older messages cannot still be waiting here."""
+        self.sent: dict[Incarnation, int] = {}
+        """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        self._asks = 0
+        self._replace: Replace | None = None
+        self._losing: dict[Incarnation, Worker] = {}
+        """Workers that cannot be reached any more, until what they said before has been read."""
+        self._missing: dict[Incarnation, _Missing] = {}
+        """Workers that have lost their connection and not said Hello again."""
+        self._events: Events | None = None
+        self.clock = self.channels.clock
+        try:
+            self._socket, bound = self.channels.router(address, near=near)
+            self._monitor = self.channels.endings(self._socket)
+        except StartError:
+            self.channels.close()
+            raise
+        self.address = f"tcp://{host}:{bound.rpartition(':')[2]}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False
+
+    def start(self, events: Events, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins to read, in ``loop``."""
+        self._events, self._loop = events, loop
+        self.channels.watch(self._socket, loop, self._wake)
+        self.channels.watch(self._monitor, loop, self._watch)
+        self._wake()  # the descriptors signal nothing before the sockets have been read once
+        self._watch()
+
+    def supervise(self, replace: Replace, serving: Mapping[WorkerName, int]) -> None:
+        """From now on ``replace`` is told of workers that hang. ``serving`` are those of this host, with their process
+        ids, that served before we did: one that does not join hangs, too."""
+        self._replace = replace
+        for name, pid in serving.items():
+            self.registry.awaits(name, socket.gethostname(), pid, self.clock())
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self.channels.unwatch(self._socket, self._loop)
+            self.channels.unwatch(self._monitor, self._loop)
+        self._loop = None
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self.channels.close()
+
+    def may_return(self, role: Role) -> bool:
+        """Whether a worker of ``role``, or one that does its work, has lost its connection and may be back at once."""
+        lost = [*self._losing.values(), *(missing.worker for missing in self._missing.values())]
+        return any(worker.role in (role, "colocated") for worker in lost)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def send(self, worker: Worker, message: Message) -> bool:
+        """False when the worker cannot be reached; it is then gone, and ``events`` hears of it in the next turn."""
+        if worker.state is WorkerState.GONE:
+            return False
+        reached = send(self._socket, message, worker.route)
+        if reached:
+            self.sent[worker.id] = self.sent.get(worker.id, 0) + 1
+        else:
+            self._lose(worker)
+        self._rearm()
+        return reached
+
+    def ask(self) -> int:
+        """Asks every worker's heart whether it beats; ``Worker.answered`` reaches the number of the question. Who goes
+        on beating without an answer is asked again: a heart that dials anew hears nothing."""
+        self._asks += 1
+        for worker in self.registry:
+            self._ask(worker)
+        self._rearm()
+        return self._asks
+
+    def _ask(self, worker: Worker) -> None:
+        send(self._socket, Ask(self._asks), worker.route + BEAT_SUFFIX.encode())
+
+    def _reply(self, frame: bytes, message: Message) -> None:
+        send(self._socket, message, frame)
+
+    def _lose(self, worker: Worker) -> None:
+        log.warning("worker %s is gone: its connection is closed", worker.hello.name)
+        self._remove(worker)
+        if self._loop is not None:  # later, because the sender may be in mid-decision
+            self._losing[worker.id] = worker
+            self._loop.call_soon(self._lost, worker)
+            self._loop.call_later(PROBES_S[0], self._probe)  # others may have died with it
+
+    def _lost(self, worker: Worker) -> None:
+        """Its last words may still be unread: tokens, or that it leaves."""
+        self._read()
+        self._rearm()
+        if self._losing.pop(worker.id, None) is not None:
+            self.registry.misses(worker, self.clock())
+            self._miss(worker)
+
+    def _miss(self, worker: Worker) -> None:
+        if self._events is not None:
+            self._missing[worker.id] = _Missing(worker)
+            self._events.lost(worker, Loss.MISSING)
+
+    def _look_for_missing(self) -> None:
+        """Counts looks rather than time: while we are away nobody can come back."""
+        for missing in list(self._missing.values()):
+            missing.looks += 1
+            if missing.looks >= REJOIN_LOOKS:
+                del self._missing[missing.worker.id]
+                if not missing.alive and self._events is not None:
+                    self._events.died(missing.worker.id)
+
+    def _lives(self, missing: _Missing) -> None:
+        missing.looks = 0
+        if not missing.alive and self._events is not None:
+            missing.alive = True
+            self._events.returned(missing.worker.id)
+
+    def _remove(self, worker: Worker) -> None:
+        self.registry.gone(worker)
+        self._losing.pop(worker.id, None)
+        self.sent.pop(worker.id, None)
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    def sweep(self, now_s: float) -> bool:
+        """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``. False if that
+        cannot be told, since what others have said is behind a message that is still being dropped: for
+        ``registry.lags`` we did not listen meanwhile."""
+        emptied = self.times_emptied
+        self._read()
+        self._rearm()
+        self._complain(now_s)
+        if self._socket.dropping:
+            return False
+        for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
+            log.warning("worker %s is gone: %s", worker.hello.name, how)
+            self._reply(worker.route, Rejoin())  # it may live, and have nothing to say
+            self.sent.pop(worker.id, None)
+            if self._events is not None:
+                self._events.lost(worker, Loss.GIVEN_UP)
+        for hang in self.registry.hung.overdue(now_s):
+            if self._replace is not None:
+                self._replace(hang.name, hang.pid, hang.why(now_s))
+        self._look_for_missing()
+        return True
+
+    def _wake(self) -> None:
+        self._scheduled = False
+        if self._loop is None:
+            return
+        try:
+            self._read()
+        finally:  # whatever went wrong with one message, the next ones are read
+            self._rearm()
+
+    def _rearm(self) -> None:
+        """The descriptor of a ZeroMQ socket signals edges: whoever used the socket looks whether more is there."""
+        if self._loop is None or self._scheduled:
+            return
+        if self.channels.readable(self._socket):
+            self._scheduled = True
+            self._loop.call_soon(self._wake)
+
+    def _read(self) -> None:
+        """Dispatches what has arrived, up to MESSAGES_PER_TURN, or until some of a message of too many parts was
+        dropped."""
+        now_s = self.clock()
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                party, frames = self.channels.take(self._socket)
+            except zmq.Again:
+                self.times_emptied += 1
+                return
+            if not frames:
+                return
+            peer = party, frames[0].removesuffix(BEAT_SUFFIX.encode())
+            if self.strikes.out(peer):
+                self.bad_messages += 1
+                continue
+            try:
+                self._dispatch(party, frames, now_s)
+            except WireError as error:
+                self.bad_messages += 1
+                self._last_bad = f"from {_shown(frames[0])}: {error}"
+                self._complain(now_s)
+                if not isinstance(error, Damaged) and self.strikes.strike(peer):
+                    self._cut_off(*peer)
+
+    def _cut_off(self, party: Party | None, frame: bytes) -> None:
+        """Nothing that this incarnation says is read any more; its process is told, and may start again as another."""
+        log.warning("%s is cut off: %d of its messages made no sense", _shown(frame), STRIKES)
+        worker = next((each for each in self.registry if each.route == frame), None)
+        if worker is not None and party in (None, worker.role):  # else somebody has misused its identity
+            self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
+            self._remove(worker)
+            if self._events is not None:
+                self._events.lost(worker, Loss.GIVEN_UP)
+
+    def _complain(self, now_s: float) -> None:
+        """Tells of the rubbish that has come since the last time, and of handshakes that failed."""
+        count = self.bad_messages - self._told_of
+        if count and now_s - self._told_at >= COMPLAIN_EVERY_S:
+            self._told_of, self._told_at = self.bad_messages, now_s
+            log.warning("dropped %d bad messages, the last one %s", count, self._last_bad)
+        if self._failed_handshakes and now_s - self._told_handshakes_at >= COMPLAIN_EVERY_S:
+            why = "strangers, or workers whose keys do not fit: give every part the --cluster-key-file of one keygen"
+            log.warning("handshakes that failed at the control port: %d; %s", self._failed_handshakes, why)
+            self._failed_handshakes, self._told_handshakes_at = 0, now_s
+        if self._refusals and now_s - self._told_refusals_at >= COMPLAIN_EVERY_S:
+            for said, times in self._refusals.items():
+                log.warning("%s%s", said, f" ({times} times)" if times > 1 else "")
+            self._told_refusals_at = now_s
+            self._refusals.clear()
+
+    def _refuse(self, frame: bytes, refused: Refused, *, told: bool = False) -> None:
+        """``told``: the reason is sent to strangers too, since it says nothing of what is served here."""
+        said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
+        if said in self._refusals or len(self._refusals) < MOST_REASONS:
+            self._refusals[said] += 1
+        self._complain(self.clock())
+        reason = refused.reason if told or self.channels.keys is not None else UNSAID
+        self._reply(frame, NameTaken(reason) if refused.for_now else Turned(reason))
+
+    def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
+        if len(frames) != 2:
+            raise WireError("another number of parts than one")
+        frame, data = frames
+        try:
+            message: FromWorker = decode(data, FromWorker, MAX_REPORT_BYTES)
+        except WireError:
+            if self._turns_away(frame, data) or self._asks_back(frame, data):
+                return
+            raise
+        name, incarnation = _who(frame)
+        if isinstance(message, Hello):
+            self._hello(party, frame, message, now_s)
+            return
+        worker = self.registry.get(incarnation) or self._losing.get(incarnation)
+        if worker is None:
+            if isinstance(message, Heartbeat):
+                self.registry.stranger_beats(name, message, now_s)
+            self._stranger(frame, incarnation, message)
+            return
+        if party not in (None, worker.role):
+            raise WireError(f"said in the name of a {worker.role} worker under the key of {party}")
+        if frame.removesuffix(BEAT_SUFFIX.encode()) != worker.route:
+            raise WireError(f"another identity than that of {worker.hello.name}, whose incarnation it names")
+        self.registry.spoke(worker, now_s)
+        self._deliver(worker, message, now_s)
+
+    def _deliver(
+        self,
+        worker: Worker,
+        message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Renewed | Goodbye,
+        now_s: float,
+    ) -> None:
+        events = self._events
+        assert events is not None
+        match message:
+            case Tokens():
+                events.tokens(worker, message)
+            case Heartbeat():
+                self.registry.beat(worker, message, now_s)
+                if message.asked <= self._asks:  # else it answers an earlier coordinator
+                    worker.answered = max(worker.answered, message.asked)
+                if worker.answered < self._asks:
+                    self._ask(worker)
+                if self.registry.hangs(worker):
+                    name, turn_ms = worker.hello.name, message.turn_ms
+                    log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
+                    self.registry.give_up(worker, now_s)
+                    self._remove(worker)
+                    events.lost(worker, Loss.GIVEN_UP)
+                else:
+                    events.beat(worker)
+            case Timing():
+                events.timing(worker, message)
+            case Failed():
+                events.failed(worker, message)
+            case Measured():
+                events.measured(worker, message)
+            case Cached():
+                try:
+                    self.registry.cached(worker, message)
+                except ValueError as error:
+                    raise WireError(str(error)) from error
+            case Renewed():
+                self.registry.renewed(worker)
+            case Goodbye():
+                log.info("worker %s leaves: %s", worker.hello.name, message.reason)
+                self._remove(worker)
+                events.left(worker)
+            case _:
+                assert_never(message)
+
+    def _turns_away(self, frame: bytes, data: bytes) -> bool:
+        """Whether ``data``, which makes no sense here, is the Hello of another version, which is told so."""
+        try:
+            hello = decode(data, AnyHello, MAX_REPORT_BYTES)
+        except WireError:
+            return False
+        if reason := other_protocol(hello.protocol):
+            self._refuse(frame, Refused(reason), told=True)
+        return reason is not None
+
+    def _asks_back(self, frame: bytes, data: bytes) -> bool:
+        """Whether ``data``, which makes no sense here, may be what a worker of another version says that takes us for
+        the coordinator it had: its Hello will tell. Of who has joined here, or says Hello, it is just wrong."""
+        _, incarnation = _who(frame)
+        if incarnation in self._losing or self.registry.get(incarnation) is not None:
+            return False
+        try:
+            message = decode(data, AnyMessage, MAX_REPORT_BYTES)
+        except WireError:
+            return False
+        if message.kind == AnyHello.__struct_config__.tag or self._asked.out(incarnation):
+            return False
+        self._asked.strike(incarnation)
+        self.bad_messages += 1
+        self._last_bad = f"from {_shown(frame)}: of another version, it is asked for its Hello"
+        self._reply(frame.removesuffix(BEAT_SUFFIX.encode()), Rejoin())
+        return True
+
+    def _hello(self, party: Party | None, frame: bytes, hello: Hello, now_s: float) -> None:
+        if frame.endswith(BEAT_SUFFIX.encode()) or _who(frame) != (hello.name, hello.incarnation):
+            raise WireError("a Hello under another identity than its own")
+        if (known := self._known(hello.incarnation)) is not None and known.route != frame:
+            raise WireError(f"a Hello as {known.hello.name}, which speaks under another identity")
+        if party not in (None, hello.role):
+            self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
+            raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
+        if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
+            self._events.lost(losing, Loss.RECONNECTED)
+        if (missing := self._missing.pop(hello.incarnation, None)) is not None:
+            self._lives(missing)
+        before = self.registry.get(hello.incarnation)
+        self._check_holder(hello)
+        if (away := self._away(hello.name)) is not None:
+            self._refuse(frame, Refused(name_taken(away), for_now=True))
+            return
+        worker = self.registry.join(hello, now_s, frame)
+        if isinstance(worker, Refused):
+            self._refuse(frame, worker)
+            return
+        assert self._events is not None
+        if before is not None:
+            self._events.lost(before, Loss.RECONNECTED)
+        self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
+        times = self.registry.times
+        told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
+        if self.send(worker, Welcome(self.incarnation, *told)):
+            self.registry.welcome(worker)
+            log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
+            self._events.joined(worker)
+
+    def _known(self, incarnation: Incarnation) -> Worker | None:
+        """The worker of that incarnation that is here, or was a moment ago."""
+        if (missing := self._missing.get(incarnation)) is not None:
+            return missing.worker
+        return self.registry.get(incarnation) or self._losing.get(incarnation)
+
+    def _check_holder(self, hello: Hello) -> None:
+        """Of a process that has just died the connection is closed, and the monitor may not have said so yet."""
+        holder = self.registry.named(hello.name)
+        if holder is not None and holder.id != hello.incarnation:
+            self.send(holder, _NOBODY)
+
+    def _away(self, name: WorkerName) -> Worker | None:
+        """The worker of that name that has lost its connection, if its heart has been heard since."""
+        held = (missing.worker for missing in self._missing.values() if missing.alive)
+        return next((worker for worker in held if worker.hello.name == name), None)
+
+    def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
+        control = frame.removesuffix(BEAT_SUFFIX.encode())
+        missing = self._missing.get(incarnation)
+        if missing is not None and missing.worker.route != control:
+            missing = None  # said by another one
+        if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
+            self._lives(missing)  # before the first look it may be its last words
+            if isinstance(message, Heartbeat) and self.registry.endless(message):
+                name, turn_ms = missing.worker.hello.name, message.turn_ms
+                log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
+                del self._missing[incarnation]
+        if isinstance(message, Goodbye):
+            if missing is not None:
+                self._missing.pop(incarnation, None)
+            return
+        self._reply(control, Rejoin())
+
+    # -- lost connections -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """A connection was closed, or none made; the monitor does not say whose."""
+        closed = False
+        while True:
+            try:
+                event, _ = EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                break
+            closed |= event == zmq.EVENT_DISCONNECTED
+            self._failed_handshakes += event != zmq.EVENT_DISCONNECTED
+        if closed and self._loop is not None:
+            for delay_s in PROBES_S:
+                self._loop.call_later(delay_s, self._probe)
+
+    def _probe(self) -> None:
+        """Whoever cannot be reached is gone."""
+        for worker in list(self.registry):
+            if self._loop is not None:
+                self.send(worker, _NOBODY)
+
+
+@functools.lru_cache(maxsize=4096)
+def _who(frame: bytes) -> tuple[str, Incarnation]:
+    """Name and incarnation in an identity ``name|incarnation|secret`` or ``name|incarnation|secret|hb``."""
+    try:
+        parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 2)
+    except UnicodeDecodeError as error:
+        raise WireError("an identity that is not text") from error
+    if len(parts) != 3:
+        raise WireError("an identity without an incarnation or a secret")
+    return parts[0], Incarnation(parts[1])
+
+
+def _shown(frame: bytes) -> str:
+    """An identity as it may be logged: without its secret."""
+    text = frame[:255].decode(errors="replace").removesuffix(BEAT_SUFFIX)
+    return _printable(text.rpartition("|")[0] or text)
+
+
+def _printable(text: str) -> str:
+    """What a peer has said, so that it stays within its line."""
+    return "".join(each if each.isprintable() else "?" for each in text)[:1000]

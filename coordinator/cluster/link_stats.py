@@ -1,0 +1,93 @@
+"""How fast KV travels from each prefill worker to each decode worker, found out by trying.
+
+Pure. When both ends of a pair are ready they are asked to hand over meaningless blocks three times: once for nothing,
+as the first hand-off maps the pool and touches its pages; many for the rate; one step for the latency. Nothing waits
+for the answers; a worker that is short of blocks gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.core.ids import Incarnation, WorkerName
+from common.kv.layout import CHAIN_STEP
+from common.net.messages import Measured
+from coordinator.cluster.registry import Worker
+
+RATE_TOKENS = 1024
+LATENCY_TOKENS = CHAIN_STEP
+MAX_POOL_SHARE = 4
+"""A trial takes at most one in so many blocks of either pool."""
+MAX_PEERS = 4
+"""Trials per joining worker: a large cluster is not measured pair by pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Hand ``tokens`` tokens from ``prefill`` to ``decode``."""
+
+    prefill: Worker
+    decode: Worker
+    tokens: int
+
+
+@dataclass(slots=True)
+class Link:
+    """What was measured between one prefill worker and the decode worker named ``to``."""
+
+    to: WorkerName
+    transport: str
+    gb_per_s: float | None = None
+    latency_us: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        return self.latency_us is not None
+
+
+class Links:
+    """The measured links, by prefill and decode incarnation."""
+
+    def __init__(self) -> None:
+        self._links: dict[Incarnation, dict[Incarnation, Link]] = {}
+
+    def trials(self, joined: Worker, workers: Iterable[Worker]) -> list[Trial]:
+        """What to try now that ``joined`` is ready beside ``workers``."""
+        others = [worker for worker in workers if worker.ready and worker is not joined]
+        if joined.role == "prefill":
+            pairs = [(joined, other) for other in others if other.role == "decode"]
+        elif joined.role == "decode":
+            pairs = [(other, joined) for other in others if other.role == "prefill"]
+        else:
+            pairs = []
+        return [Trial(*pair, tokens) for pair in pairs[:MAX_PEERS] if (tokens := _rate_tokens(*pair))]
+
+    def measured(self, prefill: Worker, decode: Worker, message: Measured) -> Trial | None:
+        """Notes a result; the trial that should follow it, if any."""
+        links = self._links.setdefault(prefill.id, {})
+        link = links.get(decode.id)
+        if link is None:
+            links[decode.id] = Link(decode.hello.name, message.link)
+            return Trial(prefill, decode, _rate_tokens(prefill, decode))
+        if link.gb_per_s is None:
+            link.gb_per_s = message.bytes / max(message.seconds, 1e-9) / 1e9
+            return Trial(prefill, decode, LATENCY_TOKENS)
+        if link.latency_us is None:
+            link.latency_us = message.seconds * 1e6
+        return None
+
+    def forget(self, worker: Worker) -> None:
+        self._links.pop(worker.id, None)
+        for links in self._links.values():
+            links.pop(worker.id, None)
+
+    def of(self, prefill: Worker) -> list[Link]:
+        """What was measured about the links of one prefill worker."""
+        return [link for link in self._links.get(prefill.id, {}).values() if link.measured]
+
+
+def _rate_tokens(prefill: Worker, decode: Worker) -> int:
+    """Tokens of a rate trial, in whole steps; 0 when a pool is too small to spare any."""
+    smallest = min(worker.hello.kv_blocks * worker.hello.block_size for worker in (prefill, decode))
+    return min(RATE_TOKENS, smallest // MAX_POOL_SHARE // CHAIN_STEP * CHAIN_STEP)

@@ -1,0 +1,255 @@
+"""What every HTTP request passes: its id, its right to be here, and the shape of errors.
+
+Owns authentication (default-deny as soon as clients have keys), the check against web sites in a browser here (on every
+route that asks for no key), the limit of the body, and the translation of every exception to OpenAI's error object. A
+stack trace never leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import re
+import secrets
+
+from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler, Middleware
+
+from common.config.commands import CoordinatorConfig
+from common.core.errors import RequestError
+from common.net.hosts import is_loopback
+from coordinator.api.fields import Json
+from coordinator.api.response_encoder import encode
+from coordinator.http.cors import Cors
+from coordinator.http.repeats import RateLimitedLog
+from coordinator.http.reply import error_body
+from coordinator.http.server import EXPECTATION, internal_error
+from coordinator.requests.errors import RETRY_JITTER
+
+log = logging.getLogger("tandem.http")
+
+REQUEST_ID = web.RequestKey("request_id", str)
+WRITTEN = web.RequestKey("written", asyncio.Future)
+"""Of a stream: done when its last event was written, after which a client has no reason to stay."""
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_OPEN_PATHS = ("/health", "/ready")
+REMEMBERED_HOSTS = 256
+_RANDOM = secrets.SystemRandom()
+_LOCAL_NAMES = ("localhost", "ip6-localhost")
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{0,5})?")
+_WITH_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
+_CLOSING = ("server_shutting_down", "request_too_large", "malformed_request")
+"""Codes of errors that end the connection: what a client sends after them would be the rest of its body, or wasted."""
+
+
+def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
+
+
+def error_response(error: RequestError) -> web.Response:
+    """``error`` as a response, with the headers that belong to its status."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers |= _retry_headers(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    response = json_response(error_body(error), status=error.status, headers=headers)
+    if error.code in _CLOSING or error.status == 408:
+        response.force_close()
+    return response
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """Return ``seconds`` with jitter in both forms that clients read; ``Retry-After``, in whole seconds, rounds up."""
+    delay_ms = max(1, round(1000 * seconds * _RANDOM.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER)))
+    return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
+
+
+def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middleware:
+    """The one middleware. ``left`` is told of clients that leave before they are answered."""
+    gate = _Gate(config, cors)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = _request_id(request)
+        try:
+            gate.check_site(request)
+            if cors.is_preflight(request):
+                response: web.StreamResponse = cors.preflight(request)
+            else:
+                gate.check_key(request)
+                _check_body(request)
+                response = await handler(request)
+        except RequestError as error:
+            response = error_response(error)
+        except web.HTTPException as error:
+            response = error_response(_from_aiohttp(request, error))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = error.headers["Allow"]
+        except asyncio.CancelledError:
+            written = request.get(WRITTEN)
+            if request.transport is None and not (written and written.done()):
+                resource = request.match_info.route.resource
+                what = f"{request.method} {resource.canonical if resource else 'elsewhere'}"
+                left.add(what, f"499 {what}: the client has left")
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, route(request))
+            response = error_response(internal_error())
+        if not response.prepared:
+            response.headers["x-request-id"] = request[REQUEST_ID]
+            if EXPECTATION in request:
+                response.force_close()  # the body was not asked for: what comes next is that, or another request
+        return response
+
+    return middleware
+
+
+def route(request: web.Request) -> str:
+    """The path of the handler that ``request`` has reached, which is ours; the client's where there is none."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else request.path
+
+
+def _check_body(request: web.Request) -> None:
+    """RequestError 413 or 417 if the headers of ``request`` announce a body that will not be read."""
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large(request)
+    if request.get(EXPECTATION, "100-continue").lower() != "100-continue":
+        raise RequestError("Only 100-continue can be expected.", status=417, code="unsupported_expectation")
+
+
+def announce_reading(request: web.Request) -> None:
+    """Lets a client send its body that waits to hear that it is wanted (``Expect: 100-continue``)."""
+    waits = request.pop(EXPECTATION, None) is not None and not request.content.is_eof()
+    if waits and request.version >= HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "")
+    return given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+class _Gate:
+    """Who may call what."""
+
+    def __init__(self, config: CoordinatorConfig, cors: Cors) -> None:
+        self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
+        self._client_keys = [key.encode() for key in config.api_keys()]
+        self._metrics_need_a_key = config.metrics_need_a_key
+        self._own_host = config.host.lower().strip("[]")
+        # elsewhere every route without a key was opened in words
+        self._checks_site = is_loopback(config.host) and not config.insecure_http
+        self._cors = cors
+        self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
+
+    def _keys_of(self, path: str) -> list[bytes]:
+        """The keys with which ``path`` may be called; without any it needs none."""
+        if path in _OPEN_PATHS:
+            return []
+        if path.startswith("/admin"):
+            return self._admin_keys or self._client_keys
+        needed = self._metrics_need_a_key if path == "/metrics" else bool(self._client_keys)
+        return self._client_keys + self._admin_keys if needed else []
+
+    def check_site(self, request: web.Request) -> None:
+        """RequestError 403 if ``request`` may come from a web page of another site, and needs no key.
+
+        A web page in a browser on this machine could post here, or read what a name that it has made point here shows:
+        its Host or Origin gives it away. A request of HTTP/1.0 without a Host comes from no browser.
+        """
+        path = route(request)
+        if not self._checks_site or path in _OPEN_PATHS or self._keys_of(path):
+            return
+        hosts = request.headers.getall("Host", ())
+        if target := _WITH_SCHEME.match(request.raw_path):  # wins over the header, for whoever takes it from there
+            hosts = (*hosts, target[1])
+        for host in hosts:
+            if not self._is_here(host):
+                raise _foreign("Host", host)
+        for origin in request.headers.getall("Origin", ()):
+            site = _WITH_SCHEME.fullmatch(origin)  # "null" names no host
+            if not (self._cors.allows(origin) or (site and self._is_here(site[1]))):
+                raise _foreign("Origin", origin)
+
+    def check_key(self, request: web.Request) -> None:
+        """RequestError 401 or 403 unless ``request`` has a key for what it calls."""
+        path = route(request)
+        keys = self._keys_of(path)
+        if not keys:
+            return
+        token = _token(request)
+        if not _matches(token, keys):
+            if path.startswith("/admin") and _matches(token, self._client_keys):
+                raise RequestError("This key has no right to /admin.", status=403, code="insufficient_permissions")
+            raise _unauthorized(token)
+
+    def _names_here(self, authority: str) -> bool:
+        """Whether ``authority`` (a host, perhaps with a port) is this machine."""
+        match = _AUTHORITY.fullmatch(authority)
+        if match is None:
+            return False
+        name = match[1].lower().strip("[]").removesuffix(".")
+        return name in _LOCAL_NAMES or name == self._own_host or is_loopback(name)
+
+
+def _token(request: web.Request) -> bytes | None:
+    """The key of a request: a bearer token (OpenAI's clients), or x-api-key (Anthropic's)."""
+    tokens = set()
+    for value in request.headers.getall("Authorization", ()):
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() == "bearer":
+            tokens.add(token.strip())
+    tokens.update(value.strip() for value in request.headers.getall("x-api-key", ()))
+    tokens.discard("")
+    if len(tokens) > 1:
+        raise RequestError("The request has several keys that differ.", status=401, code="invalid_api_key")
+    return tokens.pop().encode("utf-8", "surrogateescape") if tokens else None
+
+
+def _matches(token: bytes | None, keys: list[bytes]) -> bool:
+    """In the same time for every wrong token."""
+    return token is not None and sum(hmac.compare_digest(token, key) for key in keys) > 0
+
+
+def _unauthorized(token: bytes | None) -> RequestError:
+    text = "The API key is wrong."
+    if token is None:
+        text = "No API key was given: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+    return RequestError(text, status=401, code="invalid_api_key")
+
+
+def _foreign(header: str, value: str) -> RequestError:
+    other = ", name the page's origin with --allowed-origins" if header == "Origin" else ""
+    return RequestError(
+        f"The {header} {value[:128]!r} is not this machine, and no key is needed here. Set --api-key{other}, or open"
+        " the server to every web page with --insecure-http.",
+        status=403,
+        code="forbidden_origin",
+    )
+
+
+def _too_large(request: web.Request) -> RequestError:
+    text = f"The request body has more than {request.client_max_size:,} bytes, which --max-body-bytes allows."
+    return RequestError(text, status=413, code="request_too_large")
+
+
+def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestError:
+    """aiohttp's own refusals in OpenAI's shape."""
+    match error.status:
+        case 404:
+            text = f"There is no {request.method} {request.path[:128]} here."
+            if request.path.startswith(("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/rerank", "/v1/moderations")):
+                text = f"{request.path[:128]} is not served: this server generates text."
+            return RequestError(text, status=404, code="not_found")
+        case 405:
+            text = f"{request.path[:128]} does not take {request.method[:16]}."
+            return RequestError(text, status=405, code="method_not_allowed")
+        case 413:
+            return _too_large(request)
+        case status:
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            return RequestError(error.reason or "The request was refused.", status=status, type=kind)

@@ -1,0 +1,301 @@
+"""Endpoints that show something or turn text into tokens: what is here, models, health, metrics, workers, tokenize."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from common.core.errors import RequestError
+from common.core.request import MAX_TOKENS
+from common.net.messages import Drain
+from coordinator.api.fields import Fields, Json, refuse
+from coordinator.api.openai import ChatBody, parse_chat, token_ids
+from coordinator.api.service import product_version
+from coordinator.cluster.link_stats import Links
+from coordinator.cluster.registry import Registry, Worker
+from coordinator.http.middleware import json_response
+from coordinator.http.routes import SERVICES, Services, deliver_whole, read_body
+from coordinator.routing.breakers import Breakers, BreakerState, Pair
+from coordinator.text.tokenizer import ChatText
+
+routes = web.RouteTableDef()
+
+MAX_WORKERS = 4096
+MAX_NAME = 256
+MAX_DRAIN_S = 86_400.0
+SHOWN_DIGITS = 8
+"""Of an incarnation, which all but names a worker to the coordinator's socket: enough to tell a restart."""
+
+
+# -- what is here -----------------------------------------------------------------------------------------------------
+
+
+@routes.get("/")
+async def front(request: web.Request) -> web.Response:
+    """The model and every endpoint: a page for who takes HTML, as browsers say they do, else JSON."""
+    services = request.app[SERVICES]
+    found = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
+    endpoints = sorted({(path, method) for method, path in found if method != "HEAD" and path != "/"})
+    headers = {"Vary": "Accept"}
+    if "text/html" in request.headers.get("Accept", ""):
+        page = _front_page(services.model.name, endpoints)
+        return web.Response(text=page, content_type="text/html", headers=headers)
+    shown: Json = {
+        "server": "tandem",
+        "version": product_version(),
+        "model": services.model.name,
+        "endpoints": [f"{method} {path}" for path, method in endpoints],
+    }
+    return json_response(shown, headers=headers)
+
+
+def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
+    """Links where a click can follow them: to what takes GET at a fixed path."""
+    items = []
+    for path, method in endpoints:
+        linked = method == "GET" and "{" not in path
+        items.append(f"<li>{method} " + (f'<a href="{path}">{path}</a>' if linked else path) + "</li>")
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Tandem</title>',
+            f"<h1>Tandem {html.escape(product_version())} serves {html.escape(model)}</h1>",
+            "<ul>", *items, "</ul></html>\n",
+        ]
+    )  # fmt: skip
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def _model(services: Services) -> Json:
+    model = services.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "max_model_len": model.context_length,
+    }
+
+
+@routes.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_model(request.app[SERVICES])]})
+
+
+@routes.get("/v1/models/{id:.+}")
+async def model(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.model.check_name(request.match_info["id"])
+    return json_response(_model(services))
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@routes.post("/tokenize")
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
+    return await deliver_whole(request, await _tokenized(request))
+
+
+async def _tokenized(request: web.Request) -> web.Response:
+    model = request.app[SERVICES].model
+
+    def read(body: Json) -> _Asked:
+        fields = Fields(body)
+        model.check_name(fields.string("model", limit=1024))
+        strings = fields.boolean("return_token_strs", False)
+        if fields.has("messages"):
+            return _Asked(model.chat_text(_as_chat(body)), True, strings)
+        prompt = fields.string("prompt", limit=1 << 26)
+        if prompt is None:
+            fields.missing("prompt")
+        model.check_chars(len(prompt), "prompt")
+        return _Asked(prompt, fields.boolean("add_special_tokens", True), strings)
+
+    asked = await read_body(request, read)
+    tokens = await model.counted(asked.prompt, asked.add_special_tokens)
+    shown: Json = {"count": len(tokens), "max_model_len": model.context_length, "tokens": tokens}
+    if asked.strings:
+        shown["token_strs"] = await model.run(len(tokens), lambda: list(map(model.text.token_text, tokens)))
+    return json_response(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A POST /tokenize."""
+
+    prompt: str | ChatText
+    add_special_tokens: bool
+    strings: bool
+
+
+_TEMPLATED = (
+    *("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+"""What a chat's prompt depends on."""
+
+
+def _as_chat(body: Json) -> ChatBody:
+    return parse_chat({name: body[name] for name in _TEMPLATED if name in body})
+
+
+@routes.post("/detokenize")
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """The text of at most a context of tokens."""
+    return await deliver_whole(request, await _detokenized(request))
+
+
+async def _detokenized(request: web.Request) -> web.Response:
+    model = request.app[SERVICES].model
+
+    def read(body: Json) -> list[int]:
+        fields = Fields(body)
+        model.check_name(fields.string("model", limit=1024))
+        given = fields.array("tokens", MAX_TOKENS)
+        if given is None:
+            fields.missing("tokens")
+        tokens = token_ids(given, "tokens", model.context_length) if given else []
+        if tokens and max(tokens) >= model.checkpoint.vocab_size:
+            refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
+        return tokens
+
+    tokens = await read_body(request, read)
+    text = await model.run(len(tokens), lambda: model.text.decode(tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@routes.get("/health")
+async def health(request: web.Request) -> web.Response:
+    return json_response({"status": "ok"})
+
+
+@routes.get("/ready")
+async def ready(request: web.Request) -> web.Response:
+    """200 as soon as a request could be served, and every worker that was asked for has joined once."""
+    services = request.app[SERVICES]
+    reason = _not_ready(services)
+    if reason is None:
+        return json_response({"status": "ready"})
+    raise RequestError(reason, status=503, type="server_error", code="not_ready", retry_after_s=1.0)
+
+
+def _not_ready(services: Services) -> str | None:
+    if services.dispatcher.draining:
+        return "The server is shutting down."
+    config, registry = services.config, services.registry
+    wanted = registry.expected
+    for role, seen in registry.seen.items():
+        if len(seen) < wanted[role]:
+            return f"{len(seen)} of {wanted[role]} {role} workers have joined."
+    if registry.ready("colocated"):
+        return None
+    if not registry.ready("decode"):
+        return "No decode worker is ready."
+    asked_without = wanted["decode"] > 0 and not wanted["prefill"] and config.no_prefill_policy == "local"
+    if config.local_prefill != "always" and not asked_without and not registry.ready("prefill"):
+        return "No prefill worker is ready."
+    return None
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.StreamResponse:
+    page = request.app[SERVICES].metrics.page()
+    response = web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return await deliver_whole(request, response)
+
+
+@routes.get("/version")
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": product_version()})
+
+
+@routes.get("/admin/workers")
+async def workers(request: web.Request) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    dispatcher, registry = services.dispatcher, services.registry
+    avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
+    now_s = dispatcher.gateway.clock()
+    shown = [_worker(each, dispatcher.links, avoided[each.id], now_s) for each in registry]
+    return await deliver_whole(request, json_response({"workers": shown}))
+
+
+@routes.post("/admin/drain")
+async def drain(request: web.Request) -> web.Response:
+    """``worker`` takes nothing new and leaves when it has finished, at the latest after ``timeout`` seconds: streams
+    that are left then go on elsewhere. Answers at once. ``tandem up`` starts another in its place."""
+    services = request.app[SERVICES]
+    fields = await read_body(request, Fields)
+    name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
+    if name is None:
+        fields.missing("worker")
+    worker = next((each for each in services.registry if each.hello.name == name), None)
+    patience_s = services.config.drain_timeout if timeout_s is None else timeout_s
+    message = Drain(round(patience_s * 1000))
+    if worker is None or not services.dispatcher.gateway.send(worker, message):
+        raise RequestError(f"There is no worker {name!r} here.", status=404, code="not_found", param="worker")
+    return json_response({"worker": name, "timeout": patience_s}, status=202)
+
+
+@routes.post("/admin/scale")
+async def scale(request: web.Request) -> web.Response:
+    """``prefill`` and ``decode``: how many workers of each are wanted. Answers when there are so many."""
+    services = request.app[SERVICES]
+    fields = await read_body(request, Fields)
+    prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
+    if prefill is None and decode is None:
+        refuse("There is nothing to change: give prefill, decode or both.", "decode", "missing_required_parameter")
+    if services.scale is None:
+        raise RequestError(
+            "This server was not started by `tandem up`: start and stop its workers one by one.",
+            status=409,
+            code="cannot_scale",
+        )
+    prefill, decode = await services.scale(prefill, decode)
+    services.registry.expected |= {"prefill": prefill, "decode": decode}
+    return json_response({"prefill": prefill, "decode": decode})
+
+
+def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[str]:
+    return [
+        each.hello.name for each in registry if breakers.state(Pair(prefill.id, each.id)) is not BreakerState.CLOSED
+    ]
+
+
+def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Json:
+    """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom
+    it gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another.
+    ``turn_ms``: how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that
+    is."""
+    hello, beat = worker.hello, worker.beat
+    free, cached, held = worker.blocks
+    return {
+        "id": hello.name,
+        "role": hello.role,
+        "state": worker.state.value,
+        "pid": hello.pid,
+        "host": hello.host,
+        "model": hello.model,
+        "kv_blocks": {"total": hello.kv_blocks, "free": free, "cached": cached, "held": held},
+        "block_size": hello.block_size,
+        "running": beat.running if beat else 0,
+        "waiting": beat.waiting if beat else 0,
+        "waiting_tokens": beat.waiting_tokens if beat else 0,
+        "turn_ms": beat.turn_ms if beat and beat.turn_ms >= 0 else None,
+        "heard_ms": max(0, int((now_s - worker.heard_at) * 1000)),
+        "incarnation": hello.incarnation[:SHOWN_DIGITS],
+        "links": links.of(worker),
+        "transports": hello.links,
+        "avoids": avoids,
+        "device": hello.device,
+        "dtype": hello.dtype,
+        "counters": dict(beat.counters) if beat else {},
+    }

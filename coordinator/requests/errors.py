@@ -1,0 +1,94 @@
+"""The errors that a request meets on its way to and from workers, in the words and fields that clients see."""
+
+from __future__ import annotations
+
+from common.core.errors import RequestError
+from common.net.messages import Failed, Hello
+from coordinator.routing.router import Need
+
+RETRY_JITTER = 0.2
+"""Retry times are spread by up to this share in both directions, so that clients that were refused together do not
+retry together. Drawn where the headers are written (:mod:`coordinator.http.middleware`)."""
+
+
+def shutting_down() -> RequestError:
+    return RequestError(
+        "The server is shutting down.", status=503, type="server_error", code="server_shutting_down", retry_after_s=1.0
+    )
+
+
+def no_workers(role: str, starting: bool = False) -> RequestError:
+    todo = "they are still starting"
+    if not starting:
+        todo = "tandem up starts a lost one again by itself, another starts with: "
+        todo += f"tandem {role} MODEL --coordinator HOST:PORT, and the keys if the others have any"
+    return RequestError(
+        f"No {role} worker is ready: {todo}.",
+        status=503,
+        type="server_error",
+        code=f"no_{role}_workers",
+        retry_after_s=1.0,
+    )
+
+
+def overloaded(waiting: str, retry_after_s: float) -> RequestError:
+    return RequestError(
+        f"The server is overloaded: {waiting}. Try again later.",
+        status=429,
+        type="server_is_overloaded",
+        code="server_is_overloaded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def internal() -> RequestError:
+    return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
+
+
+def quarantined() -> RequestError:
+    text = "This request was being served by two workers when they died; it is not tried again."
+    return RequestError(text, status=500, type="server_error", code="request_quarantined")
+
+
+def given_up() -> RequestError:
+    text = "The workers that served this request were lost or gave it up, and its retries are spent."
+    return RequestError(text, status=500, type="server_error", code="worker_lost")
+
+
+def too_large(need: Need, roomiest: Hello, prompt_tokens: int) -> RequestError:
+    """``roomiest``: the worker that has the most room for it."""
+    output = need.tokens + need.least - prompt_tokens
+    wanted = need.tokens + need.least
+    if wanted > roomiest.max_model_len:
+        text = f"This request needs {wanted} tokens ({prompt_tokens} of the prompt, {output} of output)"
+        text += f", but no worker holds more than {roomiest.max_model_len}."
+    else:
+        blocks = need.blocks(roomiest.block_size, need.least)
+        text = f"This request needs {blocks} KV blocks ({prompt_tokens} prompt tokens, {need.choices} x {output}"
+        text += f" output tokens), but the largest worker has {roomiest.kv_blocks}."
+    return RequestError(text, param="max_tokens", code="context_length_exceeded")
+
+
+def prompt_too_long(tokens: int, longest: int) -> RequestError:
+    """Of one that must be computed by a prefill worker; ``longest``: what the largest computes."""
+    text = f"The prompt has {tokens} tokens, but no prefill worker computes more than {longest}, and none else may."
+    return RequestError(text, param="prompt", code="context_length_exceeded")
+
+
+def outgrown(tokens: int) -> RequestError:
+    text = f"The workers that could hold this request of {tokens} tokens are gone, and those that are here are smaller."
+    return RequestError(text, status=500, type="server_error", code="worker_lost")
+
+
+def worker_error(message: Failed) -> RequestError:
+    match message.code:
+        case "too_long":
+            return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")
+        case "deadline":
+            return RequestError(
+                "The request's deadline passed on a worker.", status=504, type="timeout_error", code="request_timeout"
+            )
+        case _:
+            return RequestError(
+                "The engine failed on this request.", status=500, type="server_error", code=message.code
+            )

@@ -1,0 +1,2 @@
+"""Which workers serve a request: placement, circuit breakers, queue pressure. Pure; knows no socket and no request
+state."""

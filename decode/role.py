@@ -1,0 +1,336 @@
+"""The decode worker: takes reservations, admits verified KV, batches continuously, streams spans.
+
+The same worker serves whole requests (``Generate``): colocated serving, and local prefill where that is cheaper or no
+prefill worker is there. Three ways in, one way on:
+
+    Reserve ──► blocks ──► frames ──► commit verified ─┐
+                                                       ├──► running ──► one span per step ──► finished
+    Generate ──► waiting ──► computed in chunks ───────┘
+
+Decode steps and prompt chunks share a batch; the planner keeps chunks from stalling streams.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import KeysView
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from common.core.errors import InvariantBroken
+from common.core.ids import SequenceId, TransferId, sequence_holder, unpack_tokens
+from common.core.request import FinishReason, Request
+from common.core.sequence import Batch, Sequence, TokenLogprobs
+from common.engine.scheduler import Sampled
+from common.net.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
+from common.worker.loop import Worker
+from common.worker.output_history import Finished
+from common.worker.token_spans import SpanWriter, from_wire
+from decode.chunk_budget import Chunks
+from decode.reservations import Reservation, Reservations
+from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.session import Limits
+
+log = logging.getLogger("tandem.decode")
+
+BUDGET_S = 0.002
+"""Time for taking KV between two looks at control messages."""
+BUDGET_SHARE, MOST_BUDGET_SHARE = 0.05, 0.25
+"""The same beside streams, which feel it: in steps of theirs, for each hand-off that a sender waits for, and at most. A
+frame that is begun is taken whole, and takes half a millisecond or more, so that beside short steps it is one frame per
+step until several are waited for."""
+READING_S = 0.002
+"""Between two looks at a read of a sender's pool, while there is nothing else to do."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """When things happened to one (request, attempt), and which of its sequences are still running. ``figures``: what
+    prefill has told with its KV."""
+
+    arrived_at: float
+    local: bool
+    running: set[SequenceId]
+    started_at: float = 0.0
+    landed_at: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class DecodeWorker(Worker):
+    """Serves ``Reserve`` and ``Generate``; see the module's docstring."""
+
+    def open_links(self) -> None:
+        self._lives: dict[TransferId, _Life] = {}
+        self._unstarted: set[TransferId] = set()
+        """Those of which no step has computed anything here."""
+        self._finished = Finished()
+        self.reservations = Reservations(self.cache)
+        self.chunks = Chunks()
+        self._batch = Batch((), ())
+        self._short_since = math.inf
+        """Since when prompts to be computed here have been waiting for blocks."""
+        self.receiver = Receiver(
+            self.channels,
+            self.engine.memory,
+            self.settings.host_id,
+            self.settings.data_address,
+            transport=self.settings.kv_transport,
+        )
+
+    def introduce(self, hello: Hello) -> Hello:
+        return msgspec.structs.replace(hello, data_address=self.receiver.address)
+
+    def close_links(self) -> None:
+        self.receiver.close()
+
+    def heed(self, welcome: Welcome) -> None:
+        self.receiver.limit(Limits.told(welcome))
+
+    def holdings(self) -> KeysView[TransferId]:
+        return dict.fromkeys((*self._lives, *self._trials)).keys()
+
+    def bad_transfer_messages(self) -> int:
+        return self.receiver.bad_messages
+
+    def stale_frames(self) -> int:
+        return self.receiver.stale_frames
+
+    def cut_off_peers(self) -> int:
+        return self.receiver.strikes.cut_off
+
+    def waiting(self) -> int:
+        return self.planner.waiting + len(self.reservations)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, now: float) -> None:
+        match message:
+            case Reserve():
+                self._reserve(message, now)
+            case Generate():
+                self._generate(message, now)
+            case Abort(request=request, attempt=attempt):
+                self.abort(TransferId(request, attempt))
+            case Resend(request=request, attempt=attempt, choice=choice, start=start):
+                self._resend(SequenceId(request, choice, attempt), start)
+            case Measure():
+                self._measure(message, now)
+            case _:
+                log.warning("a decode worker has no use for a %s message", type(message).__name__)
+
+    def _reserve(self, message: Reserve, now: float) -> None:
+        request = message.request
+        if self.accept(request, message.attempt, now, self._most_tokens(request)):
+            sequence = Sequence(request, message.attempt)
+            self._begin(sequence.id.transfer, _Life(now, local=False, running=set()))
+            self.reservations.ask(Reservation(request, sequence, now, message.prefill))
+
+    def _generate(self, message: Generate, now: float) -> None:
+        request = message.request
+        if not self.accept(request, message.attempt, now, self._most_tokens(request)):
+            return
+        choices = [choice for choice in range(request.n) if choice not in request.ended] if request.emitted else [0]
+        sequences = [Sequence(request, message.attempt, choice) for choice in choices]
+        running = {sequence.id for sequence in sequences}
+        self._begin(TransferId(request.id, message.attempt), _Life(now, local=True, running=running))
+        for sequence in sequences:
+            self.planner.add(sequence)
+
+    def _begin(self, transfer: TransferId, life: _Life) -> None:
+        self._lives[transfer] = life
+        self._unstarted.add(transfer)
+
+    def _end(self, transfer: TransferId) -> bool:
+        """False if there is nothing to end."""
+        self._unstarted.discard(transfer)
+        return self._lives.pop(transfer, None) is not None
+
+    def _most_tokens(self, request: Request) -> int:
+        """What one choice can come to hold: its prompt and every token but the last."""
+        return request.prompt_length + request.sampling.max_tokens
+
+    def _measure(self, message: Measure, now: float) -> None:
+        """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""
+        transfer = TransferId(message.request, message.attempt)
+        if table := self.open_trial(transfer, message.tokens, now):
+            self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer, now)
+
+    def abort(self, transfer: TransferId) -> None:
+        self.receiver.cancel(transfer, "aborted")
+        self.close_trial(transfer)
+        if not self._end(transfer):
+            return
+        self.reservations.drop(transfer)
+        for sequence in self.sequences(transfer):
+            self.planner.finish(sequence)
+        self.over(transfer)
+
+    def _resend(self, sequence_id: SequenceId, start: int) -> None:
+        writer = SpanWriter()
+        if not self._finished.tell(sequence_id, start, writer):
+            for sequence in self.sequences(sequence_id.transfer):
+                if sequence.id == sequence_id and sequence.output_length > start:
+                    writer.add(sequence, start)
+        self._send(writer)
+
+    # -- KV that arrives ----------------------------------------------------------------------------------------------
+
+    def rest_s(self) -> float:
+        return READING_S if self.receiver.reading else super().rest_s()
+
+    def move_kv(self, now: float) -> None:
+        self._finished.forget(now)
+        self.receiver.step_s = self.pace.longest
+        self._grant(now)
+        for end in self.receiver.pump(self.clock, self._budget_s()):
+            if self.close_trial(end.transfer):
+                continue
+            match end:
+                case Landed():
+                    self._land(end.transfer, end.commit, now)
+                case Failed(told=True):  # the sender knows more, and reports it if it is a failure
+                    log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
+                    self.abort(end.transfer)
+                case Failed():
+                    log.warning("hand-off %s failed: %s", end.transfer, end.reason)
+                    self.count("kv_transfer_failures")
+                    self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+
+    def _budget_s(self) -> float:
+        """Seconds for taking KV in this turn."""
+        if not self.planner.running:
+            return BUDGET_S
+        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # one: nobody may be known yet of all that has come
+        return min(share, MOST_BUDGET_SHARE) * self.pace.last
+
+    def _grant(self, now: float) -> None:
+        """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is
+        computed here needs all of its blocks at once, and would never find them if every hand-off were let past."""
+        if not self.planner.in_need:
+            self._short_since = math.inf
+        elif self._short_since == math.inf:
+            self._short_since = now
+        while not self.planner.parked and (
+            reservation := self.reservations.grant(self.planner.running, self._short_since)
+        ):
+            table = reservation.table
+            if table is None:
+                raise InvariantBroken(f"{reservation.transfer} was granted no table")
+            tokens = len(reservation.sequence.tokens)
+            self.receiver.expect(reservation.transfer, tokens, table.cached_tokens, table.blocks, reservation.peer, now)
+
+    def _land(self, transfer: TransferId, commit: Commit, now: float) -> None:
+        """Verified KV becomes visible: to the prefix cache, and to the next batch."""
+        reservation = self.reservations.claim(transfer)
+        if reservation is None or reservation.table is None:
+            raise InvariantBroken(f"{transfer} has landed without a reservation")
+        sequence, table = reservation.sequence, reservation.table
+        try:
+            tokens, logprobs = self._first(sequence, commit)
+        except ValueError as error:
+            self.cache.close(table)
+            self.fail(transfer, "transfer_failed", f"the commit's first tokens make no sense: {error}", retriable=True)
+            return
+        sequence.computed = len(sequence.tokens)
+        self.cache.publish(table, sequence.tokens, sequence.computed)
+        self.cache.rename(table, sequence_holder(sequence.id))
+        self.planner.adopt(sequence, table)
+        self._lives[transfer].landed_at, self._lives[transfer].figures = now, commit.figures
+        writer = SpanWriter()
+        self._start(sequence, tokens, logprobs, writer)
+        self._send(writer)
+
+    def _first(self, sequence: Sequence, commit: Commit) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The first tokens of all choices that came with the KV; ValueError if they are not that."""
+        tokens, logprobs = unpack_tokens(commit.first), [from_wire(entry) for entry in commit.logprobs]
+        if not len(tokens) == len(logprobs) == len(sequence.choices):
+            raise ValueError(
+                f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, {len(sequence.choices)} choices"
+            )
+        if max(tokens) >= self.engine.vocab_size:
+            raise ValueError(f"token {max(tokens)} of a vocabulary of {self.engine.vocab_size}")
+        return tokens, logprobs
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Batch | None:
+        """Of prompts that are computed here only what streams can bear, unless this is what the worker is for."""
+        if self.role == "colocated" or self._somebody_has_begun():
+            return self.planner.plan()
+        return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
+
+    def _somebody_has_begun(self) -> bool:
+        """Whether a stream that has begun is computed again: it stands still until then."""
+        return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
+
+    def before_step(self, batch: Batch, now: float) -> None:
+        self._batch = batch
+        if self.pace.longest:
+            self.receiver.away(self.pace.expect(batch.length, batch.attended))
+        for segment in batch.segments if self._unstarted else ():
+            transfer = segment.sequence.id.transfer
+            if transfer in self._unstarted:
+                self._unstarted.remove(transfer)
+                life = self._lives[transfer]
+                life.started_at = now
+                if not life.local:
+                    waited_ms = (now - life.landed_at) * 1000
+                    self._time(segment.sequence, {**life.figures, "decode_wait_ms": waited_ms})
+
+    def sampled(self, samples: list[Sampled], now: float) -> None:
+        self.chunks.took(self._batch, self.pace.last)
+        writer = SpanWriter()
+        for sample in samples:
+            sequence = sample.sequence
+            if sequence.computed == sequence.prompt_length and self._lives[sequence.id.transfer].local:
+                self._time_prompt(sequence, now)
+            if sequence.siblings:
+                self._start(sequence, sample.tokens, sample.logprobs, writer)
+            else:
+                sequence.append(sample.tokens[0], sample.logprobs[0])
+                self._report(sequence, writer)
+        self._send(writer)
+
+    def _start(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: SpanWriter
+    ) -> None:
+        """First tokens of all choices; from here each choice is a sequence of its own."""
+        life = self._lives[sequence.id.transfer]
+        started = self.planner.start(sequence, tokens, logprobs)
+        self.engine.copy_blocks(started.copies)
+        life.running = {each.id for each in started.sequences}
+        for each in started.sequences:
+            self._report(each, writer)
+
+    def _report(self, sequence: Sequence, writer: SpanWriter) -> None:
+        """The newest token of ``sequence``; a finished one gives its blocks back."""
+        writer.add(sequence, sequence.output_length - 1)
+        if sequence.finish is FinishReason.RUNNING:
+            return
+        self.planner.finish(sequence)
+        self._finished.keep(sequence, self.clock())
+        life = self._lives[sequence.id.transfer]
+        life.running.discard(sequence.id)
+        if not life.running:
+            self._end(sequence.id.transfer)
+            self.over(sequence.id.transfer)
+
+    def _time_prompt(self, sequence: Sequence, now: float) -> None:
+        life = self._lives[sequence.id.transfer]
+        values = {
+            "queue_ms": (life.started_at - life.arrived_at) * 1000,
+            "prefill_ms": (now - life.started_at) * 1000,
+            "cached_tokens": float(self.planner.table(sequence).cached_tokens),
+        }
+        self._time(sequence, values)
+
+    def _time(self, sequence: Sequence, values: dict[str, float]) -> None:
+        self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
+
+    def _send(self, writer: SpanWriter) -> None:
+        for message in writer.messages():
+            self.membership.send(message)

@@ -1,0 +1,1 @@
+"""The ``tandem`` command: commands, flags, chat and scale. Starts nothing itself."""

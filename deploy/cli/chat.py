@@ -1,0 +1,112 @@
+"""``tandem chat``: a conversation in the terminal with a running server.
+
+On a terminal it asks, streams the answer and says how fast it came; Ctrl-C stops an answer or drops a line, Ctrl-D ends
+the conversation. On a pipe standard input is one message and only the answer is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from common.config.commands import ChatConfig
+from common.core.errors import StartError
+from common.net.http_client import Refused, Server
+
+Messages = list[dict[str, str]]
+
+
+def run(config: ChatConfig, prompt: str | None) -> int:
+    """One answer to ``prompt`` (or to what is piped in), or a conversation; the exit code."""
+    server = Server(config.url, config.api_key)
+    conversation = _Conversation(server, server.model(), config)
+    if prompt is None and sys.stdin.isatty():
+        return conversation.hold()
+    return conversation.answer_once(prompt if prompt is not None else sys.stdin.read())
+
+
+class _Conversation:
+    """The messages so far, and how the next answer is asked for."""
+
+    def __init__(self, server: Server, model: str, config: ChatConfig) -> None:
+        self._server, self._model = server, model
+        self._console = Console(highlight=False)
+        self._settings: dict[str, Any] = {
+            name: value
+            for name, value in (("max_tokens", config.max_tokens), ("temperature", config.temperature))
+            if value is not None
+        }
+        self._messages: Messages = []
+        if config.system_prompt:
+            self._messages.append({"role": "system", "content": config.system_prompt})
+
+    def answer_once(self, prompt: str) -> int:
+        if not prompt.strip():
+            raise StartError("there is nothing to ask", "the prompt is empty", 'say tandem chat "your question"')
+        try:
+            self._answer(prompt, sys.stdout.isatty())
+        except Refused as error:
+            todo = error.todo("change the question or the flags" if error.status == 400 else "see the server's log")
+            raise StartError("there is no answer", str(error), todo) from error
+        except KeyboardInterrupt:
+            print()
+            return 130
+        return 0
+
+    def hold(self) -> int:
+        import readline  # noqa: F401 - line editing and history for input()
+
+        self._console.print(
+            f"[bold]{self._model}[/] at {self._server.url}   [dim]Ctrl-C stops an answer, Ctrl-D ends[/]"
+        )
+        while True:
+            try:
+                prompt = input("\n› ")
+            except EOFError:
+                self._console.print()
+                return 0
+            except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
+                self._console.print("\n[dim]Ctrl-D ends[/]")
+                continue
+            if not prompt.strip():
+                continue
+            try:
+                self._answer(prompt, True)
+            except Refused as error:
+                self._console.print(f"[red]{error}[/]")
+            except KeyboardInterrupt:
+                self._console.print("\n[dim]stopped[/]")
+
+    def _answer(self, prompt: str, figures: bool) -> None:
+        """Streams one answer; it joins the conversation, as far as it came."""
+        asked = [*self._messages, {"role": "user", "content": prompt}]
+        said: list[str] = []
+        started = time.perf_counter()
+        moments: list[float] = []
+        chunks = self._server.chat({"model": self._model, "messages": asked, **self._settings})
+        try:
+            for chunk in chunks:
+                for choice in chunk.get("choices") or ():
+                    moments.append(time.perf_counter())
+                    text = (choice.get("delta") or {}).get("content") or ""
+                    said.append(text)
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+        finally:
+            chunks.close()  # type: ignore[attr-defined]  # a generator; closing it hangs up
+            if said:
+                self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        print()
+        if figures and moments:
+            self._console.print(f"[dim]{_figures(started, moments)}[/]")
+
+
+def _figures(started: float, moments: list[float]) -> str:
+    """First token, pace and count, in words. The last chunk carries no token but the reason why the answer ended."""
+    count = max(1, len(moments) - 1)
+    seconds = moments[-1] - moments[0]
+    pace = f", then {count / seconds:.0f} tokens/s" if seconds > 0 and count > 1 else ""
+    return f"first token after {1000 * (moments[0] - started):.0f} ms{pace}, {count} tokens"

@@ -1,0 +1,33 @@
+"""``tandem scale``: changes the pools of a running ``tandem up``."""
+
+from __future__ import annotations
+
+from common.config.commands import ScaleConfig
+from common.core.errors import StartError, reason
+from common.net.http_client import Refused, Server, shown
+
+PATIENCE_S = 1800.0
+"""Loading a model, and draining a worker, may take long."""
+
+
+def run(config: ScaleConfig) -> int:
+    """Waits until the pools are as wished and prints them; StartError with the server's reason if they cannot be."""
+    if config.prefill is None and config.decode is None:
+        raise StartError("there is nothing to change", "neither pool was named", "give --prefill N, --decode M or both")
+    if config.decode == 0:
+        why = "tokens after the first come from a decode worker"
+        raise StartError("--decode 0 would serve nobody", why, "give --decode 1 or more")
+    wish = {"prefill": config.prefill, "decode": config.decode}
+    try:
+        pools = Server(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
+    except OSError as error:
+        why = reason(error)
+        raise StartError(
+            f"cannot reach {shown(config.url)}", why, "start it with `tandem up`, or give --url"
+        ) from error
+    except Refused as error:
+        raise StartError(
+            "the pools were not changed as asked", str(error), error.todo("see GET /admin/workers")
+        ) from error
+    print(f"prefill {pools['prefill']}, decode {pools['decode']}")
+    return 0

@@ -1,0 +1,167 @@
+"""The line between the launcher and its coordinator: one JSON object per message, over a socket pair.
+
+The coordinator has the door and its keys, the launcher the processes: a wish to change the pools is asked at the one
+and carried out by the other. So is that a worker's process is no good any more, and that prompts pile up, which only
+the coordinator sees. Every coordinator process gets a line of its own; a wish goes on when the line is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from typing import Protocol
+
+import msgspec
+
+from common.core.errors import RequestError, StartError
+from common.core.ids import WorkerName
+from deploy.launcher.status import Reason
+
+Pools = tuple[int, int]
+"""Prefill workers and decode workers."""
+
+
+class Wish(msgspec.Struct, frozen=True, tag=True):
+    """So many workers of each role are wanted; None: as many as there are."""
+
+    id: int
+    prefill: int | None
+    decode: int | None
+
+
+class Hang(msgspec.Struct, frozen=True, tag=True):
+    """The worker ``name``, process ``pid``, hangs and holds nothing any more. No answer: who is back says Hello."""
+
+    name: str
+    pid: int
+    why: str
+
+
+class Piling(msgspec.Struct, frozen=True, tag=True):
+    """Prompts begin to pile up, or no longer do. No answer."""
+
+    deep: bool
+
+
+class Launcher(Protocol):
+    """Who carries out what is asked over a line."""
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        """Makes the pools that large and returns their sizes; StartError says why not."""
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        """Ends a worker that hangs, if that process still is its, and starts another."""
+
+    def place_coordinator(self, deep: bool) -> None:
+        """Gives the coordinator the cores that are its while prompts pile up (``deep``), or while they do not."""
+
+    def serving(self) -> dict[WorkerName, int]:
+        """The workers that have become ready, and their process ids."""
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of a wish: the workers that there are now, or why not."""
+
+    id: int
+    prefill: int = 0
+    decode: int = 0
+    refused: Reason | None = None
+
+
+class Asker:
+    """The coordinator's end, used from its event loop."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._opened: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._ids = itertools.count()
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        """The pools once they are as wished; RequestError with the launcher's reason if they cannot be."""
+        wish = Wish(next(self._ids), prefill, decode)
+        answered = self._waiting[wish.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._say(wish)
+            answer = await answered
+        finally:
+            self._waiting.pop(wish.id, None)
+        if answer.refused is not None:
+            error = answer.refused.error()
+            text = f"{error.what}: {error.why}; {error.todo}."
+            raise RequestError(text, status=409, code="cannot_scale")
+        return answer.prefill, answer.decode
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        """Has the launcher replace a worker that hangs; returns at once."""
+        self._keep(asyncio.create_task(self._say(Hang(name, pid, why))))
+
+    def tell_backlog(self, deep: bool) -> None:
+        """Tells the launcher that prompts begin to pile up, or no longer do; returns at once."""
+        self._keep(asyncio.create_task(self._say(Piling(deep))))
+
+    async def _say(self, message: Wish | Hang | Piling) -> None:
+        if self._opened is None:
+            self._opened = asyncio.create_task(self._open())
+        writer = await asyncio.shield(self._opened)
+        writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def _open(self) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection(sock=self._socket)
+        self._keep(asyncio.create_task(self._listen(reader, writer)))
+        return writer
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for line in reader:
+            answer = msgspec.json.decode(line, type=Answer)
+            waiting = self._waiting.get(answer.id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        writer.close()
+        gone = Reason("the launcher is gone", "its line was closed", "start the server again")
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(Answer(0, refused=gone))
+
+
+async def serve(line: socket.socket, launcher: Launcher) -> None:
+    """The launcher's end: carries out wishes until the line is closed; those under way then go on."""
+    reader, writer = await asyncio.open_connection(sock=line)
+    under_way: set[asyncio.Task[None]] = set()
+
+    async def carry_out(wish: Wish) -> None:
+        try:
+            answer = Answer(wish.id, *await launcher.scale(wish.prefill, wish.decode))
+        except StartError as error:
+            answer = Answer(wish.id, refused=Reason(error.what, error.why, error.todo))
+        if not writer.is_closing():
+            writer.write(msgspec.json.encode(answer) + b"\n")
+
+    try:
+        async for raw in reader:
+            said = msgspec.json.decode(raw, type=Wish | Hang | Piling)
+            if isinstance(said, Hang):
+                launcher.replace(said.name, said.pid, said.why)
+            elif isinstance(said, Piling):
+                launcher.place_coordinator(said.deep)
+            else:
+                task = asyncio.create_task(carry_out(said))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
+    except ConnectionError:
+        pass  # the coordinator died; its successor gets a line of its own
+    launcher.place_coordinator(False)  # whoever comes next has no backlog
+    try:
+        if under_way:
+            await asyncio.wait(under_way)
+    finally:
+        for task in under_way:
+            task.cancel()
+        writer.close()

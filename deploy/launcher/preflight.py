@@ -1,0 +1,117 @@
+"""What can be seen to fail before anything heavy is imported or started; all of it raises StartError, in words."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from errno import EADDRNOTAVAIL
+
+from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.config.commands import UpConfig, WorkerConfig
+from common.core.errors import NOT_OURS, StartError, reason
+from common.kv.budget import fit, human_bytes
+from common.kv.layout import KvLayout
+from common.platform import device
+from deploy.launcher import cores
+
+PROCESS_BYTES = 256 << 20
+"""What a worker takes without model and KV: the interpreter, torch, transformers."""
+
+
+def check_up(config: UpConfig, workers: int) -> UpConfig:
+    """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0."""
+    config.check_binds()
+    checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+    check_memory(checkpoint, config, workers)
+    check_text(checkpoint, config)
+    http_port, control_port = _ports(config)
+    while http_port == control_port and 0 in (config.port, config.control_port):  # free ones can be the same by chance
+        http_port, control_port = _ports(config)
+    if http_port == control_port:
+        raise StartError(
+            f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
+        )
+    return replace(config, port=http_port, control_port=control_port)
+
+
+def _ports(config: UpConfig) -> tuple[int, int]:
+    return (
+        claim_port(config.host, config.port, "--port"),
+        claim_port(config.control_host, config.control_port, "--control-port"),
+    )
+
+
+def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
+    """The same for one worker started by hand."""
+    cores.choose(config.cores)
+    check_memory(checkpoint, config, config.workers_on_host)
+    if config.role == "decode":
+        claim_port(config.host, 0, "--host")
+
+
+def check_memory(
+    checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, added: int | None = None
+) -> None:
+    """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later, and pools
+    that this machine has no memory for: the kernel would kill somebody once they fill. ``added``: how many of the
+    ``workers`` are yet to come; without it, all of them.
+
+    Models whose configuration does not tell the shape of their KV are left to the engine.
+    """
+    if (layers := checkpoint.kv_layers()) is None:
+        return
+    dtype, _ = device.choose_dtype(config.dtype, checkpoint.dtype, device.probe_cpu())
+    layout = KvLayout(layers, dtype, config.block_size)
+    plan = fit(
+        layout,
+        checkpoint.max_position,
+        config.max_model_len,
+        kv_bytes=kv_bytes(config, workers),
+        num_kv_blocks=config.num_kv_blocks,
+        limit=checkpoint.position_limit,
+    )
+    wanted, free = plan.blocks * layout.block_bytes, device.free_memory()
+    coming = workers if added is None else added
+    process = checkpoint.weight_bytes + PROCESS_BYTES
+    if process * coming > free:
+        raise StartError(
+            f"cannot start {coming} workers",
+            f"each takes {human_bytes(process)} beside its KV, and this machine has {human_bytes(free)} of memory free",
+            f"start {free // process} or fewer",
+        )
+    if wanted * coming > free:
+        raise StartError(
+            f"cannot take {human_bytes(wanted)} of KV for each of {coming} workers",
+            f"this machine has {human_bytes(free)} of memory free",
+            f"use --kv-cache-memory {free // 2 // coming >> 20}MiB or less",
+        )
+
+
+def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
+    """Refuses a tokenizer or a chat template that cannot be used, by loading both as the coordinator does later."""
+    from coordinator.text.tokenizer import (
+        TextModel,  # the tokenizers library: only once nothing cheaper can fail any more
+    )
+
+    TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
+
+
+def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:
+    """Bytes of KV pool of each of ``workers`` on this machine: as asked for, else a share of what is free."""
+    return device.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
+
+
+def claim_port(host: str, port: int, flag: str) -> int:
+    """``port`` if it can be listened on, or a free one for 0."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port}",
+            reason(error),
+            NOT_OURS if error.errno == EADDRNOTAVAIL else f"stop what uses that port, or choose another with {flag}",
+        ) from error

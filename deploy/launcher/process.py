@@ -1,0 +1,149 @@
+"""What a child process of the launcher does before anything else, and how the launcher starts one.
+
+A child gets its configuration and the keys of its role through its standard input (not through the command line, the
+environment or a file: keys must not show in ``ps``), its status pipe by number, ignores Ctrl-C (the launcher decides
+who stops when) and dies with the launcher, however that dies: the kernel kills it, and a launcher that was gone before
+the kernel was told is noticed by its process id.
+
+    python -m deploy.launcher.process LABEL PARENT_PID STATUS_FD [LINE_FD]  < {"kind": "worker", "config": {...}}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.config.commands import CoordinatorConfig, WorkerConfig
+from common.core.errors import StartError
+from common.core.ids import WorkerName
+from common.net.keys import ClusterKeys
+from common.platform.core_lease import Lending
+from common.platform.log import setup_logging
+from deploy.launcher import status
+
+_PR_SET_PDEATHSIG = 1
+_MEBIBYTE = 1 << 20
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
+    process ids; and ``at_once`` as of :func:`coordinator.app.run`. ``lending``, for a worker. ``keys`` of its role."""
+
+    kind: str
+    config: dict[str, Any]
+    workers: dict[WorkerName, int] = {}
+    lending: Lending | None = None
+    at_once: bool = False
+    keys: ClusterKeys | None = None
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when ``parent`` ends, or ends it now if that already happened.
+
+    The kernel watches the *thread* that started us, so the launcher starts children from its main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+async def start(
+    label: str,
+    config: WorkerConfig | CoordinatorConfig,
+    environment: Mapping[str, str],
+    line: socket.socket | None = None,
+    workers: Mapping[WorkerName, int] | None = None,
+    lending: Lending | None = None,
+    at_once: bool = False,
+    keys: ClusterKeys | None = None,
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
+    ``line`` is the child's end of a socket pair for :mod:`deploy.launcher.ipc`, the others are as in
+    :class:`Launch`."""
+    reading, writing = os.pipe()
+    passed = (writing,) if line is None else (writing, line.fileno())
+    kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "deploy.launcher.process", label, str(os.getpid()), *map(str, passed)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_MEBIBYTE,
+            pass_fds=(*passed, *([lending.descriptor] if lending else ())),
+            process_group=0,  # a terminal's Ctrl-C goes to the launcher alone
+            env={**os.environ, **environment},
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    assert child.stdin is not None
+    launch = Launch(kind, dataclasses.asdict(config), dict(workers or {}), lending, at_once, keys)
+    child.stdin.write(msgspec.json.encode(launch))
+    child.stdin.close()
+    stream = asyncio.StreamReader(limit=_MEBIBYTE)
+    pipe = os.fdopen(reading, "rb", 0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    return child, stream
+
+
+def run(launch: Launch, label: str, line: int | None = None) -> int:
+    """Runs the process that ``launch`` describes; its exit code. Only that role's rooms are imported."""
+    try:
+        if launch.kind == "coordinator":
+            served = CoordinatorConfig(**launch.config)
+            setup_logging(served.log_level, served.log_format, label)
+            from coordinator.app import run as run_coordinator
+            from deploy.launcher.ipc import Asker
+
+            return run_coordinator(
+                served,
+                lambda url, control: status.ready(url=url, control=control),
+                Asker(line) if line is not None else None,
+                launch.workers,
+                launch.at_once,
+                launch.keys,
+            )
+        config = WorkerConfig(**launch.config)
+        setup_logging(config.log_level, config.log_format, label)
+        from deploy.worker import run as run_worker
+
+        return run_worker(config, launch.lending, launch.keys)
+    except StartError as error:
+        if launch.config.get("debug"):
+            traceback.print_exc()
+        status.failed(error)
+        return 1
+    except Exception:
+        logging.getLogger(__name__).exception("%s crashed", label)
+        return 70  # EX_SOFTWARE: not a failed start but a bug
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    label, parent, status_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with(parent)
+    status.attach(status_fd)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    code = run(launch, label, int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    logging.shutdown()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

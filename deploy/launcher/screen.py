@@ -1,0 +1,239 @@
+"""What the launcher shows: a live first screen on a terminal, one log line per fact on a pipe.
+
+Owns only the looks. The facts come from :mod:`deploy.launcher.supervisor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deploy.launcher.status import Fact, Report
+
+log = logging.getLogger("tandem.up")
+_LINK_NAMES = {"shm": "shared memory", "zmq": "ZeroMQ over TCP"}
+_REPEATED, _DETAILS = "KV pool ", re.compile(r"attention |\d+ linear layers packed")
+"""Notes of a worker that repeat its budget, and those that only matter to who looks closely."""
+
+
+CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
+
+
+def command() -> str:
+    """How the ``tandem`` command can be called from here: by its name, or by the path that it was started by."""
+    if shutil.which("tandem") is None and Path(sys.argv[0]).name == "tandem":
+        return shlex.quote(sys.argv[0])
+    return "tandem"
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """One worker that is ready: what it said on its status pipe, and the cores it was given. ``detailed``: show all."""
+
+    label: str
+    cores: str
+    facts: dict[str, Fact]
+    detailed: bool = False
+
+    @property
+    def compute(self) -> str:
+        """Device, dtype and cores, as far as known."""
+        return ", ".join(str(part) for part in (self.facts.get("device"), self.facts.get("dtype"), self.cores) if part)
+
+    @property
+    def budget(self) -> str:
+        """The KV budget in tokens and in full-length requests."""
+        tokens, longest = self.facts.get("kv_tokens"), self.facts.get("max_model_len")
+        if not isinstance(tokens, int):
+            return "ready"
+        text = f"KV for {tokens:,} tokens"
+        if isinstance(longest, int) and longest > 0:
+            many = tokens / longest
+            count = str(int(many)) if many >= 10 else f"{many:.1f}".removesuffix(".0")
+            text += f" = {count} {'request' if count == '1' else 'requests'} of {longest:,}"
+        return text
+
+    @property
+    def notes(self) -> list[str]:
+        """Automatic choices, with their reasons."""
+        notes = self.facts.get("notes")
+        told = [note for note in notes if not note.startswith(_REPEATED)] if isinstance(notes, list) else []
+        return told if self.detailed else [note for note in told if not _DETAILS.match(note)]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Everything that the first screen says once the system serves.
+
+    ``links`` are those of /admin/workers, with the sender as ``from``. ``chat``: a conversation in it follows.
+    """
+
+    model: str
+    url: str
+    workers: tuple[WorkerFacts, ...]
+    links: tuple[object, ...]
+    keyed: bool
+    chat: bool = False
+
+    def transfers(self) -> list[str]:
+        """How KV travels, in words, with the pair where there are several; empty when nothing does."""
+        several = len(self.links) > 1
+        return sorted({text for link in self.links if (text := _link_text(link, several))})
+
+    def examples(self) -> list[str]:
+        """Lines to try, as they can be pasted; with a key set, where it is to be put comes first."""
+        body = (
+            f'{{"model":"{self.model}","messages":[{{"role":"user","content":"Hello"}}],"stream":true,"max_tokens":32}}'
+        )
+        key = ' -H "authorization: Bearer $TANDEM_API_KEY"' if self.keyed else ""
+        curl = f"curl -N {self.url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+        chat = f"{command()} chat" + ("" if self.url.endswith("127.0.0.1:8000") else f" --url {self.url}")
+        return [*(["export TANDEM_API_KEY=...  # your key"] if self.keyed else []), curl, chat]
+
+
+class Screen(Protocol):
+    """What the launcher can show."""
+
+    def begin(self, title: str, notice: str) -> None: ...
+    def progress(self, label: str, report: Report) -> None: ...
+    def serving(self, facts: Serving) -> None: ...
+    def fact(self, text: str) -> None: ...
+    def log(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One log line per fact; what children log goes to standard error as it is."""
+
+    def __init__(self) -> None:
+        self._stages: dict[str, str] = {}
+
+    def begin(self, title: str, notice: str) -> None:
+        self.fact(title)
+        if notice:
+            self.fact(notice)
+
+    def progress(self, label: str, report: Report) -> None:
+        if report.stage and self._stages.get(label) != report.stage:
+            self._stages[label] = report.stage
+            self.fact(f"{label}: {_stage_text(report)}")
+
+    def serving(self, facts: Serving) -> None:
+        for worker in facts.workers:
+            self.fact(f"{worker.label}: {worker.budget}" + (f" ({worker.compute})" if worker.compute else ""))
+            for note in worker.notes:
+                self.fact(f"{worker.label}: {note}")
+        for text in facts.transfers():
+            self.fact(f"transfer: {text}")
+        self.fact(f"serving {facts.model} on {facts.url}")
+        if facts.chat:
+            self.fact(CHAT_KEYS)
+            return
+        for example in facts.examples():
+            self.fact(f"try: {example}")
+
+    def fact(self, text: str) -> None:
+        log.info("%s", text)
+
+    def log(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """Load bars while workers start, then a table of what serves; log lines of children scroll by, dim."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("  [bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("[dim]{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def begin(self, title: str, notice: str) -> None:
+        self._console.print(f"\n[bold]{escape(title)}[/]")
+        if notice:
+            self._console.print(f"[yellow]{escape(notice)}[/]")
+        self._bars.start()
+
+    def progress(self, label: str, report: Report) -> None:
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(label, total=None, text="starting")
+        if report.stage:
+            total = report.total if report.done < report.total else None
+            if total is None:  # a full bar would stop the clock, and update() cannot take a total back
+                next(bar for bar in self._bars.tasks if bar.id == self._tasks[label]).total = None
+            text = escape(_stage_text(report))
+            self._bars.update(self._tasks[label], completed=report.done, total=total, text=text)
+        elif report.ready is not None:
+            self._bars.update(self._tasks[label], completed=1, total=1, text="ready")
+
+    def serving(self, facts: Serving) -> None:
+        self.close()
+        table = Table.grid(padding=(0, 3))
+        for worker in facts.workers:
+            table.add_row(f"  [bold]{worker.label}", worker.budget, f"[dim]{escape(worker.compute)}")
+            for note in worker.notes:
+                table.add_row("", f"[dim]{escape(note)}", "")
+        for text in facts.transfers():
+            table.add_row("  [bold]transfer", text, "")
+        table.add_row("  [bold]serving", f"[green]{facts.url}[/]", "")
+        self._console.print(table)
+        if facts.chat:
+            self._console.print(f"\n  [dim]{CHAT_KEYS}[/]\n")
+            return
+        self._console.print("\n  try")
+        for example in facts.examples():  # unwrapped, so that it can be copied
+            self._console.print(f"    [cyan]{escape(example)}[/]", soft_wrap=True)
+        self._console.print("\n  [dim]Ctrl-C stops[/]\n")
+
+    def fact(self, text: str) -> None:
+        clock = f"{datetime.now().astimezone():%H:%M:%S}"
+        self._console.print(f"[dim]{clock} up: {escape(text)}[/]")
+
+    def log(self, line: str) -> None:
+        self._console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def _stage_text(report: Report) -> str:
+    count = f" {report.done}/{report.total}" if report.total else ""
+    return f"{report.stage}{count}" + (f": {report.text}" if report.text else "")
+
+
+def _link_text(link: Any, named: bool) -> str:
+    """A link of /admin/workers: a transport's name, or an object with what was measured about it."""
+    if isinstance(link, str):
+        return _LINK_NAMES.get(link, link)
+    if not isinstance(link, dict):
+        return ""
+    kind = str(link.get("transport", ""))
+    text = _LINK_NAMES.get(kind, kind)
+    if named and link.get("from") and link.get("to"):
+        text = f"{link['from']} to {link['to']}: {text}"
+    if isinstance(rate := link.get("gb_per_s"), (int, float)):
+        text += f", {rate:.1f} GB/s" if rate >= 0.1 else f", {1000 * rate:.1f} MB/s"
+    if isinstance(latency := link.get("latency_us"), (int, float)):
+        text += f", {latency:.0f} µs"
+    return text

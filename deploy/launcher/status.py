@@ -1,0 +1,102 @@
+"""How a starting process tells its supervisor where it is: one JSON line per fact on a pipe.
+
+    {"stage": "weights", "done": 3, "total": 12, "text": "shard 3 of 12"}        any number of these
+    {"ready": {"kv_tokens": 65536, "max_model_len": 8192, ...}}                  then one of these two
+    {"error": {"what": ..., "why": ..., "todo": ...}}
+
+Without a supervisor (a worker started by hand) the same facts become log lines. Writing never waits long and never
+fails: a supervisor that is gone is noticed elsewhere (:mod:`deploy.launcher.process`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import msgspec
+
+from common.core.errors import StartError
+
+log = logging.getLogger(__name__)
+Fact = int | float | str | bool | list[str]
+_MAX_TEXT = 600
+"""Keeps a line below what a pipe takes in one piece (4,096 bytes)."""
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """A StartError on the pipe."""
+
+    what: str
+    why: str
+    todo: str
+
+    def error(self) -> StartError:
+        return StartError(self.what, self.why, self.todo)
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line: progress (``done`` of ``total`` in ``stage``), or the end of the start."""
+
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    text: str = ""
+    ready: dict[str, Fact] | None = None
+    error: Reason | None = None
+
+
+class _Sink:
+    """Where this process reports to."""
+
+    fd: int | None = None
+    stage = ""
+
+
+def attach(fd: int) -> None:
+    """From now on reports go to the pipe ``fd``."""
+    os.set_inheritable(fd, False)  # processes that this one starts must not hold the pipe open
+    _Sink.fd = fd
+
+
+def supervised() -> bool:
+    """Whether a launcher started this process."""
+    return _Sink.fd is not None
+
+
+def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
+    """How far ``stage`` is; call it as often as you like."""
+    if _Sink.fd is not None:
+        _write(Report(stage, done, total, text[:_MAX_TEXT]))
+    elif stage != _Sink.stage or (total and done == total):
+        _Sink.stage = stage
+        log.info("%s%s%s", stage, f" {done}/{total}" if total else "", f": {text}" if text else "")
+
+
+def ready(**facts: Fact) -> None:
+    """The process serves. Workers say ``kv_tokens``, ``max_model_len``, ``device``, ``dtype``, ``notes``."""
+    if _Sink.fd is not None:
+        _write(Report(ready=facts))
+    else:
+        log.info("ready: %s", ", ".join(f"{name} {value}" for name, value in facts.items() if name != "notes"))
+
+
+def failed(error: StartError) -> None:
+    """The process cannot start; the supervisor prints why."""
+    if _Sink.fd is not None:
+        _write(Report(error=Reason(*(text[:_MAX_TEXT] for text in (error.what, error.why, error.todo)))))
+
+
+def read(line: bytes) -> Report | None:
+    """One line of the pipe; None if it is not one (a half line of a process that was killed)."""
+    try:
+        return msgspec.json.decode(line, type=Report)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _write(line: Report) -> None:
+    assert _Sink.fd is not None
+    try:
+        os.write(_Sink.fd, msgspec.json.encode(line) + b"\n")
+    except OSError:
+        _Sink.fd = None

@@ -1,0 +1,478 @@
+"""``tandem up``: a coordinator and its workers on this machine, under one plain supervisor.
+
+    STARTING ── everybody ready ──► SERVING ── first signal ──► DRAINING ── all gone ──► exit 0
+       │ a worker cannot start          │ a child dies: started again, with backoff
+       └──► exit 1, in at most five lines
+
+What can be found wrong without starting anything is found before (:mod:`deploy.launcher.preflight`). Draining stops the
+coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then those go. A
+second signal kills everybody, exit 130. Children never outlive the supervisor (:mod:`deploy.launcher.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from common.checkpoint.files import open_checkpoint
+from common.config.commands import CoordinatorConfig, UpConfig, WorkerConfig
+from common.core.errors import StartError
+from common.core.ids import WorkerName
+from common.net.hosts import bracketed
+from common.net.http_client import Server
+from common.net.messages import Role
+from common.platform.core_lease import Lending, LentCores
+from common.platform.log import setup_logging
+from deploy.launcher import builtin, cores
+from deploy.launcher.child import Unit
+from deploy.launcher.ipc import Pools
+from deploy.launcher.preflight import check_memory, check_up
+from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
+
+STOPPED_AT_ONCE = 130
+"""The exit code after a second signal, as shells have it for Ctrl-C."""
+POLL_S = 0.1
+JOIN_TIMEOUT_S = 30.0
+"""From the last worker's "ready" to the coordinator's."""
+LINKS_TIMEOUT_S = 2.0
+LEAVE_GRACE_S = 5.0
+"""What a process may take to end beyond the drain timeout, before it is killed."""
+ONE_SIGNAL_S = 0.5
+"""Signals so near to the first are the same one: who sends SIGTERM to a whole group, as timeout does, sends it to make,
+too, which passes it on."""
+
+
+def run(config: UpConfig) -> int:
+    """Serves until told to stop; the exit code. StartError when it cannot start."""
+    console = Console()
+    if not console.is_terminal:
+        setup_logging(config.log_level, config.log_format, "up", sys.stdout)
+    screen: Screen = Terminal(console) if console.is_terminal else Lines()
+    config, notice = builtin.with_model(config, os.environ)
+    fleet = plan(config)
+    config = check_up(config, len(fleet))
+    origin = f" ({config.model})" if config.model != config.served_name else ""
+    screen.begin(f"tandem: {config.served_name}{origin}", notice)
+    try:
+        return asyncio.run(Supervisor(config, fleet, screen).run())
+    finally:
+        screen.close()
+
+
+def reachable(host: str) -> str:
+    """How a client on this machine writes the address of a socket bound to ``host``."""
+    return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104 - looked up, not bound
+
+
+def leaves_first(unit: Unit) -> tuple[bool, bool, int]:
+    """Order in which workers leave: those that are down, those that are starting again, then the youngest names. Who
+    serves is not sent away for one that may never be back."""
+    return unit.serving() is not None, unit.running(), -int(unit.label.rpartition("-")[2])
+
+
+def _role(unit: Unit) -> Role | None:
+    return unit.config.role if isinstance(unit.config, WorkerConfig) else None
+
+
+class Member(NamedTuple):
+    """One worker of the fleet."""
+
+    label: str
+    role: Role
+    share: cores.Share
+
+
+def plan(config: UpConfig) -> list[Member]:
+    """Which workers there will be, and which cores each gets."""
+    mine, quota = machine(config)
+    prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
+    counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
+    names: list[tuple[str, Role]] = [(f"{role}-{index}", role) for role, count in counts for index in range(count)]
+    shares = cores.deal(mine, len(names), quota, config.threads)
+    return [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
+
+
+def machine(config: UpConfig) -> tuple[list[int], int | None]:
+    """The cores that workers may have, and how many cores' time in all, if that is limited."""
+    allowed = cores.usable_cores()
+    mine = [core for core in config.cores or allowed if core in allowed]
+    if not mine:
+        raise StartError(f"--cpus {config.cpus} names no usable core", f"usable are {list(allowed)}", "correct --cpus")
+    return mine, cores.core_quota()
+
+
+class Supervisor:
+    """All units of one ``tandem up``, from the first process to the last."""
+
+    def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
+        self._config, self._fleet, self._screen = config, fleet, screen
+        colocated = any(member.role == "colocated" for member in fleet)
+        self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
+        """Of this system, as long as it runs: a child that replaces another gets the same."""
+        self._units: list[Unit] = []
+        self._lent = LentCores.create() if config.lend_cores else None
+        self._stop, self._kill = asyncio.Event(), asyncio.Event()
+        self._stopped_at = 0.0
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._grown = asyncio.Event()
+        self._up = self._chatting = self._piling_up = False
+        self._homes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """The coordinator's cores, and those that it has while prompts pile up."""
+        self._scaling = asyncio.Lock()
+        self._coming: list[Unit] = []
+        self._url = f"http://{reachable(config.host)}:{config.port}"
+        self._keyed = bool(config.api_keys())
+
+    async def run(self) -> int:
+        self._listen_to_signals()
+        self._units = self._make_units()
+        for unit in self._units:
+            self._keep(unit)
+        serving = asyncio.create_task(self._serve())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            while not self._stop.is_set():
+                self._grown.clear()
+                watched = {task for task in (*self._watched(), serving) if not task.done()}
+                grown = asyncio.create_task(self._grown.wait())
+                done, _ = await asyncio.wait({*watched, stopped, grown}, return_when=asyncio.FIRST_COMPLETED)
+                grown.cancel()
+                for task in done & watched:
+                    task.result()  # a failed start ends everything
+            await self._units[0].close_lines()
+            await self._drain(at_once=not self._up)
+            if self._kill.is_set():
+                self._screen.fact("stopped at once")
+                return STOPPED_AT_ONCE
+            self._screen.fact("stopped")
+            return 0
+        finally:
+            for unit in self._units:
+                unit.send(signal.SIGKILL)
+            for task in (serving, stopped):
+                task.cancel()
+            await self._units[0].close_lines()
+            await asyncio.gather(*self._keepers.values(), serving, stopped, return_exceptions=True)
+            if self._lent is not None:
+                self._lent.close()
+
+    def _watched(self) -> list[asyncio.Task[None]]:
+        """Whose end may end everything; a worker that was asked for later is its asker's business until it is ready."""
+        return [self._keepers[unit.label] for unit in self._units if not self._up or unit.facts.done()]
+
+    def _keep(self, unit: Unit) -> asyncio.Task[None]:
+        task = self._keepers[unit.label] = asyncio.create_task(unit.keep())
+        return task
+
+    def _make_units(self) -> list[Unit]:
+        """The coordinator and the workers."""
+        config, roles = self._config, [member.role for member in self._fleet]
+        door = config.for_coordinator(
+            expect_prefill=roles.count("prefill"),
+            expect_decode=roles.count("decode"),
+            expect_colocated=roles.count("colocated"),
+        )
+        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self._keys["coordinator"], self)
+        workers = [self._make_worker(member, len(roles)) for member in self._fleet]
+        self._settle_cores(coordinator, workers)
+        return [coordinator, *workers]
+
+    def _make_worker(self, member: Member, workers: int) -> Unit:
+        """One of ``workers`` workers on this machine."""
+        config = self._config.for_worker(
+            member.role,
+            WorkerName(member.label),
+            coordinator=f"{bracketed(self._config.control_host)}:{self._config.control_port}",
+            workers_on_host=workers,
+            threads=member.share.threads,
+            cpus=member.share.cpus or self._config.cpus,
+        )
+        lending = None
+        if self._lent is not None and member.share.cores is not None:
+            lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
+        return Unit(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
+
+    def _settle_cores(self, coordinator: Unit, workers: Sequence[Unit]) -> None:
+        """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and the
+        coordinator, which interrupts others, gets cores of its own."""
+        if self._lent is not None:
+            self._lent.settle(unit.share.cores or () for unit in workers)
+        if all(unit.share.cores for unit in workers):  # else nobody has cores for itself
+            mine, everybody = machine(self._config)[0], [unit.share for unit in workers]
+            beside_prompts, beside_streams = (
+                cores.beside(mine, everybody, [unit.share for unit in workers if _role(unit) == undisturbed])
+                for undisturbed in ("decode", "prefill")
+            )
+            self._homes = beside_prompts, beside_streams
+            self._bind(coordinator)
+
+    def _bind(self, coordinator: Unit) -> None:
+        if self._homes is not None:
+            home = self._homes[self._piling_up]
+            # who may run anywhere goes to a core that is idle, which Linux does not do for who interrupts at once
+            coordinator.bind(home, at_once=len(home) < len(machine(self._config)[0]))
+
+    def place_coordinator(self, deep: bool) -> None:
+        """Beside prompts it delays no stream; while they pile up it runs beside streams: prefill has no rest then."""
+        self._piling_up = deep
+        self._bind(self._units[0])
+
+    # -- coming up ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Comes up, and stays until told to stop; with ``--chat``, until the conversation in this terminal ends."""
+        await self._come_up()
+        if self._config.chat:
+            await self._chat()
+            self._stop.set()
+        await self._stop.wait()
+
+    async def _come_up(self) -> None:
+        """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
+        await asyncio.gather(*(asyncio.shield(unit.facts) for unit in self._units))
+        self._up = True
+        await self._until_ready()
+        workers = tuple(
+            WorkerFacts(
+                unit.label,
+                f"cores {unit.share.cpus}" if unit.share.cpus else "",
+                unit.facts.result(),
+                self._config.log_level == "debug",
+            )
+            for unit in self._units
+            if isinstance(unit.config, WorkerConfig)
+        )
+        links = await self._measured_links()
+        config = self._config
+        self._screen.serving(Serving(config.served_name, self._url, workers, links, self._keyed, config.chat))
+
+    async def _until_ready(self) -> None:
+        server, reason = Server(self._url, timeout_s=2.0), ""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                code, body = await asyncio.to_thread(server.get, "/ready")
+                if code == 200:
+                    return
+                reason = str(body)
+            except OSError as error:
+                reason = str(error)
+            await asyncio.sleep(POLL_S)
+        raise StartError(
+            "the workers did not join the coordinator", reason[:300], "look at the log with --log-level debug"
+        )
+
+    async def _measured_links(self) -> tuple[object, ...]:
+        """How KV travels between the pools and how fast; the mere names when the measuring takes too long."""
+        pairs = len(self._pool("prefill")) * len(self._pool("decode"))
+        deadline = time.monotonic() + LINKS_TIMEOUT_S
+        while True:
+            links = tuple(await asyncio.to_thread(self._links))
+            if sum(isinstance(link, dict) for link in links) >= pairs or time.monotonic() > deadline:
+                return links
+            await asyncio.sleep(POLL_S)
+
+    def _links(self) -> Iterable[object]:
+        """How KV travels, as the coordinator knows it; nothing when there is nobody to send to."""
+        config = self._config
+        key = config.admin_api_key or next(iter(config.api_keys()), None)
+        try:
+            code, body = Server(self._url, key, timeout_s=2.0).get("/admin/workers")
+        except OSError:
+            return ()
+        workers: list[dict[str, Any]] = body["workers"] if code == 200 else []
+        sends = [worker for worker in workers if worker.get("role") == "prefill"]
+        measured = [{**link, "from": worker["id"]} for worker in sends for link in worker["links"]]
+        return measured or [best for worker in sends for best in worker["transports"][:1]]
+
+    async def _chat(self) -> None:
+        self._chatting = True
+        key = next(iter(self._config.api_keys()), None)
+        environment = {**os.environ, **({"TANDEM_API_KEY": key} if key else {})}
+        command = (sys.executable, "-m", "deploy.cli", "chat", "--url", self._url)
+        child = await asyncio.create_subprocess_exec(*command, env=environment)
+        try:
+            await child.wait()
+        finally:
+            if child.returncode is None:
+                child.terminate()
+            self._chatting = False
+
+    def replace(self, name: str, pid: int, why: str) -> None:
+        """A worker hangs; one that is not of ours, or whose process has ended meanwhile, is nobody's business here."""
+        for unit in self._units[1:]:
+            if unit.label == name:
+                unit.replace(pid, why)
+
+    def serving(self) -> dict[WorkerName, int]:
+        """Whom a coordinator that starts now may expect to hear of; one that does not speak to it hangs."""
+        return {WorkerName(unit.label): pid for unit in self._units[1:] if (pid := unit.serving()) is not None}
+
+    # -- other pools --------------------------------------------------------------------------------------------------
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        """Makes the pools that large and returns their sizes; StartError says why not.
+
+        Those that join come first, those that leave have as long as at a stop. One change at a time: a later wish waits
+        for the one under way, but workers that are still starting and that it does not want are given up, and whoever
+        wanted them is told. So a start that hangs can be taken back, and a wish that is repeated disturbs nothing.
+        """
+        self._give_up(self._checked(prefill, decode))
+        async with self._scaling:
+            try:
+                return await self._change(self._checked(prefill, decode))
+            finally:  # a coordinator that restarts expects those that there are
+                door = self._units[0]
+                assert isinstance(door.config, CoordinatorConfig)
+                door.config = replace(
+                    door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
+                )
+
+    def _give_up(self, wanted: Mapping[Role, int]) -> None:
+        """Ends the youngest of those that still start, as far as they are more than ``wanted``."""
+        for role, count in wanted.items():
+            coming = [unit for unit in self._coming if _role(unit) == role]
+            ready = [unit for unit in self._pool(role) if unit not in coming]
+            for unit in coming[max(0, count - len(ready)) :]:
+                unit.send(signal.SIGKILL)
+
+    async def _change(self, wanted: Mapping[Role, int]) -> Pools:
+        coming, leaving = self._difference(wanted)
+        await asyncio.to_thread(self._check_memory, len(coming))
+        self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
+        at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
+
+        async def grow(unit: Unit) -> None:
+            async with at_once:
+                await self._grow(unit)
+
+        self._coming = list(coming)
+        self._settle_cores(self._units[0], [*self._units[1:], *coming])
+        try:
+            results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
+        finally:
+            self._coming = []
+        await asyncio.gather(*map(self._shrink, leaving))
+        self._settle_cores(self._units[0], self._units[1:])
+        for failure in results:
+            if isinstance(failure, BaseException):
+                raise failure
+        sizes = len(self._pool("prefill")), len(self._pool("decode"))
+        self._screen.fact(f"scaled: prefill {sizes[0]}, decode {sizes[1]}")
+        return sizes
+
+    def _pool(self, role: Role) -> list[Unit]:
+        """Its workers, and those that will be."""
+        later = [unit for unit in self._coming if unit not in self._units]
+        return [unit for unit in (*self._units, *later) if _role(unit) == role]
+
+    def _checked(self, prefill: int | None, decode: int | None) -> dict[Role, int]:
+        """The sizes that are wanted; StartError if they cannot be had now."""
+        if not self._up or self._stop.is_set():
+            when = "is stopping" if self._stop.is_set() else "is still starting"
+            raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it serves")
+        if self._pool("colocated"):
+            why = "a colocated worker does the work of both"
+            raise StartError("there are no pools to change", why, "start with --prefill N --decode M")
+        if prefill == 0 and self._config.no_prefill_policy != "local":
+            why = f"--no-prefill-policy {self._config.no_prefill_policy} then serves nobody"
+            raise StartError("the last prefill worker cannot be removed", why, "keep one, or start with policy local")
+        wanted: dict[Role, int | None] = {"prefill": prefill, "decode": decode}
+        return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
+
+    def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[Unit], list[Unit]]:
+        """Who comes, not started yet, and who leaves."""
+        names: list[tuple[str, Role]] = []
+        leaving: list[Unit] = []
+        for role, count in wanted.items():
+            pool = self._pool(role)
+            taken = {unit.label for unit in pool}
+            free = (label for index in itertools.count() if (label := f"{role}-{index}") not in taken)
+            names += [(label, role) for label in itertools.islice(free, max(0, count - len(pool)))]
+            pool.sort(key=leaves_first)
+            leaving += pool[: max(0, len(pool) - count)]
+        staying = [unit.share for unit in self._units[1:] if unit not in leaving]
+        mine, quota = machine(self._config)
+        shares = cores.deal_more(mine, staying, len(names), quota, self._config.threads) if names else []
+        members = [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
+        return [self._make_worker(member, len(staying) + len(members)) for member in members], leaving
+
+    def _check_memory(self, added: int) -> None:
+        if added:
+            config = self._config
+            checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
+            check_memory(checkpoint, config, len(self._units) - 1 + added, added)
+
+    async def _grow(self, unit: Unit) -> None:
+        """Waits until a new worker is ready; one that cannot start is dropped, and StartError says why."""
+        self._units.append(unit)
+        keeper = self._keep(unit)
+        await asyncio.wait((keeper, unit.facts), return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done() and not unit.facts.done():
+            self._forget(unit)
+            await keeper
+            raise StartError(f"{unit.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
+        self._coming.remove(unit)
+        self._grown.set()  # from now on it is watched like the others
+        facts = WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
+        self._screen.fact(f"{unit.label} is ready: {facts.budget} ({facts.compute})")
+
+    async def _shrink(self, unit: Unit) -> None:
+        """Drains a worker and waits until it has gone; between two processes it is gone at once."""
+        unit.send(signal.SIGTERM)
+        keeper = self._keepers[unit.label]
+        _, late = await asyncio.wait((keeper,), timeout=self._config.drain_timeout + LEAVE_GRACE_S)
+        if late:
+            unit.send(signal.SIGKILL)
+            await asyncio.wait((keeper,))
+        self._forget(unit)
+        self._screen.fact(f"{unit.label} has left")
+
+    def _forget(self, unit: Unit) -> None:
+        self._units.remove(unit)
+        del self._keepers[unit.label]
+
+    # -- going down ---------------------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._chatting:
+            return  # it stops an answer, which is the conversation's business
+        if not self._stop.is_set():
+            self._stopped_at = time.monotonic()
+            self._stop.set()
+        elif time.monotonic() - self._stopped_at > ONE_SIGNAL_S:
+            self._kill.set()
+
+    async def _drain(self, at_once: bool) -> None:
+        """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
+        if at_once:
+            self._screen.fact("told to stop before everybody was ready: stopping at once")
+            return
+        self._screen.fact("stopping: running requests finish first; once more to stop at once")
+        for unit in self._units:
+            unit.leave()
+        killed = asyncio.create_task(self._kill.wait())
+        limits_s = (self._config.drain_timeout + LEAVE_GRACE_S, LEAVE_GRACE_S)
+        for group, limit_s in zip((slice(0, 1), slice(1, None)), limits_s, strict=True):
+            for unit in self._units[group]:
+                unit.send(signal.SIGTERM)
+            gone = asyncio.create_task(asyncio.wait([self._keepers[unit.label] for unit in self._units[group]]))
+            await asyncio.wait((gone, killed), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if self._kill.is_set():
+                break
+        killed.cancel()

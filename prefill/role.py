@@ -1,0 +1,305 @@
+"""The prefill worker: prompts in, KV blocks and first tokens out.
+
+The life of a prompt here:
+
+    Prefill ──► waiting ──► computing (frames leave behind each layer) ──► first token to the coordinator, at once
+            ──► blocks renamed from the sequence to ``xfer:`` until decode has accepted ──► evictable cache
+
+A prompt may be computed before decode has found blocks for it. It does not hold its own against one for which decode
+has: it gives them back to the cache, and what is gone from there is computed again when its grant comes. So whoever has
+decode's blocks never waits here for somebody who waits for decode's blocks.
+
+Every way out (shipped, aborted, failed, ended by its first token) goes through :meth:`PrefillWorker.abort`, which drops
+whatever is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import KeysView
+from dataclasses import dataclass
+from typing import Any
+
+from common.core.errors import WireError
+from common.core.ids import Incarnation, SequenceId, TransferId, pack_tokens, transfer_holder
+from common.core.request import FinishReason
+from common.core.sequence import Batch, Sequence
+from common.engine.scheduler import Sampled
+from common.kv.table import BlockTable
+from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
+from common.worker.loop import Worker
+from common.worker.output_history import Finished
+from common.worker.token_spans import SpanWriter, stop_id, to_wire
+from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+from kvtransfer.session import Limits
+
+log = logging.getLogger("tandem.prefill")
+
+LOOK_S = 0.2
+"""How often, while a step goes on, hand-offs are looked after and what it has computed leaves."""
+BUDGET_S = 0.001
+"""Time for moving KV between two looks at control messages."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that this worker has in hand; ``first`` is set once it is computed, ``table`` while its blocks only wait
+    for decode."""
+
+    sequence: Sequence
+    peer: Peer
+    arrived_at: float
+    started_at: float = 0.0
+    first: FirstTokens | None = None
+    table: BlockTable | None = None
+
+
+class PrefillWorker(Worker):
+    """Serves ``Prefill``; see the module's docstring."""
+
+    def open_links(self) -> None:
+        self._prompts: dict[TransferId, _Prompt] = {}
+        self._aside: set[TransferId] = set()
+        """Prompts that were computed and have given their blocks back."""
+        self._tried: dict[TransferId, Incarnation] = {}
+        self._batch = Batch((), ())
+        self._ended: list[Shipped | Lost] = []
+        self._finished = Finished()
+        self._looked_at = 0.0
+        self.sender = Sender(
+            self.channels,
+            self.engine.memory,
+            self.incarnation,
+            self.settings.host_id,
+            transport=self.settings.kv_transport,
+        )
+        self.engine.on_layer = self._on_layer
+
+    def close_links(self) -> None:
+        self.sender.close()
+
+    def heed(self, welcome: Welcome) -> None:
+        self.sender.limit(Limits.told(welcome))
+
+    def holdings(self) -> KeysView[TransferId]:
+        return dict.fromkeys((*self._prompts, *self._trials)).keys()
+
+    def bad_transfer_messages(self) -> int:
+        return self.sender.bad_messages
+
+    def cut_off_peers(self) -> int:
+        return self.sender.strikes.cut_off
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, now: float) -> None:
+        match message:
+            case Prefill():
+                self._prefill(message, now)
+            case Abort(request=request, attempt=attempt):
+                self.abort(TransferId(request, attempt))
+            case Resend(request=request, attempt=attempt, choice=choice, start=start):
+                self._resend(SequenceId(request, choice, attempt), start)
+            case Measure():
+                self._measure(message, now)
+            case _:
+                log.warning("a prefill worker has no use for a %s message", type(message).__name__)
+
+    def _prefill(self, message: Prefill, now: float) -> None:
+        request, transfer = message.request, TransferId(message.request.id, message.attempt)
+        sequence = Sequence(request, message.attempt)
+        if self.accept(request, message.attempt, now, len(sequence.tokens)):
+            try:
+                self.sender.open(transfer, message.decode, len(sequence.tokens), [], now)
+            except WireError as error:
+                self.fail(transfer, "transfer_failed", str(error), retriable=True)
+                return
+            self._prompts[transfer] = _Prompt(sequence, message.decode, now)
+            self.planner.add(sequence)
+
+    def abort(self, transfer: TransferId) -> None:
+        self.sender.cancel(transfer, "aborted")
+        self._drop(transfer)
+
+    def _drop(self, transfer: TransferId) -> None:
+        self._tried.pop(transfer, None)
+        self.close_trial(transfer)
+        prompt = self._prompts.pop(transfer, None)
+        if prompt is not None and prompt.table is not None:
+            self.cache.close(prompt.table)
+        elif prompt is not None and transfer not in self._aside:
+            self.planner.finish(prompt.sequence)
+        self._aside.discard(transfer)
+        self.over(transfer)
+
+    def _resend(self, sequence_id: SequenceId, start: int) -> None:
+        """The first token again. What was handed over needs no answer, since decode's first span repeats it; what ended
+        here is known to nobody else."""
+        writer = SpanWriter()
+        prompt = self._prompts.get(sequence_id.transfer)
+        if prompt is None:
+            self._finished.tell(sequence_id, start, writer)
+        elif prompt.sequence.id == sequence_id and prompt.sequence.output_length > start:
+            writer.add(prompt.sequence, start)
+        self._send(writer)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, batch: Batch, now: float) -> None:
+        for segment in batch.segments:
+            prompt = self._prompts[segment.sequence.id.transfer]
+            prompt.started_at = prompt.started_at or now
+        self._batch = batch
+
+    def _on_layer(self, layer: int) -> None:
+        """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed. Not
+        after each quick one: between two layers everything here is cold, and costs a prompt more than its bytes do."""
+        done, batch, now = layer + 1, self._batch, self.clock()
+        if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
+            return
+        for segment, table in zip(batch.segments, batch.tables, strict=True):
+            self.sender.computed(segment.sequence.id.transfer, table, segment.end, done, now)
+        self._pump(now)
+
+    def sampled(self, samples: list[Sampled], now: float) -> None:
+        """Prompts are complete: their first tokens go to the coordinator before anything else."""
+        writer = SpanWriter()
+        ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
+        for sample in samples:
+            transfer = sample.sequence.id.transfer
+            prompt = self._prompts[transfer]
+            if prompt.first is not None:  # computed again: what was told the first time holds
+                ready.append((transfer, [sample.sequence], prompt.first))
+                continue
+            figures, choices = self._figures(sample.sequence, now), self._choices(sample)
+            prompt.first = FirstTokens(
+                pack_tokens(sample.tokens),
+                tuple(choice.finish for choice in choices),
+                tuple(stop_id(choice) for choice in choices),
+                tuple(to_wire(entry) for entry in sample.logprobs),
+                figures,
+            )
+            self.membership.send(Timing(transfer.request, transfer.attempt, figures))
+            for choice in choices:
+                writer.add(choice, choice.output_length - 1)
+            ready.append((transfer, choices, prompt.first))
+        self._send(writer)
+        for transfer, choices, first in ready:
+            self._hand_over(transfer, choices, first, now)
+
+    @staticmethod
+    def _choices(sample: Sampled) -> list[Sequence]:
+        """One sequence per choice, each with its first token; blocks are forked by decode, not here."""
+        sequence = sample.sequence
+        sequence.siblings = 0
+        choices = [sequence, *(sequence.fork(choice) for choice in range(1, len(sample.tokens)))]
+        for choice, token, logprobs in zip(choices, sample.tokens, sample.logprobs, strict=True):
+            choice.append(token, logprobs)
+        return choices
+
+    def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:
+        if all(choice.finish is not FinishReason.RUNNING for choice in choices):
+            for choice in choices:
+                self._finished.keep(choice, now)
+            self.sender.cancel(transfer, "ended by its first token")
+            self._drop(transfer)
+            return
+        prompt = self._prompts[transfer]
+        prompt.table = self.planner.detach(prompt.sequence, transfer_holder(transfer))
+        self.sender.finish(transfer, first, now)
+
+    def _figures(self, sequence: Sequence, now: float) -> dict[str, float]:
+        prompt = self._prompts[sequence.id.transfer]
+        return {
+            "queue_ms": (prompt.started_at - prompt.arrived_at) * 1000,
+            "prefill_ms": (now - prompt.started_at) * 1000,
+            "cached_tokens": float(self.planner.table(sequence).cached_tokens),
+        }
+
+    def _send(self, writer: SpanWriter) -> None:
+        for message in writer.messages():
+            self.membership.send(message)
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _make_way(self, now: float) -> None:
+        """Blocks for prompts that decode has blocks for, from those that still wait for decode's."""
+        for transfer in [each for each in self._aside if self.sender.granted(each)]:
+            self._aside.remove(transfer)
+            told = self._prompts[transfer].sequence
+            self.planner.add(Sequence(told.request, told.attempt))
+        if any(self.sender.granted(sequence.id.transfer) for sequence in self.planner.in_need):
+            for transfer, prompt in self._prompts.items():
+                if prompt.table is not None and not self.sender.granted(transfer):
+                    self._set_aside(transfer, prompt, now)
+
+    def _set_aside(self, transfer: TransferId, prompt: _Prompt, now: float) -> None:
+        assert prompt.table is not None
+        self.sender.withdraw(transfer, now)
+        self.cache.close(prompt.table)
+        prompt.table = None
+        self._aside.add(transfer)
+        self.count("set_aside_prompts")
+
+    # -- shipping -----------------------------------------------------------------------------------------------------
+
+    def _pump(self, now: float, budget_s: float = math.inf) -> None:
+        self._looked_at = now
+        self._ended += self.sender.pump(now, budget_s)
+
+    def more_to_move(self) -> bool:
+        return self.sender.behind
+
+    def move_kv(self, now: float) -> None:
+        self._finished.forget(now)
+        self._pump(now, BUDGET_S)
+        ended, self._ended = self._ended, []
+        for end in ended:
+            if decode := self._tried.get(end.transfer):
+                self._drop(end.transfer)
+                if isinstance(end, Shipped):
+                    self.membership.send(Measured(decode, end.link, end.bytes, end.seconds))
+                continue
+            if end.transfer not in self._prompts:
+                continue
+            self._drop(end.transfer)
+            match end:
+                case Shipped():
+                    self._shipped(end)
+                case Lost():
+                    self._lost(end)
+        self._make_way(now)
+
+    def _shipped(self, end: Shipped) -> None:
+        self.count(f"kv_bytes_{end.link}", end.bytes)
+        self.count(f"kv_seconds_{end.link}", end.seconds)
+        self.count("kv_transfers")
+        values = {
+            "transfer_ms": end.seconds * 1000,
+            "transfer_exposed_ms": end.exposed_seconds * 1000,
+            "kv_bytes": float(end.bytes),
+        }
+        self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
+
+    def _lost(self, end: Lost) -> None:
+        if end.told:  # decode knows more, and reports it if it is a failure
+            log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
+        else:
+            log.warning("hand-off %s failed: %s", end.transfer, end.reason)
+            self.count("kv_transfer_failures")
+            self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
+
+    def _measure(self, message: Measure, now: float) -> None:
+        """Ships blocks of nobody as they are: the same frames and checks as a real hand-off, without a model."""
+        transfer = TransferId(message.request, message.attempt)
+        if (table := self.open_trial(transfer, message.tokens, now)) is None:
+            return
+        self._tried[transfer] = message.peer.incarnation
+        try:
+            self.sender.open(transfer, message.peer, message.tokens, table.blocks, now)
+        except WireError:
+            self._drop(transfer)
+            raise
+        self.sender.computed(transfer, table.blocks, message.tokens, len(self.engine.layout.layers), now)
+        self.sender.finish(transfer, FirstTokens(b"", (), (), ()), now)
