@@ -10,8 +10,8 @@ import math
 import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,7 +21,50 @@ from common.core.ids import Incarnation
 from common.core.request import FinishReason
 from common.net.messages import Timing
 from coordinator.cluster.registry import Registry, WorkerState
-from coordinator.requests.record import Ticket
+
+
+class Choices(Protocol):
+    @property
+    def finish(self) -> Sequence[FinishReason]:
+        """Why each choice has ended."""
+
+
+class Request(Protocol):
+    """What is observed of a request. Times in seconds of ``time.monotonic``."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def life(self) -> Choices: ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def output_length(self) -> int: ...
+
+    @property
+    def arrived_at(self) -> float: ...
+
+    @property
+    def tokenized_at(self) -> float: ...
+
+    @property
+    def placed_at(self) -> float | None: ...
+
+    @property
+    def first_token_at(self) -> float | None: ...
+
+    @property
+    def finished_at(self) -> float | None: ...
+
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (
@@ -139,9 +182,9 @@ class Metrics:
 
     # -- what happened --------------------------------------------------------------------------------------------
 
-    def first_token(self, ticket: Ticket, now: float) -> None:
-        self._ttft.observe(now - ticket.arrived_at)
-        self._prompt_total.inc(ticket.prompt_length)
+    def first_token(self, request: Request, now: float) -> None:
+        self._ttft.observe(now - request.arrived_at)
+        self._prompt_total.inc(request.prompt_length)
 
     def inter_token(self, seconds: float, count: int) -> None:
         for _ in range(count):
@@ -167,30 +210,30 @@ class Metrics:
     def transfer_failed(self, reason: str) -> None:
         self._transfer_failures.labels(reason).inc()
 
-    def ended(self, ticket: Ticket, outcome: str) -> None:
+    def ended(self, request: Request, outcome: str) -> None:
         """A request is over: ``done``, ``aborted`` or ``failed``."""
-        self._requests.labels(outcome, ticket.path).inc()
-        self._output_total.inc(ticket.output_length)
-        if outcome != "done" or ticket.first_token_at is None or ticket.finished_at is None:
+        self._requests.labels(outcome, request.path).inc()
+        self._output_total.inc(request.output_length)
+        if outcome != "done" or request.first_token_at is None or request.finished_at is None:
             return
-        for finish in ticket.life.finish:
+        for finish in request.life.finish:
             self._success.labels(self._model, _FINISHES.get(finish, "stop")).inc()
-        self._prompt.observe(ticket.prompt_length)
-        self._output.observe(ticket.output_length)
-        self._e2e.observe(ticket.finished_at - ticket.arrived_at)
-        self._decode.observe(ticket.finished_at - ticket.first_token_at)
-        later = ticket.output_length - ticket.n
+        self._prompt.observe(request.prompt_length)
+        self._output.observe(request.output_length)
+        self._e2e.observe(request.finished_at - request.arrived_at)
+        self._decode.observe(request.finished_at - request.first_token_at)
+        later = request.output_length - request.n
         if later > 0:
-            self._tpot.observe((ticket.finished_at - ticket.first_token_at) * ticket.n / later)
-        self._observe_stages(ticket)
+            self._tpot.observe((request.finished_at - request.first_token_at) * request.n / later)
+        self._observe_stages(request)
 
-    def _observe_stages(self, ticket: Ticket) -> None:
-        placed = ticket.placed_at if ticket.placed_at is not None else ticket.tokenized_at
-        timings = ticket.timings
-        waited = placed - ticket.tokenized_at + timings.get("queue_ms", 0.0) / 1000
+    def _observe_stages(self, request: Request) -> None:
+        placed = request.placed_at if request.placed_at is not None else request.tokenized_at
+        timings = request.timings
+        waited = placed - request.tokenized_at + timings.get("queue_ms", 0.0) / 1000
         self._queue.observe(waited)
         self._prefill.observe(timings.get("prefill_ms", 0.0) / 1000)
-        self._stages.labels("tokenize").observe(ticket.tokenized_at - ticket.arrived_at)
+        self._stages.labels("tokenize").observe(request.tokenized_at - request.arrived_at)
         self._stages.labels("queue").observe(waited)
         self._observe(timings, "prefill", "decode_wait")
 

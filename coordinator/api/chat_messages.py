@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from coordinator.api.fields import Fields, Json, parse_arguments, refuse, wrong_type
+from coordinator.api.fields import Fields, parse_arguments, refuse, wrong_type
+from coordinator.requests.spec import Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 14

@@ -15,8 +15,8 @@ from typing import NoReturn
 import msgspec
 
 from common.core.errors import RequestError
+from coordinator.requests.spec import Json
 
-Json = dict[str, object]
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17

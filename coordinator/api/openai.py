@@ -6,14 +6,15 @@ what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 
 from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
-from coordinator.api.fields import INT64, Fields, Json, checked_integer, checked_number, refuse, wrong_type
+from coordinator.api.fields import INT64, Fields, checked_integer, checked_number, refuse, wrong_type
+from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
 MAX_PROMPTS = 64
 MAX_STOPS = 16
@@ -35,63 +36,6 @@ _UNSUPPORTED = {
     "web_search_options": "Web search is not supported: this server opens no outbound connection.",
 }
 _STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Sampling fields as the client set them; None where the model's default counts."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What chat and text completions have in common."""
-
-    model: str | None
-    n: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    return_metrics: bool
-    cache_salt: str
-    priority: int
-    ignored: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatBody:
-    options: Options
-    messages: list[Json]
-    tools: list[Json] | None
-    template_kwargs: Json
-    add_generation_prompt: bool
-    continue_final_message: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionBody:
-    options: Options
-    prompts: list[str | list[int]]
-    echo: bool
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import msgspec
 from common.core.ids import unpack_tokens
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.fields import Json
-from coordinator.api.openai import Options
+from coordinator.requests.spec import Json, Options
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
 
 encode = msgspec.json.Encoder().encode

@@ -22,9 +22,9 @@ from common.core.errors import RequestError, StartError
 from common.core.request import SamplingParams
 from common.kv.prefix import Chain, chain_root
 from coordinator.api.fields import refuse
-from coordinator.api.openai import ChatBody, CompletionBody, Options, Sampling
 from coordinator.api.response_encoder import encode
 from coordinator.cluster.registry import Registry
+from coordinator.requests.spec import ChatBody, CompletionBody, Options, Sampling
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
 from coordinator.text.slices import SLICE_CHARS

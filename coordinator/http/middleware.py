@@ -20,13 +20,13 @@ from aiohttp.typedefs import Handler, Middleware
 from common.config.commands import CoordinatorConfig
 from common.core.errors import RequestError
 from common.net.hosts import is_loopback
-from coordinator.api.fields import Json
 from coordinator.api.response_encoder import encode
 from coordinator.http.cors import Cors
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.reply import error_body
 from coordinator.http.server import EXPECTATION, internal_error
 from coordinator.requests.errors import RETRY_JITTER
+from coordinator.requests.spec import Json
 
 log = logging.getLogger("tandem.http")
 

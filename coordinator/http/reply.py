@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from common.core.errors import RequestError
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
-from coordinator.api.fields import Json
-from coordinator.api.openai import Options
 from coordinator.api.response_encoder import Choice, Shape, Usage, encode
 from coordinator.requests.record import Ticket
+from coordinator.requests.spec import Json, Options
 
 DONE = b"data: [DONE]\n\n"
 

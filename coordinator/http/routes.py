@@ -24,8 +24,8 @@ from common.config.commands import CoordinatorConfig
 from common.core.errors import RequestError
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import SamplingParams
-from coordinator.api.fields import Json, parse_json
-from coordinator.api.openai import CompletionBody, Options, parse_chat, parse_completion
+from coordinator.api.fields import parse_json
+from coordinator.api.openai import parse_chat, parse_completion
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
 from coordinator.cluster.registry import Registry
@@ -48,6 +48,7 @@ from coordinator.metrics import Metrics
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
 from coordinator.requests.record import Ticket
+from coordinator.requests.spec import CompletionBody, Json, Options
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import INLINE_BYTES, is_small
 from coordinator.text.tokenizer import ChatText, StopStrings

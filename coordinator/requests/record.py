@@ -14,8 +14,9 @@ from common.core.errors import RequestError
 from common.core.ids import Incarnation, RequestId
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
-from coordinator.requests.state import Life, Path
+from coordinator.requests.state import Life
 from coordinator.routing.breakers import Pair
+from coordinator.routing.paths import Path
 from coordinator.routing.router import HORIZON_TOKENS, Chains, Need, Placement, Promise
 
 REMEMBERED_INTERVALS = 16

@@ -20,6 +20,7 @@ from typing import Literal
 from common.core.errors import InvariantBroken
 from common.core.ids import Incarnation, pack_tokens
 from common.core.request import FinishReason
+from coordinator.routing.paths import Path
 
 MAX_RETRIES = 2
 """New attempts before the first token has been accepted."""
@@ -33,7 +34,6 @@ itself, if something between here and there does not like its message."""
 CLEARED_TOKENS = 16
 """Output that a request gets from workers that live on clears it."""
 
-Path = Literal["disagg", "local", "colocated", "prefill"]
 Verdict = Literal["retry", "spent"]
 
 

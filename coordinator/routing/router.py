@@ -18,8 +18,8 @@ from common.kv.layout import KvDtype
 from common.kv.prefix import ChainKey
 from common.net.messages import Hello, Role
 from coordinator.cluster.registry import Registry, Worker
-from coordinator.requests.state import Path
 from coordinator.routing.breakers import Alone, Breakers, Pair
+from coordinator.routing.paths import Path
 
 Chains = Mapping[KvDtype, Sequence[ChainKey]]
 """A prompt's prefix keys, by the element type in which its KV was or will be computed."""

@@ -25,7 +25,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from common.core.errors import RequestError, StartError
-from coordinator.api.fields import Json
+from coordinator.requests.spec import Json
 from coordinator.text.traced import Traced, join, origins, written
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders, normalizers
 
 from common.core.errors import RequestError, StartError, reason
-from coordinator.api.openai import ChatBody
+from coordinator.requests.spec import ChatBody
 from coordinator.text.chat_template import ChatTemplate, pick_template
 from coordinator.text.control_tokens import ControlTokens, control_tokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from common import builtin
-from coordinator.api.fields import Json
 from coordinator.api.openai import parse_chat
+from coordinator.requests.spec import Json
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.tokenizer import TextModel
 from tests.tiny_tokenizers import CONTROL, KINDS, ORDINARY, UNMARKED

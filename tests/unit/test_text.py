@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from common.core.errors import RequestError, StartError
-from coordinator.api.fields import Json
-from coordinator.api.openai import ChatBody, parse_chat
+from coordinator.api.openai import parse_chat
+from coordinator.requests.spec import ChatBody, Json
 from coordinator.text.chat_template import ChatTemplate, pick_template
 from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel, _WindowDetokenizer
 from coordinator.text.traced import origins
