@@ -31,7 +31,8 @@ from common.platform import threads
 from coordinator.api.service import ServedModel
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
-from coordinator.http.routes import BACKLOG, SERVICES, Scale, Services, make_app, serving
+from coordinator.http.application import BACKLOG, make_app, serving
+from coordinator.http.context import SERVICES, Scale, Services
 from coordinator.metrics import Load, Metrics
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
@@ -50,7 +51,7 @@ class Launcher(Protocol):
     """Who has started this process and the workers beside it. Without one nobody can do what it does."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
-        """As of :data:`coordinator.http.routes.Scale`, for POST /admin/scale."""
+        """As of :data:`coordinator.http.context.Scale`, for POST /admin/scale."""
 
     def replace(self, name: str, pid: int, why: str) -> None:
         """As of :data:`coordinator.cluster.gateway.Replace`: ends a worker that hangs, and starts another."""

@@ -16,8 +16,8 @@ from coordinator.api.openai import parse_chat, token_ids
 from coordinator.api.service import product_version
 from coordinator.cluster.link_stats import Links
 from coordinator.cluster.registry import Registry, Worker
+from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
 from coordinator.http.middleware import json_response
-from coordinator.http.routes import SERVICES, Services, deliver_whole, read_body
 from coordinator.requests.spec import ChatBody, Json
 from coordinator.routing.breakers import Breakers, BreakerState, Pair
 from coordinator.text.tokenizer import ChatText

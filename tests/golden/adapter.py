@@ -516,7 +516,7 @@ CHANGES = {
         "transcripts",
         "GET /health",
         "server: other",
-        lambda: mock.patch("coordinator.http.routes.SERVER", "other"),
+        lambda: mock.patch("coordinator.http.application.SERVER", "other"),
     ),
     "a retry time": Change(
         "transcripts", "draining /v1/chat/completions stream=False", "retry-after-ms: ", _other_retry

@@ -19,7 +19,8 @@ import jsonschema
 from common.config.commands import CoordinatorConfig
 from common.net.messages import Role
 from coordinator.app import SERVICES, create_app
-from coordinator.http.routes import Services, serving
+from coordinator.http.application import serving
+from coordinator.http.context import Services
 from coordinator.requests.dispatcher import Dispatcher
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled

@@ -62,12 +62,13 @@ from coordinator.api.response_encoder import (
 )
 from coordinator.app import LAG_EVERY_S, drain
 from coordinator.cluster.registry import Worker
-from coordinator.http import routes, sse
+from coordinator.http import application, sse
+from coordinator.http.application import make_runner
 from coordinator.http.bodies import Bodies, Kind, kind_of
+from coordinator.http.context import read_timeout
 from coordinator.http.middleware import error_response
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.reply import WholeReply
-from coordinator.http.routes import _patience, make_runner
 from coordinator.http.server import MAX_WAITING_BYTES, Connection
 from coordinator.http.sse import EventStream, deliver
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
@@ -1493,7 +1494,7 @@ async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkey
         threads.append(threading.current_thread())
         return parse_json(body)
 
-    monkeypatch.setattr("coordinator.http.routes.parse_json", parse)
+    monkeypatch.setattr("coordinator.http.context.parse_json", parse)
     for length in (10, INLINE_BYTES):
         assert (await house.post("/tokenize", {"prompt": "x" * length}))[0].status == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
@@ -1997,7 +1998,7 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
 
 
 async def test_clients_that_are_cut_off_are_counted_in_the_log(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    _, cut = _patience(house.services)
+    _, cut = read_timeout(house.services)
     for _ in range(1000):
         cut("is too far behind")
     house.services.cuts.close()
@@ -2157,8 +2158,8 @@ async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
 async def test_a_connection_that_was_used_is_closed_when_its_next_request_does_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert routes.KEEPALIVE_CONNECTION_S == 75.0, "as the threat model says"
-    monkeypatch.setattr(routes, "KEEPALIVE_CONNECTION_S", 0.2)
+    assert application.KEEPALIVE_CONNECTION_S == 75.0, "as the threat model says"
+    monkeypatch.setattr(application, "KEEPALIVE_CONNECTION_S", 0.2)
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response()

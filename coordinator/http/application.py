@@ -1,0 +1,126 @@
+"""The aiohttp application over running services, and the connections on which it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from coordinator.http.context import SERVICES, Services, read_timeout
+from coordinator.http.cors import Cors
+from coordinator.http.middleware import error_response, guard
+from coordinator.http.pages import routes as pages
+from coordinator.http.repeats import RateLimitedLog
+from coordinator.http.routes import routes as generating
+from coordinator.http.server import (
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    SERVER,
+    Connection,
+    Runner,
+)
+from coordinator.http.sse import LOOKS
+
+log = logging.getLogger("tandem.http")
+
+KEEPALIVE_CONNECTION_S = 75.0
+LINGER_S = 2.0
+"""For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
+READ_BYTES = 64 << 10
+"""Of a body: with twice as much that its handler has not taken, nothing more is read from its client."""
+BACKLOG = 4_096
+_LAST_WORDS_S = 1.0
+
+
+def make_app(services: Services) -> web.Application:
+    """The aiohttp application over running services."""
+    config = services.config
+    cors = Cors(config.allowed_origins or ())
+    if cors.allows_all and not config.api_keys():
+        log.warning("every web page in a browser that reaches this server may use it: set --api-key")
+    left = RateLimitedLog(logging.INFO, "%d more clients have left before they were answered: %s")
+    app = web.Application(
+        middlewares=[guard(config, cors, left)],
+        client_max_size=config.max_body_bytes,
+    )
+    app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(cors.add_headers)
+    app.on_cleanup.append(functools.partial(_close_logs, left, services.cuts))
+    app[SERVICES] = services
+    app.router.add_routes(generating)
+    app.router.add_routes(pages)
+    return app
+
+
+async def _close_logs(left: RateLimitedLog, cuts: RateLimitedLog, _: web.Application) -> None:
+    left.close()
+    cuts.close()
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Without versions: whoever looks for weak ones learns nothing."""
+    response.headers["Server"] = SERVER
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """How the application is served: a client that leaves cancels its handler, and no body is unpacked, not even one
+    that is refused and drained."""
+    return Runner(
+        app,
+        error_response,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_CONNECTION_S,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        read_bufsize=READ_BYTES,
+        lingering_time=LINGER_S,
+        auto_decompress=False,
+        shutdown_timeout=_LAST_WORDS_S,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+    """Takes connections of ``listener``; at the end those that are left have a second for their last words."""
+    runner = make_runner(app)
+    await runner.setup()
+    usher = asyncio.create_task(_show_out(app[SERVICES], runner))
+    try:
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        yield
+    finally:
+        usher.cancel()
+        await runner.cleanup()
+
+
+async def _show_out(services: Services, runner: web.AppRunner) -> None:
+    """Looks at all connections from time to time."""
+    patience_s, cut = read_timeout(services)
+    while True:
+        await asyncio.sleep(patience_s / LOOKS)
+        _close_silent_and_unread(services, runner, patience_s, cut)
+
+
+def _close_silent_and_unread(
+    services: Services, runner: web.AppRunner, patience_s: float, cut: Callable[[str], None]
+) -> None:
+    """Closes connections whose first request does not come (aiohttp waits for headers for ever; later ones on the same
+    connection have the keep-alive limit), and those whose client does not read, whatever it has asked for."""
+    now = time.monotonic()
+    for connection in runner.server.connections if runner.server else ():
+        if not isinstance(connection, Connection):
+            continue
+        if not connection.requests and connection.transport is not None and now - connection.made_at >= patience_s:
+            services.metrics.cut_off("sending")
+            connection.force_close()
+        elif connection.is_unread(now, patience_s):
+            cut(f"has taken nothing of its answers for {patience_s:g} s")
+            connection.abort()

@@ -1,0 +1,141 @@
+"""What the handlers share: the services of the coordinator, and how a body is read and an answer delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aiohttp import web
+
+from common.config.commands import CoordinatorConfig
+from common.core.errors import RequestError
+from coordinator.api.fields import parse_json
+from coordinator.api.service import ServedModel
+from coordinator.cluster.registry import Registry
+from coordinator.http.bodies import Bodies, BodyShare
+from coordinator.http.middleware import REQUEST_ID, announce_reading
+from coordinator.http.repeats import RateLimitedLog
+from coordinator.http.server import (
+    EXPECTATION,
+    malformed_request,
+)
+from coordinator.http.sse import deliver
+from coordinator.metrics import Metrics
+from coordinator.requests.dispatcher import Dispatcher
+from coordinator.requests.spec import Json
+from coordinator.text.lanes import INLINE_BYTES, is_small
+
+T = TypeVar("T")
+
+Scale = Callable[[int | None, int | None], Awaitable[tuple[int, int]]]
+"""Makes the prefill and the decode pool that large (None: as it is); returns their sizes, or raises RequestError."""
+
+
+class OpenAnswers:
+    """Counts answers from their admission until the kernel has their last byte; ``none`` is set while there are none.
+
+    Each is entered as a context."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self.none.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers need, made once per coordinator."""
+
+    config: CoordinatorConfig
+    model: ServedModel
+    dispatcher: Dispatcher
+    registry: Registry
+    metrics: Metrics
+    scale: Scale | None = None
+    answers: OpenAnswers = field(default_factory=OpenAnswers)
+    bodies: Bodies = field(init=False)
+    cuts: RateLimitedLog = field(
+        default_factory=lambda: RateLimitedLog(logging.WARNING, "%d more clients were cut off: %s")
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bodies", Bodies(self.config.max_body_bytes))
+
+
+SERVICES = web.AppKey("services", Services)
+
+
+async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
+    """Return ``read`` of the JSON object of a POST; RequestError for anything else that was sent.
+
+    The parser and ``read`` run as one step of a lane if the body is long or has many objects, so that bodies wait as
+    bytes, not as objects."""
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding != "identity":
+        raise RequestError(
+            f"A body with Content-Encoding {encoding[:32]!r} is not taken; send it plain.",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+    services = request.app[SERVICES]
+    await asyncio.sleep(0)  # a client that has sent everything and left is known to have left behind this
+    with services.bodies.share() as share:
+        body = await _receive(request, share)
+        if is_small(body):
+            return read(parse_json(body))
+        return await services.model.in_body_lane(body, lambda: read(parse_json(body)))
+
+
+async def _receive(request: web.Request, share: BodyShare) -> bytes:
+    """All bytes of the body, counted in ``share`` as they come: while a flood of small ones that stay unfinished is
+    refused, those that come in one piece are served."""
+    services = request.app[SERVICES]
+    all_there = request.content.is_eof()  # a timer would be for nothing
+    announce_reading(request)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(None if all_there else services.config.client_timeout):
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > request.client_max_size:
+                    raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+                if len(body) > INLINE_BYTES or not request.content.is_eof():  # a lane counts small ones that are whole
+                    share.grow(len(body))
+    except TimeoutError:
+        services.metrics.cut_off("sending")
+        raise RequestError("The request body did not arrive in time.", status=408, code="request_timeout") from None
+    except web.RequestPayloadError as error:
+        found = malformed_request(error)
+        assert found is not None
+        raise found[1] from None
+    return bytes(body)
+
+
+async def deliver_whole(request: web.Request, response: web.Response) -> web.StreamResponse:
+    """Sends all of ``response``; a client that takes nothing of it for ``client_timeout`` is cut."""
+    response.headers["x-request-id"] = request[REQUEST_ID]
+    if EXPECTATION in request:
+        response.force_close()  # as of guard, for what is sent before it sees it
+    return await deliver(request, response, *read_timeout(request.app[SERVICES]))
+
+
+def read_timeout(services: Services) -> tuple[float, Callable[[str], None]]:
+    """How long a client may not read, and who hears if it does not."""
+
+    def cut(why: str) -> None:
+        services.metrics.cut_off("reading")
+        services.cuts.add(f"({why})", f"a client is cut off: it {why}")
+
+    return services.config.client_timeout, cut
