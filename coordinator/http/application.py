@@ -33,7 +33,7 @@ KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
 """For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
 READ_BYTES = 64 << 10
-"""Of a body: with twice as much that its handler has not taken, nothing more is read from its client."""
+"""Buffer of a body. aiohttp stops reading from the client while its handler has twice as much to take."""
 BACKLOG = 4_096
 _LAST_WORDS_S = 1.0
 

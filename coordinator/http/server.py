@@ -41,8 +41,8 @@ MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10
 """Bytes of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
-"""Of all requests that wait on one connection for the answer to an earlier one, heads and bodies, without the body of
-the last."""
+"""Bound on the heads and bodies of all requests that wait on one connection for the answer to an earlier one. The body
+of the last does not count."""
 UNFINISHED_BUDGET = 32 << 20
 """Bytes of unfinished heads, and of requests that wait for an earlier one, on all connections together."""
 FREE_BYTES = 8 << 10
@@ -53,9 +53,9 @@ RETRY_S = 1.0
 CHUNK_BYTES = 128
 """That a chunk of a body takes in memory beside its own bytes."""
 FREE_CHUNKS = 1024
-"""Of a body, whatever their size."""
+"""Chunks that a body may have, whatever their size."""
 LEAST_CHUNK_BYTES = 256
-"""On average, of the chunks beyond those: each costs the parser as much as hundreds of bytes do."""
+"""Average size that chunks beyond those must have: the parser spends as much on a chunk as on hundreds of bytes."""
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
@@ -158,7 +158,7 @@ class Connection(web.RequestHandler):
         self._malformed, self._error_response = malformed, error_response
         self._body: StreamReader | None = None
         self._chunks = 0
-        """Of that body, those of the last slices of an earlier one not among them."""
+        """Chunks of ``_body`` so far. Those of the slice in which its head came are not counted."""
         self._refused = False
         self._unparsed = 0
         """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
