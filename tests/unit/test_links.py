@@ -30,8 +30,9 @@ from common.kv import pieces
 from common.kv.convert import converted
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
-from common.net.messages import Accept, Ack, Peer
+from common.net.messages import Accept, Ack, Open, Peer, ToDecode
 from common.net.sockets import MAX_FRAME_BYTES, Channels
+from common.net.wire import MAX_HANDOFF_BYTES, decode
 from kvtransfer import receiver, sender
 from kvtransfer.flow_control import TRANSFER_BYTES
 from kvtransfer.frames import FrameHeader, Rectangle
@@ -399,7 +400,8 @@ def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
 
 
 class Held:
-    """A receiver's socket that gives nothing away until ``count`` messages are there, and then all of them."""
+    """A receiver's socket that gives nothing away until ``count`` messages are there, and then all of them. An
+    announcement that a slow grant let the sender repeat is none of them."""
 
     def __init__(self, socket: zmq.Socket[bytes], count: int) -> None:
         self.socket, self.count, self.there = socket, count, list[list[zmq.Frame]]()
@@ -408,7 +410,10 @@ class Held:
         assert option == zmq.EVENTS
         while self.count:
             assert self.socket.poll(5000), f"{self.count} more messages were to come"
-            self.there.append(self.socket.recv_multipart(copy=False))
+            parts = self.socket.recv_multipart(copy=False)
+            if len(parts) == 2 and isinstance(decode(parts[1].buffer, ToDecode, MAX_HANDOFF_BYTES), Open):
+                continue
+            self.there.append(parts)
             self.count -= 1
         return zmq.POLLIN if self.there else 0
 
