@@ -36,6 +36,7 @@ from common.net.sockets import (
 )
 from common.net.wire import decode
 from tests.leaked_keys import keygen
+from tests.threads import running_threads, until_ended
 from tests.unit.parts import counted, many
 
 
@@ -209,25 +210,25 @@ def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_los
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness belongs to the process here")
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(cluster: Path, encrypted: bool) -> None:
-    def threads() -> dict[int, int]:
-        return {int(each): os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
+    def started(before: set[int]) -> dict[int, int]:
+        return {each: os.getpriority(os.PRIO_PROCESS, each) for each in running_threads() - before}
 
-    before, ours = threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    before, ours = running_threads(), os.getpriority(os.PRIO_PROCESS, 0)
     channels = Channels(keys.load(cluster, "decode"), encrypt_kv=encrypted)
     sockets = [channels.dealer("tcp://127.0.0.1:1", b"us")]
-    control = {each: nice for each, nice in threads().items() if each not in before}
+    control = started(before)
     assert control and set(control.values()) == {ours}
     router, address = channels.router("tcp://127.0.0.1:*", kv=True)
     sockets += [router, channels.dealer(address, b"peer", to="decode")]
     niceness = channel.CURVE_NICENESS if encrypted else channel.KV_NICENESS
-    kv = {each: nice for each, nice in threads().items() if each not in before | control}
+    kv = started(before | control.keys())
     door = {ours} if encrypted else set()  # who answers which keys may come in
     assert set(kv.values()) == {min(19, ours + niceness)} | door
     assert os.getpriority(os.PRIO_PROCESS, 0) == ours
     for socket in sockets:
         socket.close()
     channels.close()
-    assert not threads().keys() & (control | kv).keys()
+    until_ended([*control, *kv])
 
 
 def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster: Path) -> None:

@@ -28,6 +28,7 @@ from common.worker.loop import WorkerSettings
 from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of
 from tests.pace import scaled
+from tests.threads import running_threads, until_ended
 from tests.unit.test_attention import random_spans
 
 library = cpu.library()
@@ -303,13 +304,13 @@ def test_two_threads_that_compute_do_not_disturb_each_other(helped: LentCores) -
 @needs_kernels
 def test_helpers_end_when_they_are_given_back_and_there_is_one_for_each_core_that_is_there(lent: LentCores) -> None:
     assert library is not None
-    before = set(os.listdir("/proc/self/task"))
+    before = running_threads()
     cores = (ctypes.c_int32 * 3)(CORE, 1000, CORE)
     assert library.borrow(lent.address, cores, 3) == 2
-    helpers = set(os.listdir("/proc/self/task")) - before
+    helpers = running_threads() - before
     assert len(helpers) == 2
     for each in helpers:
-        assert os.sched_getaffinity(int(each)) == {CORE}
+        assert os.sched_getaffinity(each) == {CORE}
     assert library.borrow(lent.address, cores, 1) == 1, "those from before have ended"
     library.give_back()
-    assert not set(os.listdir("/proc/self/task")) - before
+    until_ended(running_threads() - before)

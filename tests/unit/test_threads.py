@@ -13,6 +13,7 @@ import pytest
 
 from common.net.sockets import Channels
 from common.platform import threads
+from tests.threads import running_threads
 
 GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275, "ppc64le": 356, "s390x": 346}
 """Numbers of the call sched_getattr(2)."""
@@ -44,12 +45,12 @@ def test_threads_that_compute_have_longer_slices_than_those_that_pass_messages_o
 
     def compute() -> None:
         threads.compute()
-        before = set(os.listdir("/proc/self/task"))
+        before = running_threads()
         channels = Channels()
         sockets = [channels.dealer("tcp://127.0.0.1:1", b"us"), channels.router("tcp://127.0.0.1:*", kv=True)[0]]
-        started = set(os.listdir("/proc/self/task")) - before
+        started = running_threads() - before
         found["computing"], found["nice"] = slice_s(0), os.getpriority(os.PRIO_PROCESS, 0)
-        found["messages"] = max(slice_s(int(each)) for each in started)
+        found["messages"] = max(slice_s(each) for each in started)
         for socket in sockets:
             socket.close()
         channels.close()
@@ -139,12 +140,12 @@ def test_control_messages_are_passed_on_at_once_where_that_is_wanted_and_kv_neve
     found = []
 
     def policies(kv: bool, at_once: bool) -> None:
-        before = set(os.listdir("/proc/self/task"))
+        before = running_threads()
         channels = Channels(at_once=at_once)
-        between = set(os.listdir("/proc/self/task"))
+        between = running_threads()
         socket, _ = channels.router("tcp://127.0.0.1:*", kv=kv)
-        started = set(os.listdir("/proc/self/task")) - (between if kv else before)
-        found.append({os.sched_getscheduler(int(each)) for each in started})
+        started = running_threads() - (between if kv else before)
+        found.append({os.sched_getscheduler(each) for each in started})
         socket.close()
         channels.close()
 
