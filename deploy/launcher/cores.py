@@ -91,10 +91,14 @@ def beside(cores: Sequence[int], workers: Iterable[Share], undisturbed: Iterable
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """The process, with all threads that it has and will have, runs on ``cores``. One that has ended, or may not, is
-    left as it is."""
-    with contextlib.suppress(OSError):
-        for thread in sorted(map(int, os.listdir(f"/proc/{pid}/task"))):  # the first one first: it starts the others
+    """The process, with all threads that it has and will have, runs on ``cores``. A thread that has ended, or may not,
+    is left as it is."""
+    try:
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))  # the first one first: it starts the others
+    except OSError:  # the process has ended
+        return
+    for thread in threads:
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(thread, cores)
 
 
