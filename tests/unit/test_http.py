@@ -2511,7 +2511,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model: Pat
 
 async def _leave_unread(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """An answer that is computed, larger than what the kernel takes, and not read yet."""
-    asked = {"prompt": ["x"] * 8, "n": 16, "logprobs": 5, "max_tokens": 900, "ignore_eos": True, "seed": 1}
+    asked = {"prompt": ["x"] * 3, "n": 16, "logprobs": 20, "max_tokens": 900, "ignore_eos": True, "seed": 1}
     connection = await _ask_and_read_no_more(house, asked)
     await until(lambda: house.workers[0].busy, "it runs")
     await until(lambda: not house.dispatcher.tickets, "it is computed", 20)

@@ -163,7 +163,7 @@ def test_pauses_grow_and_end(meeting: Meeting) -> None:
         attempt(key, entry, now)
 
     source._try = counted  # type: ignore[method-assign]
-    for _ in range(400):
+    for _ in range(250):
         assert out_of_reach(meeting, meeting.answer(meeting.announce()))
         meeting.now += 0.5
     pauses = [after - before for before, after in itertools.pairwise(tries)]
