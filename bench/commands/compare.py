@@ -405,7 +405,7 @@ def _as_json(
 ) -> dict[str, Any]:
     return {
         "load": as_load(config, config.model) | {"max_concurrency": config.max_concurrency},
-        "up_flags": shlex.join(results.without_secrets(shlex.split(config.up_flags or ""))),
+        "up_flags": config.up_flags or "",
         "objectives_ms": {each.metric: each.bound for each in objectives},
         "systems": {
             each.system: {

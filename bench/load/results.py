@@ -7,22 +7,19 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common.config.redaction import without_secrets
 from common.core.errors import StartError, reason
 from common.platform import device, threads
 
 PICTURES = (".png", ".svg")
-SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), "--up-flags"
-"""Options with a secret, with several, and the one that has options of another command in it."""
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
 """Of those that a processor may have, the ones that kernels differ by."""
 DATE = "%Y%m%d-%H%M%S"
@@ -68,26 +65,6 @@ def _command() -> str:
     program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
     words = [Path(word).name if word.startswith("/") else word for word in without_secrets(sys.argv[1:])]
     return f"{program} {shlex.join(words)}"
-
-
-def without_secrets(words: Iterable[str]) -> Iterator[str]:
-    """The words of a command as they may be saved: keys are left out, and what URLs say before their host."""
-    flag = ""  # that a word may be the value of
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option.startswith("--") and " " not in option:
-            flag, said = option.replace("_", "-"), f"{option}{equals}"
-        else:
-            equals, said, value = "", "", word
-        if flag in (*SECRETS, *MANY_SECRETS):
-            shown = value and "..."
-        elif flag == FLAGS:
-            shown = shlex.join(without_secrets(shlex.split(value)))
-        else:
-            shown = re.sub(r"(?<=://)[^/@]+@", "", value)
-        if equals or (value and flag not in MANY_SECRETS):
-            flag = ""
-        yield said + shown
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from common.config import redaction
 from common.config.options import (
     ADDRESS,
     CPUS,
@@ -719,6 +720,16 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
     goodput: str = option(
         DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", TEXT, "results"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            holds_key = redaction.holds_key(self.up_flags or "")
+        except ValueError as error:
+            raise StartError("--up-flags is no list of flags", str(error), "write it as for a shell") from None
+        if holds_key:
+            why = "whoever lists this machine's processes would read it"
+            raise StartError("--up-flags holds a key", why, "leave it out: they answer on this machine only")
 
 
 @dataclass(frozen=True, kw_only=True)

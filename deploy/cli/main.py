@@ -34,6 +34,7 @@ from common.config.commands import (
     load_config,
 )
 from common.config.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
+from common.config.redaction import without_login
 from common.core.errors import StartError
 from common.platform.log import setup_logging
 
@@ -348,7 +349,10 @@ def _config(name: str, given: dict[str, Any]) -> int:
     rows = []
     for item in options(config):
         value, origin = getattr(loaded.config, item.name), loaded.origins[item.name]
-        text = "(hidden)" if item.secret and value else item.default_text if origin == "default" else show(value)
+        if item.secret and value:
+            text = "(hidden)"
+        else:
+            text = item.default_text if origin == "default" else without_login(show(value))
         rows.append((item.name, text, origin))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for option, text, origin in rows:

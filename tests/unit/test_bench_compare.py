@@ -397,7 +397,15 @@ def test_a_server_that_runs_beside_the_others_is_told_to_take_cores(
     assert said.count("note: the server at --url keeps running while the others are measured: if it is on this") == 1
 
 
-def test_flags_of_the_systems_are_saved_without_their_keys() -> None:
-    config = BenchCompareConfig(model="", up_flags=f"--api-key {KEY} --max-num-seqs 8")
-    assert compare._as_json(config, [Outcome("1c")], (), [])["up_flags"] == "--api-key ... --max-num-seqs 8"
+def test_flags_of_the_systems_are_saved() -> None:
+    config = BenchCompareConfig(model="", up_flags="--max-num-seqs 8")
+    assert compare._as_json(config, [Outcome("1c")], (), [])["up_flags"] == "--max-num-seqs 8"
     assert compare._as_json(replace(config, up_flags=None), [Outcome("1c")], (), [])["up_flags"] == ""
+
+
+@pytest.mark.parametrize("flags", [f"--api-key {KEY}", f"--admin_api_key={KEY}", f"--api-key '{KEY}"])
+def test_flags_of_the_systems_hold_no_key_and_errors_do_not_show_it(flags: str) -> None:
+    """They become arguments of processes, which every user of the machine may read."""
+    with pytest.raises(StartError) as refused:
+        BenchCompareConfig(model="", up_flags=flags)
+    assert KEY not in str(refused.value)

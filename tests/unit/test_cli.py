@@ -256,6 +256,16 @@ def test_config_says_where_each_value_comes_from() -> None:
     assert "port " in tandem("config").stdout
 
 
+@pytest.mark.parametrize(
+    "words", [("chat", "--url", "http://me:{}@127.0.0.1:1"), ("bench", "compare", "--up-flags", "--api-key {}")]
+)
+def test_config_shows_no_key_that_stands_inside_a_value(words: tuple[str, ...]) -> None:
+    key = new_key()
+    result = tandem("config", *(word.format(key) for word in words))
+    assert result.returncode in (0, 1) and "Traceback" not in result.stderr
+    assert key not in result.stdout + result.stderr
+
+
 def test_whoever_reads_may_have_seen_enough() -> None:
     """As head has, after ten lines."""
     reading, writing = os.pipe()
