@@ -41,7 +41,7 @@ class PoolDoor:
         self._fd = memory.fd
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
-        self._socket.listen(16)
+        self._socket.listen(socket.SOMAXCONN)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-pool-door", daemon=True)
         self._thread.start()

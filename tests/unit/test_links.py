@@ -635,6 +635,33 @@ def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest
     memory.close()
 
 
+def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decode workers of a host may come at once, before the door's thread has run; nobody is sent away."""
+    opens = threading.Event()
+    serve = shm.PoolDoor._serve
+
+    def late(door: shm.PoolDoor) -> None:
+        opens.wait()
+        serve(door)
+
+    monkeypatch.setattr(shm.PoolDoor, "_serve", late)
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    door = shm.PoolDoor(memory, new_incarnation())
+    try:
+        crowd = [shm.Knock(door.address) for _ in range(100)]
+        opens.set()
+        for knock in crowd:
+            assert select.select([knock], [], [], 20)[0]
+            descriptor = knock.answer()
+            assert descriptor is not None
+            os.close(descriptor)
+            knock.close()
+    finally:
+        opens.set()
+        door.close()
+        memory.close()
+
+
 @needs_nixl
 @pytest.mark.torch
 def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
