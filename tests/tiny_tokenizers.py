@@ -1,4 +1,7 @@
-"""Tiny tokenizers of the kinds that models have, trained in a moment, each with control tokens of several styles."""
+"""Tiny tokenizers of the kinds that models have, trained in a moment, each with control tokens of several styles.
+
+Some mark no token as special in ``tokenizer.json``: other files of the checkpoint declare which are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import json
 from collections.abc import Callable
 from string import ascii_letters
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -81,9 +85,64 @@ def word_piece() -> Tokenizer:
     return _trained(tokenizer, trainer)
 
 
+def unmarked_bpe() -> Tokenizer:
+    return _with(byte_level_bpe(), special=False)
+
+
+def unmarked_word_piece() -> Tokenizer:
+    return _with(word_piece(), special=False)
+
+
+def unlisted_unigram() -> Tokenizer:
+    """Control tokens are words of the vocabulary, and no added tokens but for those of UNMARKED and the like."""
+    return _with(unigram(), listed=False)
+
+
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    make.__name__: functools.cache(make) for make in (byte_level_bpe, sentencepiece_bpe, unigram, word_piece)
+    make.__name__: functools.cache(make)
+    for make in (
+        byte_level_bpe,
+        sentencepiece_bpe,
+        unigram,
+        word_piece,
+        unmarked_bpe,
+        unmarked_word_piece,
+        unlisted_unigram,
+    )
 }
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def checkpoint_files(kind: str) -> dict[str, dict[str, Any]]:
+    """What the files of a checkpoint beside ``tokenizer.json`` say of the special tokens."""
+    files: dict[str, dict[str, Any]] = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    settings = files["tokenizer_config.json"]
+    match kind:
+        case "unmarked_bpe":
+            listed = {"content": "[AVAILABLE_TOOLS]", "special": True, "normalized": False}
+            settings["added_tokens_decoder"] = {str(KINDS[kind]().token_to_id("[AVAILABLE_TOOLS]")): listed}
+            settings["bos_token"], settings["eos_token"] = "<s>", {"__type": "AddedToken", "content": "</s>"}
+            settings["additional_special_tokens"] = ["[INST]", {"__type": "AddedToken", "content": "[/INST]"}]
+        case "unmarked_word_piece":
+            ids = {text: KINDS[kind]().token_to_id(text) for text in CONTROL}
+            ends = [ids["[INST]"], ids["[/INST]"]]
+            files["generation_config.json"] = {"eos_token_id": [ids["</s>"], *ends]}
+            files["config.json"] = {"text_config": {"pad_token_id": ids["[AVAILABLE_TOOLS]"]}}
+            settings |= NAMES
+        case "unlisted_unigram":
+            files["special_tokens_map.json"] = {
+                **{name: {"content": text} for name, text in NAMES.items()},
+                "unk_token": "<unk>",
+                "pad_token": "[AVAILABLE_TOOLS]",
+                "image_token": "[INST]",
+                "extra_special_tokens": {
+                    "close_token": "[/INST]",
+                    **{f"a{at}_token": text for at, text in enumerate(CONTROL) if text.startswith("<|")},
+                },
+            }
+        case _:
+            settings |= NAMES
+    return files
 
 
 def _trained(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
@@ -96,3 +155,13 @@ def _with_control(tokenizer: Tokenizer) -> Tokenizer:
     for text in (*UNMARKED, *ORDINARY):
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=False)])
     return tokenizer
+
+
+def _with(tokenizer: Tokenizer, *, special: bool | None = None, listed: bool = True) -> Tokenizer:
+    """A copy with the tokens of CONTROL marked or not, and listed as added tokens or not."""
+    settings = json.loads(tokenizer.to_str())
+    if special is not None:
+        settings["added_tokens"] = [{**token, "special": special} for token in settings["added_tokens"]]
+    if not listed:
+        settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
+    return Tokenizer.from_str(json.dumps(settings))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -26,26 +26,29 @@ _CONTROL_SHAPES = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 llama.cpp's converter goes by the same rule."""
 
 
-def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts and ids of all tokens that steer the model and must not come from a client's string."""
+def control_tokens(tokenizer: Tokenizer, declared: Collection[str] = ()) -> list[str]:
+    """Texts of all added tokens that steer the model and must not come from a client's string: those that are marked as
+    special, those ``declared`` elsewhere (:mod:`coordinator.text.token_names`), and those of _CONTROL_SHAPES."""
     added: Mapping[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-    return {
-        token.content: index
-        for index, token in added.items()
-        if token.content and (token.special or _CONTROL_SHAPES.fullmatch(token.content))
-    }
+    texts = {token.content: token.special or token.content in declared for token in added.values()}
+    return [text for text, special in texts.items() if text and (special or _CONTROL_SHAPES.fullmatch(text))]
 
 
 class ControlTokens:
-    """The second tokenizer, and the way to spell for it."""
+    """The second tokenizer, and the way to spell for it. ``texts`` are those of the control tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        texts = list(control_tokens(tokenizer))
+    def __init__(self, tokenizer: Tokenizer, declared: Collection[str] = ()) -> None:
+        self.texts = control_tokens(tokenizer, declared)
         secret = "".join(secrets.choice(_LETTERS) for _ in range(_SECRET_LETTERS))
-        self._names = {text: secret + _number(at) for at, text in enumerate(texts)}
-        longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-        self._pattern = re.compile("|".join(longest_first)) if texts else None
-        self.tokenizer = _renamed(tokenizer, self._names) if texts else tokenizer
+        names = {text: secret + _number(at) for at, text in enumerate(self.texts)}
+        renamed = _renamed(tokenizer, names)
+        if letters := {text for text in names if _is_letter(text) and not _is_known(text, renamed)}:
+            self.texts = [text for text in self.texts if text not in letters]
+            names = {text: name for text, name in names.items() if text not in letters}
+            renamed = _renamed(tokenizer, names)
+        self.tokenizer, self._names = renamed, names
+        longest_first = sorted(map(re.escape, self.texts), key=len, reverse=True)
+        self._pattern = re.compile("|".join(longest_first)) if longest_first else None
         self.longest_name = _SECRET_LETTERS + _NUMBER_LETTERS
 
     def spell(self, text: Traced) -> str:
@@ -80,8 +83,21 @@ def _number(value: int) -> str:
     return letters
 
 
+def _is_letter(text: str) -> bool:
+    """Whether ``text`` is a single character of ordinary text, as a full stop that ends sequences."""
+    return len(text) == 1 and (text.isprintable() or text.isspace())
+
+
+def _is_known(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether ``tokenizer`` has tokens for ``text``, a character, that are not lost and not unknown."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return text in tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """``tokenizer`` with tokens called by ``names`` wherever it looks them up, under the ids that they have."""
+    if not names:
+        return tokenizer
     settings = json.loads(tokenizer.to_str())
     settings["post_processor"] = None  # what it adds around a text is not for chats, and it knows tokens by name
     for token in settings["added_tokens"]:

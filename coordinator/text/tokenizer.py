@@ -9,7 +9,6 @@ because only those let go of the interpreter lock. Very long ones come out a sli
 from __future__ import annotations
 
 import codecs
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from tokenizers import Tokenizer, decoders, normalizers
 from common.core.errors import RequestError, StartError, reason
 from coordinator.requests.spec import ChatBody
 from coordinator.text.chat_template import ChatTemplate, pick_template
-from coordinator.text.control_tokens import ControlTokens, control_tokens
+from coordinator.text.control_tokens import ControlTokens
 from coordinator.text.slices import SLICE_CHARS, encode_slices
+from coordinator.text.token_names import make_special, read_json, read_token_names
 
 log = logging.getLogger("tandem.text")
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 2_000
 """Characters or tokens from which on the library must let go of the interpreter lock; below, threads cost more."""
 _NFC_SHRINKS = 4
@@ -60,16 +59,19 @@ class TextModel:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # work stays in its thread, whose lane it is in
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
+        self._names = read_token_names(directory, self.tokenizer)
+        special = self._names.special
+        make_special(self.tokenizer, special)
         added = self.tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special_ids = frozenset(i for i, token in added.items() if token.special or token.content in special)
         self._byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.chars_per_token = self._longest_token * _shrinks(self.tokenizer, self._byte_level)
         """The most characters of text that one token may stand for, in a prompt as a whole."""
         self._bytes: dict[int, bytes] = {}
         self._around = _around(self.tokenizer)
-        self._control = ControlTokens(self.tokenizer)
+        self._control = ControlTokens(self.tokenizer, special | self._names.control)
         self.template = self._load_template(chat_template)
 
     # -- to tokens ------------------------------------------------------------------------------------------------
@@ -157,16 +159,11 @@ class TextModel:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def _load_template(self, override: str | None) -> ChatTemplate | None:
-        settings = _read_json(self.directory / "tokenizer_config.json")
+        settings = read_json(self.directory / "tokenizer_config.json")
         source = _given_template(override) if override else self._own_template(settings)
         if source is None:
             return None
-        legacy = _read_json(self.directory / "special_tokens_map.json")
-        special: dict[str, str] = {}
-        for name in _SPECIAL_NAMES:
-            if text := _token_text(settings.get(name)) or _token_text(legacy.get(name)):
-                special[name] = text
-        template = ChatTemplate(source, special)
+        template = ChatTemplate(source, dict(self._names.named))
         self._try_out(template)
         return template
 
@@ -176,8 +173,7 @@ class TextModel:
             text = template.render(_TRIAL)
         except RequestError:
             return  # this one wants other messages
-        names = control_tokens(self.tokenizer)
-        if lost := sorted(name for name in names if name in self._control.spell(text)):
+        if lost := sorted(name for name in self._control.texts if name in self._control.spell(text)):
             log.warning("what the chat template makes of %s is taken for text: write it in one piece", ", ".join(lost))
 
     def _own_template(self, settings: Mapping[str, Any]) -> str | None:
@@ -239,21 +235,6 @@ def _shrinks(tokenizer: Tokenizer, byte_level: bool) -> int:
     if not keeps_text or not whole or any(token.lstrip or token.rstrip for token in added):
         return _VANISHING
     return 1 if normalizer is None else _NFC_SHRINKS
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StartError(f"cannot read {file}", str(error), "download the model again") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _token_text(value: object) -> str | None:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
 
 
 def _given_template(option: str) -> str:

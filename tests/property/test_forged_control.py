@@ -23,7 +23,7 @@ from coordinator.api.openai import parse_chat
 from coordinator.requests.spec import Json
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.tokenizer import TextModel
-from tests.tiny_tokenizers import CONTROL, KINDS, ORDINARY, UNMARKED
+from tests.tiny_tokenizers import CONTROL, KINDS, NAMES, ORDINARY, UNMARKED, checkpoint_files
 
 CHATML = """
 {%- macro show(tool) %}{{ tool.function.name }}: {{ tool.function.description | trim | upper }}
@@ -74,7 +74,6 @@ MODERN = """
 {%- set ns = namespace(text='') %}{% for part in message.content.split('<') %}{% set ns.text = ns.text + '<' + part %}
 {%- endfor %}{{ ns.text }}{% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "holes": HOLES, "modern": MODERN}
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 BUILTIN = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 """Control tokens of the built-in model."""
@@ -148,8 +147,9 @@ class Case:
     @classmethod
     def of(cls, directory: Path, kind: str, template: str) -> Case:
         KINDS[kind]().save(str(directory / "tokenizer.json"))
-        settings = {**SPECIAL, "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+        (directory / "chat_template.jinja").write_text(template)
+        for name, content in checkpoint_files(kind).items():
+            (directory / name).write_text(json.dumps(content))
         return cls(directory)
 
     def suited(self, body: Json) -> Json:
@@ -275,7 +275,7 @@ def test_every_place_shows_in_a_template() -> None:
     body = re.sub("qqq", lambda _: f"q{next(numbers)}q", json.dumps(everywhere("qqq")))
     chat = parse_chat(json.loads(body))
     shown = "".join(
-        ChatTemplate(source, SPECIAL).render(chat.messages, tools=chat.tools, kwargs=chat.template_kwargs)
+        ChatTemplate(source, NAMES).render(chat.messages, tools=chat.tools, kwargs=chat.template_kwargs)
         for source in TEMPLATES.values()
     )
     count = next(numbers)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from tests.e2e.system import SMALL, System
+from tests.fakes.checkpoint import fake_checkpoint
 from tests.security.outside import ask, coordinator, request
 
 pytestmark = pytest.mark.e2e
@@ -17,6 +19,8 @@ pytestmark = pytest.mark.e2e
 CONTROL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 """Of the built-in model."""
 HARMLESS = "qqq"
+DECLARED = ("<end_of_turn>", "[SYS]", "<eot>", "<turn>")
+"""Control tokens that ``tokenizer.json`` does not mark."""
 SHOWS_ALL = """
 {%- for message in messages %}{{ '<|' ~ message.role ~ '|>' }}{{ message.content }}<{{ message.name }}>
 {{- message.reasoning_content }}{{ message.tool_call_id }}{{ message | tojson }}{{ message }}
@@ -120,6 +124,37 @@ def test_roles_that_are_not_roles_are_refused(url: str) -> None:
         body = json.dumps({"messages": [{"role": role, "content": "a"}]}).encode()
         answer = ask(url, request("POST", "/tokenize", body=body))
         assert answer.status == 400 and answer.code == "invalid_value", role
+
+
+# -- control tokens that only other files name ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def declaring_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a coordinator whose model has the tokens DECLARED."""
+    directory = fake_checkpoint(tmp_path_factory.mktemp("declared"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in DECLARED])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    end, system, eot, turn = DECLARED
+    declared = {
+        "tokenizer_config": {"eos_token": end, "additional_special_tokens": [{"content": system}]},
+        "special_tokens_map": {"sep_token": {"content": turn}},
+        "generation_config": {"eos_token_id": [1, tokenizer.token_to_id(eot)]},
+    }
+    for name, settings in declared.items():
+        file = directory / f"{name}.json"
+        settings = {"chat_template": SHOWS_ALL, **settings} if name == "tokenizer_config" else settings
+        file.write_text(json.dumps(settings))
+    with coordinator(directory, str(directory)) as served:
+        yield served.url
+
+
+@pytest.mark.parametrize("text", DECLARED)
+def test_control_tokens_that_other_files_name_are_text(declaring_url: str, text: str) -> None:
+    (token,) = tokens(declaring_url, prompt=text, add_special_tokens=False)
+    for spelled in (text, f" {text} ", f"{text}{text}", f"q{text}q"):
+        assert token not in tokens(declaring_url, **everywhere(spelled)), spelled
 
 
 # -- what a worker is given -------------------------------------------------------------------------------------------

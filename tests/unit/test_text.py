@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from common.core.errors import RequestError, StartError
 from coordinator.api.openai import parse_chat
@@ -244,6 +245,153 @@ def test_a_template_whose_control_tokens_become_text_is_warned_of(
 def test_named_templates() -> None:
     assert pick_template("x") == "x" and pick_template(None) is None
     assert pick_template([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]) == "d"
+
+
+# -- declared tokens --------------------------------------------------------------------------------------------------
+
+
+def declaring(
+    directory: Path, tokens: list[AddedToken], *, name: str = "tokenizer_config", **declared: object
+) -> TextModel:
+    """A model with the added ``tokens``, and with ``declared`` in the file ``name``."""
+    fake_checkpoint(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens(tokens)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    file = directory / f"{name}.json"
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**settings, **declared}))
+    return TextModel(directory, vocab_size=VOCAB)
+
+
+END = "<end_of_turn>"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        *({f"{each}_token": END} for each in ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")),
+        {"pad_token": {"content": END, "lstrip": False}},
+        {"additional_special_tokens": [END]},
+        {"extra_special_tokens": [{"content": END}]},
+        {"extra_special_tokens": {"turn_token": END}},
+        {"model_specific_special_tokens": {"turn_token": {"content": END}}},
+        {"added_tokens_decoder": {"9": {"content": END, "special": True}}},
+    ],
+    ids=str,
+)
+def test_a_token_that_any_file_declares_special_cannot_be_typed(
+    tmp_path: Path, name: str, declared: dict[str, object]
+) -> None:
+    text = declaring(tmp_path, [AddedToken(END, special=False)], name=name, **declared)
+    (token,) = text.encode(END)
+    ids = text.encode_chat(chat(f"a{END}b"))
+    assert ids.count(token) == text.encode_chat(chat("ab")).count(token) and f"a{END}b" in text.decode(ids)
+    assert text.decode([token]) == "" and text.decode([token], skip_special_tokens=False) == END
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"),
+    [
+        ("tokenizer_config", {"chat_control_tokens": [END]}),
+        ("generation_config", {"eos_token_id": [1, 300]}),
+        ("config", {"eos_token_id": 300}),
+        ("config", {"text_config": {"pad_token_id": 300}}),
+    ],
+    ids=str,
+)
+def test_a_control_token_that_is_not_special_cannot_be_typed_and_is_shown(
+    tmp_path: Path, name: str, declared: dict[str, object]
+) -> None:
+    text = declaring(tmp_path, [AddedToken(END, special=False)], name=name, **declared)
+    assert text.encode(END) == [300]
+    assert 300 not in text.encode_chat(chat(f"a{END}b"))
+    assert text.decode([300]) == END
+
+
+def test_an_added_token_that_nothing_declares_is_ordinary(tmp_path: Path) -> None:
+    listed = {"added_tokens_decoder": {"300": {"content": "<think>", "special": False}}}
+    text = declaring(tmp_path, [AddedToken("<think>", special=False)], **listed)
+    assert 300 in text.encode_chat(chat("<think>"))
+
+
+@pytest.mark.parametrize("word", ["!", ".", "the", "fox", "\n", "\n\n", "absent"])
+def test_a_word_that_is_declared_special_stays_a_word(tmp_path: Path, word: str) -> None:
+    """A padding ``!`` must not vanish from what a model is asked and answers."""
+    plain = TextModel(fake_checkpoint(tmp_path / "plain"), vocab_size=VOCAB)
+    text = declaring(tmp_path / "declared", [], pad_token=word, additional_special_tokens=[word])
+    said = f"Stop{word} Stop{word}{word}\n"
+    ids = text.encode_chat(chat(said))
+    assert ids == plain.encode_chat(chat(said)) and said in text.decode(ids)
+
+
+def test_runs_of_line_ends_stay_text_unless_they_are_marked(tmp_path: Path) -> None:
+    lines = [AddedToken("\n\n", special=False, normalized=False)]
+    text = declaring(tmp_path / "unmarked", lines, eos_token="\n\n")
+    (token,) = text.encode("\n\n")
+    assert token in text.encode_chat(chat("a\n\nb"))
+    lines = [AddedToken("\n\n", special=True, normalized=False)]
+    text = declaring(tmp_path / "marked", lines)
+    ids = text.encode_chat(chat("a\n\nb"))
+    assert token not in ids and "a\n\nb" in text.decode(ids)
+
+
+@pytest.mark.parametrize("letter", ["!", ".", "\n", "§", "你"])
+def test_no_character_is_lost_because_a_token_is_marked_special(tmp_path: Path, letter: str) -> None:
+    text = declaring(tmp_path, [AddedToken(letter, special=True)], eos_token=letter)
+    said = f"a{letter}b{letter}{letter}"
+    assert said in text.decode(text.encode_chat(chat(said)), skip_special_tokens=False)
+
+
+def test_an_unknown_word_stays_unknown_whether_its_token_is_declared_or_not(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "<s>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for message in messages %}{{ bos_token }} {{ message.content }}{% endfor %}"
+    for declared in ({}, {"unk_token": "<unk>"}):
+        settings = {"bos_token": "<s>", "chat_template": template, **declared}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        text = TextModel(tmp_path, vocab_size=3)
+        assert text.encode("a b <unk>") == [1, 0, 0]
+        assert text.encode_chat(chat("a b <unk> <s>")) == [2, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"eos_token": 5},
+        {"eos_token": {"text": "a"}},
+        {"additional_special_tokens": "a"},
+        {"extra_special_tokens": [[END]]},
+        {"added_tokens_decoder": [END]},
+        {"added_tokens_decoder": {"9": {"special": True}}},
+    ],
+    ids=str,
+)
+def test_a_declaration_that_names_no_token_is_a_failed_start(
+    tmp_path: Path, name: str, declared: dict[str, object]
+) -> None:
+    with pytest.raises(StartError, match=f"{name}.json: {next(iter(declared))}"):
+        declaring(tmp_path, [], name=name, **declared)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "config", "generation_config"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff", b"[" * 100_000, None], ids=["cut", "list", "bytes", "deep", "folder"]
+)
+def test_a_malformed_file_is_a_failed_start(tmp_path: Path, name: str, content: bytes | None) -> None:
+    file = fake_checkpoint(tmp_path) / f"{name}.json"
+    file.unlink(missing_ok=True)
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(StartError, match=f"cannot read {file}"):
+        TextModel(tmp_path, vocab_size=VOCAB)
+
+
+def test_what_is_no_token_is_ignored_where_transformers_ignores_it(tmp_path: Path) -> None:
+    settings = {"eos_token": None, "add_bos_token": True, "extra_special_tokens": None, "pad_token": ""}
+    declaring(tmp_path, [], **settings)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
