@@ -202,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartError(f"cannot read {path}", reason(error), RESTORE) from error
     if not isinstance(content, dict):
         raise StartError(f"cannot read {path}", "it is not a JSON object", RESTORE)

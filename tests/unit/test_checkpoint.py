@@ -92,6 +92,8 @@ def test_damaged_config_is_refused(copy: Path) -> None:
     assert "cannot read" in reason(copy)
     (copy / "config.json").write_text("[]")
     assert "not a JSON object" in reason(copy)
+    (copy / "config.json").write_text("[" * 100_000)
+    assert "recursion" in reason(copy)
 
 
 @pytest.mark.parametrize(("kind", "word"), [("mamba", "recurrent state"), ("t5", "encoder-decoder")])
