@@ -110,7 +110,7 @@ _DETAILS = (
     *_PIPES,
     *("restore_signals", "gid", "gids", "uid", "umask", "start_new_session", "process_group"),
 )
-"""What ``Popen._execute_child`` gets behind the command, in Python 3.11 to 3.13; 3.14 was not tried."""
+"""What ``Popen._execute_child`` gets behind the command, in Python 3.11 to 3.14."""
 
 
 def _check_details(popen: type) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -173,7 +174,10 @@ class System:
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
                 return bool(response.status == 200)
-        except OSError:  # nobody listens yet, or 503
+        except urllib.error.HTTPError as error:  # 503
+            error.close()
+            return False
+        except OSError:  # nobody listens yet
             return False
 
     @asynccontextmanager

@@ -139,7 +139,8 @@ def ask(system: System, path: str, body: Any = None) -> tuple[dict[str, str], An
         with urllib.request.urlopen(urllib.request.Request(system.url + path, data, headers), timeout=60) as answer:
             return {name.lower(): value for name, value in answer.headers.items()}, json.load(answer)
     except urllib.error.HTTPError as error:
-        raise AssertionError(f"{error.code}: {error.read()!r}\n{system.process.text}") from error
+        with error:
+            raise AssertionError(f"{error.code}: {error.read()!r}\n{system.process.text}") from error
 
 
 def workers(system: System) -> dict[str, int]:
