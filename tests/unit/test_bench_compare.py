@@ -403,9 +403,9 @@ def test_flags_of_the_systems_are_saved() -> None:
     assert compare._as_json(replace(config, up_flags=None), [Outcome("1c")], (), [])["up_flags"] == ""
 
 
-@pytest.mark.parametrize("flags", [f"--api-key {KEY}", f"--admin_api_key={KEY}", f"--api-key '{KEY}"])
+@pytest.mark.parametrize("flags", ["--api-key KEY", "--admin_api_key=KEY", "--api-key 'KEY"])
 def test_flags_of_the_systems_hold_no_key_and_errors_do_not_show_it(flags: str) -> None:
     """They become arguments of processes, which every user of the machine may read."""
     with pytest.raises(StartError) as refused:
-        BenchCompareConfig(model="", up_flags=flags)
+        BenchCompareConfig(model="", up_flags=flags.replace("KEY", KEY))
     assert KEY not in str(refused.value)
