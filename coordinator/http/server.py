@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import EMPTY_PAYLOAD, StreamReader, http_exceptions, web
+from aiohttp import EMPTY_PAYLOAD, HttpVersion10, HttpVersion11, StreamReader, http_exceptions, web
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import ERROR, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -35,6 +35,8 @@ EXPECTATION = web.RequestKey("expectation", str)
 """The ``Expect`` header of a request that has one."""
 _UNREADABLE = web.RequestKey("unreadable", bool)
 """Whether the message of a request could not be read."""
+_OTHER_VERSION = web.RequestKey("other version", bool)
+"""Whether a request is of another version of HTTP, or of another protocol, than those that are spoken."""
 MAX_HEADER_BYTES = 16 << 10
 """Bytes of the request line, and of each header."""
 MAX_HEADERS = 128
@@ -385,23 +387,38 @@ class Server(web.Server):
     """Makes the connections."""
 
     def __init__(self, handler: Any, connection: dict[str, Any], **arguments: Any) -> None:
-        super().__init__(_of_spoken_versions(handler), **arguments)
+        super().__init__(_refusing_other_versions(handler), **arguments)
         self._connection = connection
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, loop=self._loop, **self._connection)
 
 
-def _of_spoken_versions(handler: Any) -> Any:
-    """``handler`` of requests of HTTP/1.0 and 1.1: the parser takes others, too, and reads them as if they were."""
+def _refusing_other_versions(handler: Any) -> Any:
+    """``handler``, and for requests with _OTHER_VERSION the answer to a malformed one."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        if request.version in ((1, 0), (1, 1)):
-            response: web.StreamResponse = await handler(request)
-            return response
-        return request.protocol.handle_error(request, exc=http_exceptions.BadHttpMethod(""))
+        if request.get(_OTHER_VERSION, False):
+            return request.protocol.handle_error(request, exc=http_exceptions.BadHttpMethod(""))
+        response: web.StreamResponse = await handler(request)
+        return response
 
     return handle
+
+
+def _of_spoken_versions(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """``factory`` of requests of HTTP/1.0 and 1.1. The parser takes others, too, and reads them as if they were: they
+    have _OTHER_VERSION. aiohttp's answer names the version of the request, so they are of HTTP/1.1 themselves, and so
+    is what stands for a request that cannot be parsed, of whose version nothing is known."""
+
+    def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
+        if message is not ERROR and message.version in (HttpVersion10, HttpVersion11):
+            return factory(message, *arguments)
+        request = factory(message._replace(version=HttpVersion11), *arguments)
+        request[_OTHER_VERSION] = message is not ERROR
+        return request
+
+    return make
 
 
 class Runner(web.AppRunner):
@@ -425,7 +442,7 @@ class Runner(web.AppRunner):
         return Server(
             _refusing_unreadable(made.request_handler),
             connection,
-            request_factory=_safe(_without_expect(made.request_factory)),
+            request_factory=_safe(_of_spoken_versions(_without_expect(made.request_factory))),
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
         )

@@ -62,6 +62,8 @@ class Answer:
     """One response as it came over the wire."""
 
     raw: bytes
+    version: str
+    """The server's own, from the status line."""
     status: int
     headers: dict[str, str]
     body: bytes
@@ -106,13 +108,14 @@ class Connection:
         raw = line = self._stream.readline()
         assert line, "closed without an answer"
         headers: dict[str, str] = {}
-        status = int(line.split()[1])
+        version, status, *_ = line.decode("latin-1").split()
+        assert version in ("HTTP/1.0", "HTTP/1.1"), "whatever the client's is"
         while (line := self._stream.readline()) not in (b"\r\n", b""):
             raw += line
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
         body = b"" if to_head else self._stream.read(int(headers.get("content-length", "0")))
-        return Answer(raw + body, status, headers, body)
+        return Answer(raw + body, version, int(status), headers, body)
 
     def closed(self) -> bool:
         """Waits for the server to close the connection; False if it sends something before."""

@@ -136,6 +136,7 @@ def test_http_1_0_gets_the_same_errors_and_no_interim_answer(server: System) -> 
             connection.send(data.encode())
             answer = connection.answer()
             assert answer.status == status and answer.code and KEY.encode() not in answer.raw
+            assert answer.version == ("HTTP/1.1" if "\x01" in data else "HTTP/1.0"), "of what can be read"
             assert connection.closed()
 
 
@@ -243,12 +244,17 @@ def test_a_flood_of_bytes_after_the_answer_is_cut(server: System) -> None:
         assert time.monotonic() - began < 2 + AT_ONCE_S
 
 
-@pytest.mark.parametrize("version", ["HTTP/0.9", "HTTP/2.0", "RTSP/2.0"])
-def test_other_versions_than_those_spoken_are_refused(server: System, version: str) -> None:
+@pytest.mark.parametrize("version", ["HTTP/0.9", "HTTP/1.2", "HTTP/2.0", "HTTP/9.9", "RTSP/2.0", "ICE/1.0"])
+@pytest.mark.parametrize("used", [False, True])
+def test_other_versions_than_those_spoken_are_refused_in_one_that_is(server: System, used: bool, version: str) -> None:
     with Connection(server.url) as connection:
+        if used:
+            connection.send(request("GET", "/health"))
+            assert connection.answer().status == 200
         connection.send(request("GET", "/health").replace(b"HTTP/1.1", version.encode()))
         answer = connection.answer()
         assert answer.status == 400 and answer.code == "malformed_request"
+        assert answer.version == "HTTP/1.1" and answer.headers["connection"] == "close"
         assert connection.closed()
 
 

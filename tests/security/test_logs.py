@@ -48,6 +48,8 @@ MALFORMED: dict[str, Callable[[bytes], bytes]] = {
     "bare line feeds": lambda key: b"GET / HTTP/1.1\nHost: localhost\nAuthorization: Bearer " + key + b"\n\n",
     "no version": _with(start=b"GET /KEY KEY"),
     "another version": _with(start=b"GET /KEY HTTP/9.9"),
+    "an older version": _with(start=b"GET /KEY HTTP/0.9"),
+    "a target with a version in it": lambda key: b"GET /v1/" + key + b"TTP/1.1\r\nHost: localhost\r\n\r\n",
     "an unknown method": _with(start=b"KEY / HTTP/1.1"),
     "HTTP/2": lambda key: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0" + key,
     "TLS": lambda key: bytes.fromhex("16030100a5010000a10303") + key * 10,
@@ -77,7 +79,7 @@ MALFORMED: dict[str, Callable[[bytes], bytes]] = {
 def test_a_malformed_request_is_refused_without_a_byte_of_it(attacked: Attacked, what: str) -> None:
     key = attacked.key.encode()
     answer = ask(attacked.system.url, MALFORMED[what](key))
-    assert answer.status == 400 and answer.code == "malformed_request"
+    assert answer.version == "HTTP/1.1" and answer.status == 400 and answer.code == "malformed_request"
     assert key not in answer.raw and b"aiohttp" not in answer.raw and b"Python" not in answer.raw
     text = attacked.system.process.text
     assert attacked.key not in text and "Traceback" not in text
