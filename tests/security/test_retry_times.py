@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.system import System
 from tests.leaked_keys import new_key
+from tests.security.outside import ask, coordinator, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
@@ -78,3 +80,16 @@ async def test_two_retries_are_enough_at_one_and_a_half_times_the_capacity(
     for refusal in refusals:
         assert int(refusal["retry-after"]) == math.ceil(int(refusal["retry-after-ms"]) / 1000) <= MAX_RETRY_AFTER_S
     assert int(refusals[0]["retry-after-ms"]) > 1000, "nothing was measured yet, and no place frees at once"
+
+
+def test_clients_that_are_refused_together_are_not_to_come_back_together(tmp_path: Path) -> None:
+    """Without a worker the retry time is one second, before it is spread by up to 20 % in both directions."""
+    body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
+    with coordinator(tmp_path) as system:
+        answers = [ask(system.url, request("POST", "/v1/completions", body=body)) for _ in range(100)]
+    assert {answer.status for answer in answers} == {503}
+    delays_ms = [int(answer.headers["retry-after-ms"]) for answer in answers]
+    assert 800 <= min(delays_ms) < 900 and 1100 < max(delays_ms) <= 1200  # else chance has missed a quarter 100 times
+    assert len(set(delays_ms)) > 20
+    for answer, delay_ms in zip(answers, delays_ms, strict=True):
+        assert int(answer.headers["retry-after"]) == math.ceil(delay_ms / 1000)
