@@ -27,7 +27,7 @@ from common.core.timeouts import FailureTimes
 from common.net.hosts import bracketed
 from common.net.keys import ClusterKeys
 from common.net.sockets import Channels
-from common.platform import threads
+from common.platform import open_files, threads
 from coordinator.api.service import ServedModel
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
@@ -75,6 +75,7 @@ def run(
 
     StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
     """
+    open_files.raise_limit()
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with threads.answering(threads.URGENT, at_once=at_once), loop as runner:
         return runner.run(_serve(config, on_ready, launcher, workers or {}, at_once, keys))

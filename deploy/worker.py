@@ -22,7 +22,7 @@ from common.kv.storage.host import host_id
 from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels, is_local, nearby
-from common.platform import device, malloc, threads
+from common.platform import device, malloc, open_files, threads
 from common.platform.core_lease import MAX_CORES, Lending, LentCores
 from common.worker.loop import Worker, WorkerSettings
 from deploy.launcher import cores, status
@@ -52,6 +52,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     if config.out_of_reach:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
     malloc.keep_freed()
+    open_files.raise_limit()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint, keys or config.keys_of(config.role))
     with _borrowing(lent, others) as worker.cores:

@@ -68,7 +68,7 @@ async def _name_server(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = SERVER
 
 
-def make_runner(app: web.Application) -> web.AppRunner:
+def make_runner(app: web.Application) -> Runner:
     """How the application is served: a client that leaves cancels its handler, and no body is unpacked, not even one
     that is refused and drained."""
     return Runner(
@@ -101,11 +101,12 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
         await runner.cleanup()
 
 
-async def _show_out(services: Services, runner: web.AppRunner) -> None:
+async def _show_out(services: Services, runner: Runner) -> None:
     """Looks at all connections from time to time."""
     patience_s, cut = read_timeout(services)
     while True:
         await asyncio.sleep(patience_s / LOOKS)
+        runner.check_files()
         _close_silent_and_unread(services, runner, patience_s, cut)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import itertools
 import logging
+import os
 import sys
 import termios
 import time
@@ -25,7 +26,8 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import ERROR, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from common.core.errors import RequestError
+from common.core.errors import RequestError, reason
+from common.platform import open_files
 from coordinator.http.repeats import RateLimitedLog
 from coordinator.requests.errors import overloaded
 
@@ -75,6 +77,10 @@ class TooMuchHeld(http_exceptions.BadHttpMessage):
     """All connections hold more than UNFINISHED_BUDGET, and this one more than FREE_BYTES of it."""
 
 
+class TooManyFiles(http_exceptions.BadHttpMessage):
+    """A connection with which nearly as many files are open as may be."""
+
+
 class SmallChunks(web.RequestPayloadError):
     """A body of more than FREE_CHUNKS that have fewer than LEAST_CHUNK_BYTES."""
 
@@ -101,7 +107,8 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (http_exceptions.BadHttpMethod, "no HTTP", "This is not an HTTP/1.1 request; TLS and HTTP/2 are not spoken here."),
     (http_exceptions.BadStatusLine, "bad request line", "The request line is malformed."),
     (http_exceptions.InvalidURLError, "bad target", "The target of the request is malformed."),
-    (TooMuchHeld, "too much is unfinished", "Unfinished requests hold too much memory."),
+    (TooMuchHeld, "too much is unfinished", "unfinished requests hold too much memory"),
+    (TooManyFiles, "no file is left", "too many connections are open"),
     (Unreadable, "bad target", "The target of the request is malformed."),
     (http_exceptions.InvalidHeader, "bad header", "A header of the request is malformed."),
     (http_exceptions.TransferEncodingError, "bad body", "The chunks of the request body are malformed."),
@@ -135,6 +142,7 @@ class Connection(web.RequestHandler):
         "_malformed",
         "_mine",
         "_moved_at",
+        "_no_file",
         "_out",
         "_refused",
         "_seen",
@@ -149,6 +157,7 @@ class Connection(web.RequestHandler):
         manager: web.Server,
         *,
         malformed: RateLimitedLog,
+        no_file: RateLimitedLog,
         error_response: ErrorResponse,
         held: Held,
         **arguments: Any,
@@ -157,7 +166,7 @@ class Connection(web.RequestHandler):
         self._held, self._mine = held, 0
         self._tail = 0
         """Bytes that have come since as many requests waited as may, at most: the parser holds them unseen."""
-        self._malformed, self._error_response = malformed, error_response
+        self._malformed, self._no_file, self._error_response = malformed, no_file, error_response
         self._body: StreamReader | None = None
         self._chunks = 0
         """Chunks of ``_body`` so far. Those of the slice in which its head came are not counted."""
@@ -176,6 +185,9 @@ class Connection(web.RequestHandler):
         self._out = self.transport
         if self._task_handler is not None:
             self._task_handler.add_done_callback(self._end_failed)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.fileno() >= open_files.limit() - open_files.reserved():
+            self._refuse(0, TooManyFiles(message=""), lingering=False)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Gives back what has come and was not answered, at once: the collector finds dead connections late."""
@@ -284,13 +296,14 @@ class Connection(web.RequestHandler):
             self._refuse(len(self._messages), SmallChunks())
             body.set_exception(SmallChunks())
 
-    def _refuse(self, place: int, error: Exception) -> None:
+    def _refuse(self, place: int, error: Exception, lingering: bool = True) -> None:
         """Answers the requests before ``place``, and then ``error``. What the parser holds is given back; what still
-        comes is dropped, for as long as the rest of a body that was refused is, so that its sender can read why."""
+        comes is dropped, if ``lingering`` for as long as the rest of a body that was refused is, so that its sender can
+        read why."""
         while len(self._messages) > place:
             self._messages.pop()
-        endless = StreamReader(self, limit=1, loop=self._loop)
-        self._messages.append((_ErrInfo(400, error, ""), endless))
+        rest = StreamReader(self, limit=1, loop=self._loop) if lingering else EMPTY_PAYLOAD
+        self._messages.append((_ErrInfo(400, error, ""), rest))
         self._refused, self._parser, self._body, self._unparsed, self._tail = True, None, None, 0, 0
         if self._reading_paused:  # by a body that is dropped: that the client leaves would not be noticed
             self._reading_paused = False
@@ -320,8 +333,8 @@ class Connection(web.RequestHandler):
             raise ConnectionError("a part of another answer was sent already")
         found = malformed_request(exc) if exc is not None else None
         error = found[1] if found else internal_error()
-        if isinstance(exc, TooMuchHeld):
-            error = overloaded("unfinished requests hold too much memory", RETRY_S)
+        if isinstance(exc, TooMuchHeld | TooManyFiles):
+            error = overloaded(error.message, RETRY_S)
         response = self._error_response(error)
         response.headers["Server"] = SERVER
         response.force_close()
@@ -336,11 +349,19 @@ class Connection(web.RequestHandler):
 
     def _log(self, error: BaseException | None) -> None:
         """One line without the text of ``error``, which may hold what a client has sent."""
-        if error is not None and (found := malformed_request(error)):
+        if isinstance(error, TooManyFiles):
+            self._no_file.add("refused", _all_open("a connection is refused"))
+        elif error is not None and (found := malformed_request(error)):
             peer = self.peername[0] if isinstance(self.peername, tuple) else "an unknown peer"
             self._malformed.add(found[0], f"a malformed request from {peer} is refused: {found[0]}")
         else:
             log.error("a connection failed: %s", place_of(error))
+
+
+def _all_open(what: str) -> str:
+    return (
+        f"of the {open_files.limit()} files and connections that may be open nearly all are, {what}: {open_files.HINT}"
+    )
 
 
 def _unacknowledged(transport: asyncio.BaseTransport | None) -> int:
@@ -424,18 +445,27 @@ def _of_spoken_versions(factory: Callable[..., web.BaseRequest]) -> Callable[...
 class Runner(web.AppRunner):
     """Runs an application on such connections."""
 
-    __slots__ = ("_error_response", "_malformed")
+    __slots__ = ("_error_response", "_malformed", "_no_file")
 
     def __init__(self, app: web.Application, error_response: ErrorResponse, **arguments: Any) -> None:
         super().__init__(app, **arguments)
         self._error_response = error_response
         self._malformed = RateLimitedLog(logging.WARNING, "%d more malformed requests were refused: %s")
+        self._no_file = RateLimitedLog(logging.WARNING, "%d more times too many files were open: %s")
+
+    def check_files(self) -> None:
+        """Logs it if no file can be opened: uvloop then resets connections that come, and tells nobody."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            self._no_file.add("unable to open one", _all_open(f"connections are reset ({reason(error)})"))
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         connection = {
             **made._kwargs,
             "malformed": self._malformed,
+            "no_file": self._no_file,
             "error_response": self._error_response,
             "held": Held(),
         }
@@ -450,6 +480,7 @@ class Runner(web.AppRunner):
     async def _cleanup_server(self) -> None:
         await super()._cleanup_server()
         self._malformed.close()
+        self._no_file.close()
 
 
 def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:

@@ -1,0 +1,40 @@
+"""The limit of open files of this process, in which every connection counts."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+MOST_FILES = 1 << 16
+"""To which the limit is raised where it may be: more connections than that are an attack."""
+_FEW_FILES = 1024
+_MOST_RESERVED = 256
+HINT = "ulimit -n, or LimitNOFILE= of its systemd unit, raises it"
+
+log = logging.getLogger("tandem.files")
+
+
+def raise_limit() -> None:
+    """Raise the limit, as servers do, up to MOST_FILES and the hard limit; warn where that leaves few."""
+    soft, hard = limit(), _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    wanted = min(hard, MOST_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        soft = wanted
+    if soft < _FEW_FILES:
+        log.warning("this process may have no more than %d files and connections open: %s", soft, HINT)
+
+
+def limit() -> int:
+    """Files that this process may have open at the moment."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def reserved() -> int:
+    """How many of them are kept for other things than connections of clients: workers that join, files that are read,
+    and connections that are told that there are too many."""
+    return min(_MOST_RESERVED, limit() // 8)
+
+
+def _number(value: int) -> int:
+    return MOST_FILES if value == resource.RLIM_INFINITY else value

@@ -1,0 +1,89 @@
+"""More connections than files may be open: those that are served stay, the others hear why, and the operator does."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.system import System
+from tests.pace import scaled
+from tests.security.outside import Connection, ask, coordinator, request
+
+FILES = 100
+CONNECTIONS = 150
+PATIENCE_S = scaled(30.0)
+RAISES = "ulimit -n"
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[System]:
+    with coordinator(tmp_path, "--client-timeout", "2") as system:
+        yield system
+
+
+def bound(system: System, files: int) -> None:
+    """Lets ``system`` open no more than ``files``."""
+    hard = resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE, (files, hard))
+
+
+def lines(system: System) -> list[str]:
+    return [line for line in system.process.text.splitlines() if RAISES in line]
+
+
+def wait_for_line(system: System) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := lines(system)):
+        assert time.monotonic() < deadline, system.process.text
+        time.sleep(0.05)
+    return found[0]
+
+
+def test_silent_connections_up_to_the_limit_are_one_line(system: System) -> None:
+    bound(system, FILES)
+    with contextlib.ExitStack() as open_ones:
+        first = open_ones.enter_context(Connection(system.url))
+        for _ in range(CONNECTIONS):
+            with contextlib.suppress(ConnectionError):
+                open_ones.enter_context(Connection(system.url))
+        line = wait_for_line(system)
+        assert f" {FILES} files" in line and "warning" in line
+        first.send(request("GET", "/health"))
+        assert first.answer().status == 200, "one that was there before is served"
+        with Connection(system.url) as late:
+            answer = late.answer()
+            assert answer.status == 429 and answer.code == "server_is_overloaded" and "retry-after" in answer.headers
+            assert late.closed()
+        assert len(lines(system)) == 1, "the others are counted"
+        assert "Traceback" not in system.process.text
+    deadline = time.monotonic() + PATIENCE_S
+    while ask(system.url, request("GET", "/health")).status != 200:
+        assert time.monotonic() < deadline, "they have left"
+
+
+def test_a_limit_that_is_met_without_a_connection_is_told(system: System) -> None:
+    pid = system.process.popen.pid
+    bound(system, psutil.Process(pid).num_fds())
+    assert re.search(r"connections are reset \(.*open files\)", wait_for_line(system))
+    bound(system, 1024)
+
+
+def test_the_limit_is_raised_as_far_as_it_may_be(tmp_path: Path) -> None:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 1024:
+        pytest.skip(f"only {most} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))  # the server inherits it
+    try:
+        with coordinator(tmp_path) as system:
+            soft, hard = resource.prlimit(system.process.popen.pid, resource.RLIMIT_NOFILE)
+            assert hard == most and soft >= 1024
+            assert not lines(system)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
