@@ -5,18 +5,20 @@ values of two parameters is among them (most faults show with one value or two);
 
 ``--fast`` keeps what needs neither torch nor another process: everything in the folders ``FAST``, except the modules,
 marks and fixtures named below. An audit hook then refuses to import torch or transformers and to start a process, so
-that a test which is not fast fails until it is marked.
+that a test which is not fast fails until it is marked. The call by which multiprocessing starts its processes raises no
+audit event: it is replaced.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
 import itertools
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -120,6 +122,11 @@ def forbid_what_is_slow(config: pytest.Config) -> None:
 def forbid() -> None:
     """From now on, for good, this interpreter imports no torch and starts no process."""
     sys.addaudithook(_refuse)
+    _posixsubprocess.fork_exec = _refuse_process  # type: ignore[assignment]
+
+
+def _refuse_process(*_: Any) -> NoReturn:
+    raise AssertionError("a fast test starts a process (fork_exec): mark it `processes`")
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:

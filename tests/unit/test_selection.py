@@ -97,6 +97,23 @@ def test_what_is_fast_can_be_collected() -> None:
         ("import transformers.utils", "a fast test imports transformers"),
         ("import subprocess; subprocess.run(['true'])", "a fast test starts a process"),
         ("import os; os.fork()", "a fast test starts a process"),
+        ("import os; os.forkpty()", "a fast test starts a process"),
+        ("import os; os.system('true')", "a fast test starts a process"),
+        ("import os; os.popen('true')", "a fast test starts a process"),
+        ("import os; os.spawnv(os.P_WAIT, '/bin/true', ['true'])", "a fast test starts a process"),
+        ("import os; os.posix_spawn('/bin/true', ['true'], {})", "a fast test starts a process"),
+        ("import os; os.posix_spawnp('true', ['true'], {})", "a fast test starts a process"),
+        *(
+            (f"import multiprocessing as m; m.get_context('{way}').{made}", "a fast test starts a process")
+            for way in ("fork", "spawn", "forkserver")
+            for made in ("Process(target=print).start()", "Manager()")
+        ),
+        ("from concurrent.futures import ProcessPoolExecutor as P; P(1).submit(print)", "a fast test starts a process"),
+        (
+            "from multiprocessing.resource_tracker import ensure_running; ensure_running()",
+            "a fast test starts a process",
+        ),
+        ("from multiprocessing.util import spawnv_passfds as s; s(b'/bin/true', [b'a'], ())", "a fast test starts"),
     ],
 )
 def test_what_is_not_fast_is_refused(does: str, said: str) -> None:
