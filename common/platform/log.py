@@ -2,7 +2,8 @@
 
 The text form is short because the launcher mixes several processes into one terminal. What is passed as ``extra``
 becomes fields of the json form. Secrets and request contents are never logged; that is up to the callers. One record is
-one line, whatever its message holds: a client that sends a line end forges no other record.
+one line, whatever its message holds: a client that sends a line end forges no other record. In the text form the lines
+of a traceback follow it, each behind a mark with which no record begins.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
     ord(end): ascii(end)[1:-1] for end in "\n\r\t\u2028\u2029"
 }
 """Control characters, and what shows them."""
+MARK = "    | "
+"""Before each line of a traceback."""
 
 
 class TextFormatter(logging.Formatter):
@@ -32,7 +35,10 @@ class TextFormatter(logging.Formatter):
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         severity = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
         text = f"{clock} {self.process}{severity}: {record.getMessage().translate(_CONTROL)}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        if not record.exc_info:
+            return text
+        trace = self.formatException(record.exc_info).split("\n")  # which the text of an error may have, too
+        return "\n".join([text, *(MARK + line.translate(_CONTROL) for line in trace)])
 
 
 class JsonFormatter(logging.Formatter):

@@ -313,6 +313,23 @@ def test_a_record_is_one_line_whatever_it_says() -> None:
     assert len(JsonFormatter("decode-0").format(record).splitlines()) == 1
 
 
+def test_no_line_of_a_traceback_can_be_taken_for_a_record() -> None:
+    forged = "a\n12:00:00 coordinator: b\r12:00:00 c\x1b[2J\x85\u2028d"
+    try:
+        try:
+            raise KeyError(forged)
+        except KeyError as error:
+            error.add_note(forged)
+            raise ValueError(forged) from error
+    except ValueError:
+        record = logging.LogRecord("tandem", logging.ERROR, "file", 1, "failed", (), sys.exc_info())
+    first, *others = TextFormatter("decode-0").format(record).splitlines()
+    assert first.endswith("decode-0 error: failed")
+    assert all(line.startswith("    | ") and line.isprintable() for line in others)
+    assert others[-2:] == ["    | ValueError: a", r"    | 12:00:00 coordinator: b\r12:00:00 c\x1b[2J\x85\u2028d"]
+    assert len(JsonFormatter("decode-0").format(record).splitlines()) == 1
+
+
 def test_log_formats() -> None:
     record = logging.LogRecord("tandem", logging.WARNING, "file", 1, "said %s", ("so",), None)
     record.request = "r1"
