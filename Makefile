@@ -116,9 +116,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(BIN)/python -m venv .cache/guidellm
 	@.cache/guidellm/bin/python -m pip -qq --disable-pip-version-check --no-input install guidellm==0.8.1
 
-# NIXL: one of its two builds (69 MB), neither of which needs CUDA to read host memory; all they depend on is there.
+# NIXL: of its two builds (69 MB) the one for torch's CUDA; neither needs CUDA to read host memory, and all that they
+# depend on is there.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(call extra,test bench)
-	@$(PIP) --no-deps nixl nixl-cu12 -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
+	@$(PIP) --no-deps nixl nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') -c constraints.txt || echo "no NIXL for this machine: its link is not tested"
 	@touch $@
