@@ -81,6 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
         cpu.library = lambda: kernels  # type: ignore[assignment]
 
 
+_OF_MULTIPROCESSING = "sem.mp-" if sys.version_info >= (3, 14) else ()
+"""Since 3.14 locks of multiprocessing keep their names, which its resource tracker takes back at the end; tqdm has one
+for the whole process as soon as transformers has written a model."""
+
+
 class Belongings(NamedTuple):
     """What this process has now, by kind: identity -> description."""
 
@@ -98,7 +103,7 @@ class Belongings(NamedTuple):
             {thread.ident: repr(thread) for thread in threading.enumerate() if not thread.daemon},
             {id(socket): repr(socket) for socket in list(_sockets) if not socket.closed},
             _shared_descriptors(),
-            {name: f"/dev/shm/{name}" for name in os.listdir("/dev/shm")},
+            {name: f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith(_OF_MULTIPROCESSING)},
             _children(),
         )
 
