@@ -24,7 +24,7 @@ from common.config.commands import CoordinatorConfig
 from common.core.errors import StartError, reason
 from common.core.ids import WorkerName
 from common.core.timeouts import FailureTimes
-from common.net.hosts import bracketed
+from common.net.hosts import bracketed, is_loopback
 from common.net.keys import ClusterKeys
 from common.net.sockets import Channels
 from common.platform import open_files, threads
@@ -104,6 +104,8 @@ async def _serve(
                 log.warning(
                     "without --cluster-key-file every user of this machine can join as a worker and read prompts"
                 )
+            if not (is_loopback(config.host) or config.api_keys()):
+                log.warning("without API keys whoever reaches %s can use it", url)
             gc.collect()
             gc.freeze()  # what serves lives for ever: a collection that walked it would hold up every stream
             if on_ready is not None:

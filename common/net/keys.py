@@ -79,7 +79,8 @@ def load(path: Path, party: Party) -> ClusterKeys:
         raise StartError(
             f"{path} cannot be used by a {party} process",
             f"it holds the secret key of {', '.join(secret)} only",
-            f"make one with: tandem keygen --role {party} --cluster-key-file THE-CLUSTER'S-FILE",
+            f"name the cluster's file, as tandem up needs it; for {party} alone: tandem keygen --role {party}"
+            " --cluster-key-file THE-CLUSTER'S-FILE",
         )
     if zmq.curve_public(secret[party].encode()) != public[party].encode():
         raise _strange(path, f"the two keys of {party} do not belong together")
