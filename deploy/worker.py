@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from common.checkpoint.files import Checkpoint, open_checkpoint
 from common.config.commands import WorkerConfig
 from common.core.ids import WorkerName, new_incarnation
-from common.kv.storage.host import host_id
+from common.net.hosts import host_id
 from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels, is_local, nearby

@@ -25,7 +25,7 @@ from common.checkpoint.files import open_checkpoint
 from common.core.ids import SequenceId, TransferId, WorkerName, new_incarnation, unpack_tokens
 from common.core.request import FinishReason, Request
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.storage.host import host_id
+from common.net.hosts import host_id
 from common.net.messages import PROTOCOL, Abort, Hello, Lease, Prefill, Renewed, Reserve, Role, Timing
 from common.net.sockets import Channels
 from common.worker.membership import Membership, Snapshot

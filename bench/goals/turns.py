@@ -20,7 +20,7 @@ from bench.load.processes import die_with_parent
 from common.core.ids import TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens, pack_transfers
 from common.core.request import Request, SamplingParams
 from common.core.timeouts import FailureTimes
-from common.kv.storage.host import host_id
+from common.net.hosts import host_id
 from common.net.messages import PROTOCOL, FromWorker, Generate, Hello, Lease, Message, Welcome
 from common.net.sockets import Channels, nearby, send
 from common.net.wire import MAX_REPORT_BYTES, decode

@@ -33,8 +33,9 @@ from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, StepResult
 from common.kv.cache import BlockCopy
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.storage.host import KvMemory, host_id
+from common.kv.storage.host import KvMemory
 from common.net import keys
+from common.net.hosts import host_id
 from common.net.keys import Party
 from common.net.messages import (
     PROTOCOL,

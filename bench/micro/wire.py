@@ -21,8 +21,9 @@ from bench.load import results
 from common.core.errors import StartError
 from common.core.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
-from common.kv.storage.host import KvMemory, host_id
+from common.kv.storage.host import KvMemory
 from common.net import keys
+from common.net.hosts import host_id
 from common.net.messages import Peer
 from common.net.sockets import Channels
 from common.platform import malloc

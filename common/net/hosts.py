@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 
 
 def is_loopback(host: str) -> bool:
@@ -33,6 +34,25 @@ def parse_address(text: str) -> tuple[str, int]:
     if not (colon and host and 0 < int(port) < 65536):
         raise ValueError(text)
     return host, int(port)
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: same boot, same IPC and network namespaces, same user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    ipc, net = (os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
+    return f"{boot}/{ipc}:{net}/{os.getuid()}"
+
+
+def share_loopback(one: str, other: str) -> bool:
+    """Whether processes of these two :func:`host_id` reach each other at a loopback address: same boot, same network
+    namespace."""
+    return _network(one) == _network(other)
+
+
+def _network(host_id: str) -> tuple[str, str]:
+    boot, _, spaces = host_id.partition("/")
+    return boot, spaces.rpartition("/")[0].rpartition("net:")[2]
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

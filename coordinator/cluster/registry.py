@@ -18,7 +18,7 @@ from common.core.ids import MAX_INCARNATION_BYTES, MAX_NAME_BYTES, Incarnation, 
 from common.core.timeouts import FailureTimes
 from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
-from common.net.hosts import is_loopback, is_unspecified, parse_address
+from common.net.hosts import is_loopback, is_unspecified, parse_address, share_loopback
 from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from coordinator.cluster.hung import Hang, Hung
 from coordinator.cluster.lags import Lags
@@ -316,10 +316,11 @@ class Registry:
                 told, theirs = ", ".join(hello.links), ", ".join(end.links)
                 return f"--kv-transport {told}, but {theirs} of {end.name}: a hand-off needs one that both ends have"
             decode, prefill = (hello, end) if hello.role == "decode" else (end, hello)
-            if decode.host != prefill.host and is_loopback(_data_host(decode.data_address)):
+            far = not share_loopback(decode.host_id, prefill.host_id)
+            if far and is_loopback(_data_host(decode.data_address)):
                 return (
                     f"data address {decode.data_address} of {decode.name} on {decode.host}, which {prefill.name} on "
-                    f"{prefill.host} cannot reach: start {decode.name} with an address of its host"
+                    f"{prefill.host} cannot reach: start {decode.name} with --host and an address of its host"
                 )
         return _difference(hello, others[0]) if others else None
 

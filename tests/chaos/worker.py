@@ -35,7 +35,7 @@ from common.core.ids import Holder, TransferId, WorkerName, new_incarnation
 from common.core.request import Request
 from common.core.sequence import Batch, Segment, Sequence, StepResult
 from common.kv.cache import KvCache
-from common.kv.storage.host import host_id
+from common.net.hosts import host_id
 from common.net.keys import load
 from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels

@@ -143,17 +143,23 @@ def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1"])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_it(first: Role, address: str) -> None:
+@pytest.mark.parametrize("far", ["other boot/ipc:[1]:net:[1]/0", "boot/ipc:[2]:net:[2]/0"], ids=["host", "namespace"])
+def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_it(
+    first: Role, address: str, far: str
+) -> None:
+    """Machines that were cloned have one name; processes of one network may be other users', or share no memory."""
     registry = Registry("f")
-    hellos = [hello("p0", "i0", "prefill", host="a"), hello("d0", "i1", "decode", host="b", data_address=address)]
+    near = {"host": "vm", "host_id": "boot/ipc:[1]:net:[1]/0"}
+    hellos = [hello("p0", "i0", "prefill", **near)]
+    hellos.append(hello("d0", "i1", "decode", host="vm", host_id=far, data_address=address))
     if first == "decode":
         hellos.reverse()
     assert isinstance(registry.join(hellos[0], 0.0), Worker)
     verdict = registry.join(hellos[1], 0.0)
-    assert isinstance(verdict, Refused) and f"{address} of d0 on b, which p0 on a cannot reach" in verdict.reason
-    join(registry, "c0", "i2", "colocated", host="b")  # nobody dials it
-    near = {"host": "b"} if first == "decode" else {"host": "a", "data_address": address}
-    join(registry, "x0", "i3", hellos[1].role, **near)
+    assert isinstance(verdict, Refused) and f"{address} of d0 on vm, which p0 on vm cannot reach" in verdict.reason
+    join(registry, "c0", "i2", "colocated", host_id=far)  # nobody dials it
+    joined = hellos[0].host_id.replace("ipc:[1]", "ipc:[3]").replace("/0", "/1000")
+    join(registry, "x0", "i3", hellos[1].role, host_id=joined)
 
 
 def test_a_name_that_libzmq_cannot_carry_is_refused() -> None:

@@ -267,11 +267,3 @@ class _Part(NamedTuple):
 
     row_bytes: int
     shards: tuple[tuple[Bytes, slice], ...]
-
-
-def host_id() -> str:
-    """Equal for processes that can share memory: same boot, same IPC and network namespaces, same user."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    spaces = ":".join(os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
-    return f"{boot}/{spaces}/{os.getuid()}"
