@@ -17,6 +17,7 @@ _TEMPLATE = b"\1"
 class Traced(str):
     """A string whose ``_own`` has one byte per character: 1 where the template wrote it, 0 where the client did."""
 
+    __slots__ = ("_own",)
     _own: bytes
 
     def __new__(cls, text: object = "", own: bytes | None = None) -> Traced:
@@ -105,11 +106,22 @@ class Traced(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Traced:
         if not old:
             return Traced(str.replace(self, old, new, count))
-        limit = int(count)
-        return join_with(new, self.split(old, limit))
+        text, left, at = str.replace(self, old, new, count), int(count), 0
+        made, own, written_anew = bytearray(), self._own, origins(new)
+        if _TEMPLATE not in own and _TEMPLATE not in written_anew:
+            return Traced(text)
+        while left and (found := self.find(old, at)) >= 0:
+            made += own[at:found]
+            made += written_anew
+            at = found + len(old)
+            left -= 1
+        return Traced(text, bytes(made + own[at:]))
 
     def _cut(self, parts: list[str], gap: int) -> list[str]:
-        """``parts`` of this string, in order, with ``gap`` characters between each two; with white space if 0."""
+        """``parts`` of this string, in order, with ``gap`` characters between each two; with white space if 0. Parts
+        of a string that is all the client's stay as they are: there may be millions."""
+        if _TEMPLATE not in self._own:
+            return parts
         cut: list[str] = []
         at = 0
         for part in parts:
