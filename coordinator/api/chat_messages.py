@@ -6,9 +6,11 @@ taken: images, audio and files are refused in words.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NoReturn
 
-from coordinator.api.fields import Fields, parse_arguments, refuse, wrong_type
+from coordinator.api.fields import Fields, JsonBudget, parse_arguments, refuse, wrong_type
 from coordinator.requests.spec import Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -18,8 +20,11 @@ MAX_ENTRIES = 1 << 14
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def parse_messages(fields: Fields) -> list[Json]:
-    """The field ``messages``, at least one."""
+def parse_messages(
+    fields: Fields, budget: JsonBudget, check_chars: Callable[[int, str], None] | None = None
+) -> list[Json]:
+    """The field ``messages``, at least one. ``budget`` counts the values of tool calls' arguments, and ``check_chars``
+    refuses these if they have too many characters together, before any of them is parsed."""
     items = fields.array("messages", MAX_MESSAGES)
     if items is None:
         fields.missing("messages")
@@ -27,7 +32,9 @@ def parse_messages(fields: Fields) -> list[Json]:
         refuse("'messages' is an empty array; at least one message is needed.", "messages")
     if (entries := sum(map(_entries, items))) > MAX_ENTRIES:
         refuse(f"'messages' have {entries} text parts and tool calls, at most {MAX_ENTRIES} are allowed.", "messages")
-    return [_message(item, f"messages[{index}]") for index, item in enumerate(items)]
+    if check_chars is not None:
+        check_chars(sum(map(len, chain.from_iterable(map(_arguments, items)))), "messages")
+    return [_message(item, f"messages[{index}]", budget) for index, item in enumerate(items)]
 
 
 def _entries(item: object) -> int:
@@ -36,7 +43,17 @@ def _entries(item: object) -> int:
     return sum(len(entries) for entries in lists if isinstance(entries, list))
 
 
-def _message(item: object, at: str) -> Json:
+def _arguments(item: object) -> Iterator[str]:
+    """The arguments of the tool calls in a message, whatever else there may be."""
+    calls = item.get("tool_calls") if isinstance(item, dict) else None
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            yield arguments
+
+
+def _message(item: object, at: str, budget: JsonBudget) -> Json:
     if not isinstance(item, dict):
         wrong_type(at, "an object", item)
     fields = Fields(item, at)
@@ -50,7 +67,7 @@ def _message(item: object, at: str) -> Json:
     if calls:
         if role != "assistant":
             refuse("Only the assistant makes tool calls.", f"{at}.tool_calls")
-        message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        message["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{n}]", budget) for n, call in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = fields.string("tool_call_id") or fields.missing("tool_call_id")
     for name in ("name", "reasoning_content"):
@@ -87,14 +104,14 @@ def _refuse_part(kind: str, at: str) -> NoReturn:
     )
 
 
-def _tool_call(call: object, at: str) -> Json:
+def _tool_call(call: object, at: str, budget: JsonBudget) -> Json:
     if not isinstance(call, dict):
         wrong_type(at, "an object", call)
     fields = Fields(call, at)
     function = fields.nested("function") or fields.missing("function")
     name = function.string("name", limit=256) or function.missing("name")
     arguments = function.string("arguments", limit=1 << 26) or "{}"
-    parsed = parse_arguments(arguments, function.at("arguments"))
+    parsed = parse_arguments(arguments, function.at("arguments"), budget)
     return {
         "id": fields.string("id") or "",
         "type": "function",

@@ -21,8 +21,8 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a strin
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17
 MAX_STRINGS = 1 << 17
-"""Arrays and objects, and strings (keys among them), in one JSON text. Eight megabytes have room for millions, which
-would take hundreds of megabytes, and seconds in which the parser holds the interpreter lock."""
+"""Arrays and objects, and strings (keys among them), in all JSON of one request. Eight megabytes have room for
+millions, which would take hundreds of megabytes, and seconds in which the parser holds the interpreter lock."""
 _MARKS = b'"[{'
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
 _STRING = re.compile(rb'"[^"]*+"?')
@@ -62,26 +62,48 @@ def _keys(value: Json | list[object], left: int, param: str | None = None) -> in
     return keys
 
 
-def check_counts(text: bytes, param: str | None = None) -> None:
-    """RequestError if the JSON ``text`` has too many values to be parsed; counts them without parsing anything."""
-    if len(text) <= MAX_CONTAINERS:
-        return
-    if b"\\" in text:  # without escapes every quotation mark begins or ends a string
-        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = text.translate(None, _NO_MARKS)
-    if (count := marks.count(b'"') // 2) > MAX_STRINGS:
-        refuse(f"The JSON has {count} strings, at most {MAX_STRINGS} are allowed.", param)
-    if len(marks) > MAX_CONTAINERS:
-        marks = _STRING.sub(b"", marks)
-        if (count := len(marks)) > MAX_CONTAINERS:
+class JsonBudget:
+    """The arrays, objects and strings that the JSON of one request may have: its body and, in strings of the body, the
+    arguments of tool calls."""
+
+    __slots__ = ("_containers", "_marks", "_short", "_strings")
+
+    def __init__(self) -> None:
+        self._containers = self._strings = 0
+        self._marks = bytearray()
+        """Quotation marks and brackets that are not in ``_containers`` yet: some brackets may be in strings."""
+        self._short = False
+
+    def spend_body(self, body: bytes) -> None:
+        """Count the values of ``body``, without parsing anything; RequestError if they are too many."""
+        self._short = len(body) <= MAX_CONTAINERS  # each value takes a byte, also in what a string of the body holds
+        self.spend(body)
+
+    def spend(self, text: bytes, param: str | None = None) -> None:
+        """Count the values of the JSON ``text`` at ``param``, as those of the body."""
+        if self._short:
+            return
+        if b"\\" in text:  # without escapes every quotation mark begins or ends a string
+            text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        marks = text.translate(None, _NO_MARKS)
+        self._strings += marks.count(b'"') // 2
+        if self._strings > MAX_STRINGS:
+            refuse(f"The JSON has {self._strings} strings, at most {MAX_STRINGS} are allowed.", param)
+        self._marks += marks
+        if self._containers + len(self._marks) > MAX_CONTAINERS:
+            self._containers += len(_STRING.sub(b"", self._marks))
+            self._marks.clear()
+        if self._containers > MAX_CONTAINERS:
+            count = self._containers
             refuse(f"The JSON has {count} arrays and objects, at most {MAX_CONTAINERS} are allowed.", param)
 
 
-def parse_json(body: bytes) -> Json:
-    """The JSON object in ``body``; RequestError 400 for everything else that could be there."""
+def parse_json(body: bytes, budget: JsonBudget | None = None) -> Json:
+    """The JSON object in ``body``, whose values ``budget`` counts; RequestError 400 for everything else that could be
+    there."""
     if not body.strip():
         refuse("The request body is empty; a JSON object is expected.", None, "invalid_json")
-    check_counts(body)
+    (budget or JsonBudget()).spend_body(body)
     try:
         value = msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64
         # each member has a colon: as many as there are keys, and no key was there twice; more may be in strings
@@ -98,11 +120,12 @@ def parse_json(body: bytes) -> Json:
     return value
 
 
-def parse_arguments(text: str, param: str) -> Json:
-    """The JSON object in ``text``, a string of the client's at ``param``, as strictly as a body; of a key that is there
-    twice the last value counts, as models write such arguments. RequestError 400 for everything else."""
+def parse_arguments(text: str, param: str, budget: JsonBudget) -> Json:
+    """The JSON object in ``text``, a string of the client's at ``param``, as strictly as a body, with whose values
+    ``budget`` counts its own; of a key that is there twice the last value counts, as models write such arguments.
+    RequestError 400 for everything else."""
     encoded = text.encode()
-    check_counts(encoded, param)
+    budget.spend(encoded, param)
     try:
         value = msgspec.json.decode(encoded)
     except (msgspec.DecodeError, RecursionError):

@@ -6,6 +6,7 @@ what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import msgspec
 
 from common.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS
 from coordinator.api.chat_messages import parse_messages
-from coordinator.api.fields import INT64, Fields, checked_integer, checked_number, refuse, wrong_type
+from coordinator.api.fields import INT64, Fields, JsonBudget, checked_integer, checked_number, refuse, wrong_type
 from coordinator.requests.spec import ChatBody, CompletionBody, Json, Options, Sampling
 
 MAX_PROMPTS = 64
@@ -41,8 +42,10 @@ _STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 # -- chat -----------------------------------------------------------------------------------------------------------
 
 
-def parse_chat(body: Json) -> ChatBody:
-    """The body of POST /v1/chat/completions."""
+def parse_chat(
+    body: Json, budget: JsonBudget | None = None, check_chars: Callable[[int, str], None] | None = None
+) -> ChatBody:
+    """The body of POST /v1/chat/completions; ``budget`` and ``check_chars`` as :func:`parse_messages` takes them."""
     fields = Fields(body)
     _refuse_unsupported(fields)
     wants = fields.boolean("logprobs", False)
@@ -52,7 +55,7 @@ def parse_chat(body: Json) -> ChatBody:
     longer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
     limit = fields.integer("max_tokens", 1, MAX_TOKENS)
     options = _options(fields, (top or 0) if wants else None, limit if longer is None else longer)
-    messages = parse_messages(fields)
+    messages = parse_messages(fields, budget or JsonBudget(), check_chars)
     tools = _tools(fields)
     template_kwargs = _template_kwargs(fields)
     generation = fields.boolean("add_generation_prompt", True)

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from common.config.commands import CoordinatorConfig
 from common.core.errors import RequestError
-from coordinator.api.fields import parse_json
+from coordinator.api.fields import JsonBudget, parse_json
 from coordinator.api.service import ServedModel
 from coordinator.cluster.registry import Registry
 from coordinator.http.bodies import Bodies, BodyShare
@@ -77,8 +77,9 @@ class Services:
 SERVICES = web.AppKey("services", Services)
 
 
-async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
-    """Return ``read`` of the JSON object of a POST; RequestError for anything else that was sent.
+async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T]) -> T:
+    """Return ``read`` of the JSON object of a POST, and of what its JSON may still have; RequestError for anything else
+    that was sent.
 
     The parser and ``read`` run as one step of a lane if the body is long or has many objects, so that bodies wait as
     bytes, not as objects."""
@@ -93,9 +94,12 @@ async def read_body(request: web.Request, read: Callable[[Json], T]) -> T:
     await asyncio.sleep(0)  # a client that has sent everything and left is known to have left behind this
     with services.bodies.share() as share:
         body = await _receive(request, share)
-        if is_small(body):
-            return read(parse_json(body))
-        return await services.model.in_body_lane(body, lambda: read(parse_json(body)))
+
+        def parsed() -> T:
+            budget = JsonBudget()
+            return read(parse_json(body, budget), budget)
+
+        return parsed() if is_small(body) else await services.model.in_body_lane(body, parsed)
 
 
 async def _receive(request: web.Request, share: BodyShare) -> bytes:

@@ -11,9 +11,9 @@ from aiohttp import web
 from common.core.errors import RequestError
 from common.core.request import MAX_TOKENS
 from common.net.messages import Drain
-from coordinator.api.fields import Fields, refuse
+from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import parse_chat, token_ids
-from coordinator.api.service import product_version
+from coordinator.api.service import ServedModel, product_version
 from coordinator.cluster.link_stats import Links
 from coordinator.cluster.registry import Registry, Worker
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
@@ -106,12 +106,12 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 async def _tokenized(request: web.Request) -> web.Response:
     model = request.app[SERVICES].model
 
-    def read(body: Json) -> _Asked:
+    def read(body: Json, budget: JsonBudget) -> _Asked:
         fields = Fields(body)
         model.check_name(fields.string("model", limit=1024))
         strings = fields.boolean("return_token_strs", False)
         if fields.has("messages"):
-            return _Asked(model.chat_text(_as_chat(body)), True, strings)
+            return _Asked(model.chat_text(_as_chat(body, budget, model)), True, strings)
         prompt = fields.string("prompt", limit=1 << 26)
         if prompt is None:
             fields.missing("prompt")
@@ -142,8 +142,8 @@ _TEMPLATED = (
 """What a chat's prompt depends on."""
 
 
-def _as_chat(body: Json) -> ChatBody:
-    return parse_chat({name: body[name] for name in _TEMPLATED if name in body})
+def _as_chat(body: Json, budget: JsonBudget, model: ServedModel) -> ChatBody:
+    return parse_chat({name: body[name] for name in _TEMPLATED if name in body}, budget, model.check_chars)
 
 
 @routes.post("/detokenize")
@@ -155,7 +155,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 async def _detokenized(request: web.Request) -> web.Response:
     model = request.app[SERVICES].model
 
-    def read(body: Json) -> list[int]:
+    def read(body: Json, _: JsonBudget) -> list[int]:
         fields = Fields(body)
         model.check_name(fields.string("model", limit=1024))
         given = fields.array("tokens", MAX_TOKENS)
@@ -234,7 +234,7 @@ async def drain(request: web.Request) -> web.Response:
     """``worker`` takes nothing new and leaves when it has finished, at the latest after ``timeout`` seconds: streams
     that are left then go on elsewhere. Answers at once. ``tandem up`` starts another in its place."""
     services = request.app[SERVICES]
-    fields = await read_body(request, Fields)
+    fields = await read_body(request, lambda body, _: Fields(body))
     name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
     if name is None:
         fields.missing("worker")
@@ -250,7 +250,7 @@ async def drain(request: web.Request) -> web.Response:
 async def scale(request: web.Request) -> web.Response:
     """``prefill`` and ``decode``: how many workers of each are wanted. Answers when there are so many."""
     services = request.app[SERVICES]
-    fields = await read_body(request, Fields)
+    fields = await read_body(request, lambda body, _: Fields(body))
     prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
     if prefill is None and decode is None:
         refuse("There is nothing to change: give prefill, decode or both.", "decode", "missing_required_parameter")

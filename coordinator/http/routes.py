@@ -16,6 +16,7 @@ from aiohttp import web
 
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import SamplingParams
+from coordinator.api.fields import JsonBudget
 from coordinator.api.openai import parse_chat, parse_completion
 from coordinator.api.response_encoder import ChatShape, Choice, CompletionShape, Head, Shape
 from coordinator.api.service import ServedModel
@@ -42,8 +43,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     _refuse_when_draining(services)
     model = services.model
 
-    def read(fields: Json) -> tuple[Options, ChatText]:
-        body = parse_chat(fields)
+    def read(fields: Json, budget: JsonBudget) -> tuple[Options, ChatText]:
+        body = parse_chat(fields, budget, model.check_chars)
         model.check_name(body.options.model)
         return body.options, model.chat_text(body)
 
@@ -62,7 +63,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = services.model
     context_length = model.context_length
 
-    def read(fields: Json) -> CompletionBody:
+    def read(fields: Json, _: JsonBudget) -> CompletionBody:
         body = parse_completion(fields, context_length)
         model.check_name(body.options.model)
         model.check_prompts(body.prompts)

@@ -48,7 +48,7 @@ from common.net.messages import (
     Welcome,
 )
 from common.net.wire import MAX_REPORT_BYTES, seal
-from coordinator.api.fields import MAX_CONTAINERS, parse_json
+from coordinator.api.fields import MAX_CONTAINERS, JsonBudget, parse_json
 from coordinator.api.openai import parse_chat
 from coordinator.api.response_encoder import (
     ChatShape,
@@ -1490,9 +1490,9 @@ async def test_ids_are_counted_before_they_are_read(house: House) -> None:
 async def test_long_bodies_are_parsed_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    def parse(body: bytes) -> Any:
+    def parse(body: bytes, budget: JsonBudget) -> Any:
         threads.append(threading.current_thread())
-        return parse_json(body)
+        return parse_json(body, budget)
 
     monkeypatch.setattr("coordinator.http.context.parse_json", parse)
     for length in (10, INLINE_BYTES):
@@ -1667,10 +1667,22 @@ async def test_a_small_body_counts_while_it_is_unfinished(house: House) -> None:
     await until(lambda: not any(bodies.held.values()), "nothing is left")
 
 
-async def test_values_of_tool_call_arguments_are_counted_too(house: House) -> None:
-    arguments = json.dumps({"x": [[]] * (MAX_CONTAINERS + 1)})
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+@pytest.fixture
+def roomy(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
+    """Of a model whose context has room for any body."""
+    monkeypatch.setattr(type(house.services.model), "context_length", 1 << 22)
+    return house
+
+
+def called_with(*arguments: object) -> dict[str, Any]:
+    """A message of the assistant that calls a tool once with each of ``arguments``."""
+    functions = [{"name": "f", "arguments": json.dumps(each)} for each in arguments]
+    calls = [{"id": "a", "type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+async def test_values_of_tool_call_arguments_are_counted_too(roomy: House) -> None:
+    asked = {"messages": [called_with({"x": [[]] * (MAX_CONTAINERS + 1)})]}
     for path in (CHAT, "/tokenize"):
         response, body = await house.post(path, asked)
         assert response.status == 400 and "at most 131072 are allowed" in body["error"]["message"]
@@ -1685,7 +1697,7 @@ async def test_tool_call_arguments_are_read_as_strictly_as_a_body(house: House, 
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     for path in (CHAT, "/tokenize"):
-        response, body = await house.post(path, asked)
+        response, body = await roomy.post(path, asked)
         assert response.status == 400, body
         assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
 
@@ -1699,6 +1711,32 @@ async def test_more_blocks_than_any_worker_has(model: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("value", [[], ""], ids=["arrays", "strings"])
+async def test_values_of_a_body_and_of_arguments_are_counted_together(roomy: House, value: object) -> None:
+    values = [value] * (MAX_CONTAINERS // 3)
+    asked: Any = {"messages": [called_with({"x": values}), called_with({"x": values[:-1000]})]}
+    asked["an_unknown_field"] = values[:-1000]
+    assert (await roomy.post("/tokenize", asked))[0].status == 200
+    asked["messages"].append(called_with({}, {"x": values[:3000]}))
+    for path in (CHAT, "/tokenize"):
+        response, body = await roomy.post(path, asked)
+        assert response.status == 400 and "at most 131072 are allowed" in body["error"]["message"]
+        assert body["error"]["param"] == "messages[2].tool_calls[1].function.arguments"
+
+
+async def test_arguments_that_are_too_long_together_are_not_parsed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = house.services.model.context_length * house.services.model.text.chars_per_token
+    arguments = {"x": "y" * (most // 3)}
+    messages = [called_with(arguments, arguments)] * 2
+    monkeypatch.setattr("coordinator.api.chat_messages.parse_arguments", None)
+    for path in (CHAT, "/tokenize"):
+        response, body = await house.post(path, {"messages": messages})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert str(4 * len(json.dumps(arguments))) in body["error"]["message"] and body["error"]["param"] == "messages"
+
+
 async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
     async with open_house(model) as house:
         await house.add("prefill", script=letters("hi"))
