@@ -9,7 +9,17 @@ import pytest
 from common.core.errors import RequestError
 from coordinator.requests.admission import RETRY_JITTER
 from coordinator.text import lanes
-from coordinator.text.lanes import BODIES, LONG, SHORT, Bounds, Lane
+from coordinator.text.lanes import (
+    BODIES,
+    INLINE_BYTES,
+    INLINE_OBJECTS,
+    INLINE_VALUES,
+    LONG,
+    SHORT,
+    Bounds,
+    Lane,
+    is_small,
+)
 
 CHARS, STEP_S = 100, 2.0
 
@@ -45,6 +55,25 @@ async def test_retry_times_are_what_the_lane_takes_for_what_it_holds(
         await lane.only_step(CHARS, clock.work)
     assert refused.value.status == 429
     assert refused.value.retry_after_s == pytest.approx(7 * STEP_S / (1 - RETRY_JITTER), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "small"),
+    [
+        (b'{"prompt": "%s"}' % (b"a word, " * 900), True),
+        (b'{"prompt": "%s"}' % (b"x" * INLINE_BYTES), False),
+        (b'{"x": [%s]}' % (b"{}," * (INLINE_OBJECTS - 1)), True),
+        (b'{"x": [%s]}' % (b"{}," * INLINE_OBJECTS), False),
+        (b'{"x": [%s]}' % (b"1," * (INLINE_VALUES - 2)), True),
+        (b'{"x": [%s]}' % (b"1," * INLINE_VALUES), False),
+        (b'{"x": %s1,2%s}' % (b"[" * 60, b"]" * 60), True),
+        (b'{"x": %s%s%s}' % (b"[" * 60, b"1," * 300, b"]" * 60), False),
+        *((b'{"arguments": "%s"}' % sign, False) for sign in (rb"\u002c", rb"\u005B", rb"\u007b")),
+        (rb'{"content": "\u00e9\u003c\u0026\u4f60"}', True),
+    ],
+)
+def test_bodies_that_may_be_much_work_leave_the_event_loop(body: bytes, small: bool) -> None:
+    assert is_small(body) == small
 
 
 def test_the_bounds_of_lanes() -> None:
