@@ -27,6 +27,7 @@ from coordinator.cluster.registry import Registry
 from coordinator.requests.spec import ChatBody, CompletionBody, Options, Sampling
 from coordinator.routing.router import Chains
 from coordinator.text.lanes import Lanes, cost
+from coordinator.text.render_budget import TooMuchText
 from coordinator.text.slices import SLICE_CHARS
 from coordinator.text.tokenizer import LONG, ChatText, TextModel
 
@@ -37,6 +38,9 @@ MAX_COUNTED_TOKENS = 1 << 20
 """POST /tokenize goes on beyond the context length up to so many tokens."""
 _ID_BYTES = 6
 """About what a token id takes in JSON, with its comma."""
+MOST_TEMPLATED = 12 << 20
+"""The most characters that a chat template may make of a chat, or one and a half times the bytes of the largest body,
+whichever is more: a context may have room for hundreds of megabytes of white space."""
 MOST_LOGPROB_BYTES = 128 << 20
 """Bound of the log-probabilities of a whole answer, which stay in memory until it is sent."""
 _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
@@ -72,6 +76,7 @@ class ServedModel:
             )
         self._settings = f"{self.defaults}{config.chat_template}{self._limit}"
         self._most_repeated = config.max_body_bytes
+        self._most_templated = max(MOST_TEMPLATED, config.max_body_bytes * 3 // 2)
         self._lanes = Lanes()
 
     def close(self) -> None:
@@ -103,9 +108,16 @@ class ServedModel:
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def chat_text(self, body: ChatBody) -> ChatText:
-        """The templated chat; RequestError if it cannot fit the context, before it is templated and after."""
+        """The templated chat; RequestError if it cannot fit the context: before it is templated, or as soon as the
+        template makes too much of it."""
         self.check_chars(_size([body.messages, body.tools, body.template_kwargs]), "messages")
-        chat = self.text.chat_text(body)
+        most = min(self._most_chars, self._most_templated)
+        try:
+            chat = self.text.chat_text(body, most)
+        except TooMuchText:
+            head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
+            text = f"{head}, but the chat template makes more of 'messages'. Shorten them."
+            raise _too_long(text, "messages") from None
         self.check_chars(chat.chars, "messages")
         return chat
 
@@ -250,10 +262,15 @@ class ServedModel:
 
     def check_chars(self, chars: int, param: str) -> None:
         """RequestError if a text of ``chars`` characters cannot fit the context, whatever they are."""
-        limit, most = self.context_length, self.context_length * self.text.chars_per_token
+        most = self._most_chars
         if chars > most:
-            head = f"This model's maximum context length is {limit} tokens, at most {most} characters"
+            head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
             raise _too_long(f"{head}, but {param!r} has {chars}. Shorten it.", param)
+
+    @property
+    def _most_chars(self) -> int:
+        """The most characters that may fit the context, whatever they are."""
+        return self.context_length * self.text.chars_per_token
 
     def _check_ids(self, asked: Sampling) -> None:
         vocab = self.checkpoint.vocab_size

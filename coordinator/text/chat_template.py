@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, NoReturn
@@ -22,11 +23,15 @@ import jinja2.ext
 import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from markupsafe import soft_str
 
 from common.core.errors import RequestError, StartError
 from coordinator.requests.spec import Json
-from coordinator.text.traced import Traced, join, origins, written
+from coordinator.text import render_budget
+from coordinator.text.render_budget import RenderBudget, TooMuchText
+from coordinator.text.traced import Traced, join, join_with, origins, written
 
 
 class _Generation(jinja2.ext.Extension):
@@ -67,11 +72,35 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         return self.environment.literal("".join(group))
 
 
+class _Formatter(SandboxedFormatter):
+    """``str.format``, counted by the budget of the rendering."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        render_budget.before_field(format_spec)
+        text = super().format_field(value, format_spec)
+        render_budget.current.get().spend(len(text), len(text))
+        return text
+
+
+def _concat(parts: Iterable[str]) -> Traced:
+    """All ``parts`` in one; TooMuchText as soon as they are longer than a text may be."""
+    budget = render_budget.current.get()
+    kept, chars = list[str](), 0
+    for part in parts:
+        kept.append(part)
+        chars += len(part)
+        if chars > budget.most:
+            raise TooMuchText
+    budget.spend(chars)
+    return join(kept)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """Of one template."""
+    """Of one template. What it makes of strings is counted by the budget of the rendering."""
 
     code_generator_class = _CodeGenerator
-    concat = staticmethod(join)
+    intercepted_binops = frozenset("+*%")
+    concat = staticmethod(_concat)
 
     def __init__(self) -> None:
         # not optimized: the optimizer folds lists and objects of strings into one constant
@@ -79,6 +108,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         self.literals: list[Traced] = []
         self.filters |= {"tojson": _tojson, "join": _join, "safe": _safe}
+        self.filters |= {"replace": _replace, "indent": _indent, "center": _center, "format": _format}
+        self.filters["list"] = _list
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime}
 
     def literal(self, text: str) -> str:
@@ -86,16 +117,36 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.literals.append(written(text))
         return f"environment.literals[{len(self.literals) - 1}]"
 
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        render_budget.before_operator(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        text = getattr(obj, "__self__", None)
+        if isinstance(text, str):
+            args = render_budget.before_method(text, obj.__name__, args, kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """jinja2's ``str.format``, of a text of the template's own with the origins of all that it joins."""
         plain = super().wrap_str_format(value)
-        text = getattr(value, "__self__", None)
-        if plain is None or value.__name__ != "format" or not isinstance(text, Traced) or b"\0" in origins(text):
-            return plain
+        if plain is None:
+            return None
+        text = value.__self__
+        if value.__name__ == "format_map":
+            return functools.partial(self._format_map, plain, text)
         return functools.partial(self._format, plain, text)
 
-    def _format(self, plain: Callable[..., str], text: Traced, *values: Any, **named: Any) -> str:
+    def _format_map(self, plain: Callable[..., str], text: str, *mappings: Any, **named: Any) -> str:
+        if len(mappings) == 1 and not named:
+            _Formatter(self).vformat(text, (), mappings[0])
+        return plain(*mappings, **named)
+
+    def _format(self, plain: Callable[..., str], text: str, *values: Any, **named: Any) -> str:
+        _Formatter(self).vformat(text, values, named)
         wanted, parts = plain(*values, **named), list[str]()
+        if not isinstance(text, Traced) or b"\0" in origins(text):
+            return wanted
         formatter = SandboxedFormatter(self)
         numbers = itertools.count()
         for literal, name, layout, conversion in formatter.parse(text):
@@ -119,14 +170,48 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return render_budget.to_json(value, encoder, indented=indent is not None)
 
 
 @jinja2.pass_eval_context
 def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
     """jinja2's, with a separator that keeps the origins of what it joins."""
     separator = str(d)
-    return jinja2.filters.sync_do_join(context, value, Traced(separator, origins(separator)), attribute)
+    if attribute is not None:
+        value = map(jinja2.filters.make_attrgetter(context.environment, attribute), value)
+    parts = list(map(str, value))
+    render_budget.before_joining(separator, parts)
+    return join_with(separator, parts)
+
+
+@jinja2.pass_eval_context
+def _replace(context: jinja2.nodes.EvalContext, s: str, old: str, new: str, count: int | None = None) -> str:
+    text, old, new = str(s), str(old), str(new)
+    render_budget.before_replacing(text, old, new, -1 if count is None else count)
+    return jinja2.filters.do_replace(context, text, old, new, count)
+
+
+def _list(value: Iterable[Any]) -> list[Any]:
+    if isinstance(value, str):
+        render_budget.current.get().split(len(value))
+    return list(value)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    render_budget.before_indenting(s, width, blank)
+    return jinja2.filters.do_indent(s, width, first, blank)
+
+
+def _center(value: str, width: int = 80) -> str:
+    text = soft_str(value)
+    render_budget.before_padding(text, width)
+    return jinja2.filters.do_center(text, width)
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    render_budget.before_percent(soft_str(value), kwargs or args)
+    return jinja2.filters.do_format(value, *args, **kwargs)
 
 
 def _safe(value: str) -> str:
@@ -159,9 +244,12 @@ class ChatTemplate:
         kwargs: Json | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most: int = sys.maxsize,
     ) -> Traced:
-        """The prompt; RequestError 400 when the template refuses the messages."""
+        """The prompt; RequestError 400 when the template refuses the messages, TooMuchText when it makes a text of
+        more than ``most`` characters."""
         end = f"CONTINUE{secrets.token_hex(16)}" if continue_final_message else ""
+        budget = render_budget.current.set(RenderBudget(most + len(end)))
         try:
             text = self._template.render(
                 {
@@ -173,12 +261,16 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+        except TooMuchText:
+            raise
         except Exception as error:  # a template is a program of the model's author: it may fail in any way
             reason = str(error)[:500] or type(error).__name__
             raise RequestError(
                 f"The chat template refuses these messages: {reason}", param="messages", code="invalid_messages"
             ) from error
-        prompt = join([text])
+        finally:
+            render_budget.current.reset(budget)
+        prompt = text if isinstance(text, Traced) else join([text])
         return _cut_at(prompt, end) if end else prompt
 
     def _prepare(self, messages: list[Json], end: str) -> list[Json]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -88,8 +89,9 @@ class TextModel:
         yield from parts
         yield after
 
-    def chat_text(self, body: ChatBody) -> ChatText:
-        """The templated chat; RequestError if the model has no template or the template refuses it."""
+    def chat_text(self, body: ChatBody, most: int = sys.maxsize) -> ChatText:
+        """The templated chat; RequestError if the model has no template or the template refuses it, TooMuchText if it
+        would make more than ``most`` characters of it."""
         if self.template is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
@@ -102,6 +104,7 @@ class TextModel:
             kwargs=body.template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            most=most,
         )
         return ChatText(self._control.spell(text), len(text))
 

@@ -56,6 +56,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{f"fails: {code}": (("colocated",), {"fails": code}) for code in FAILURES},
     "fails for now": (("colocated",), {"fails": "engine_error", "retriable": True}),
     "forgetful template": ((), {"template": "{% for each in messages[1:] %}{{ each.content }}{% endfor %}"}),
+    "indenting template": ((), {"template": "{{ tools | tojson(indent=4) }}"}),
     "small prefill": (
         ("prefill", "decode"),
         {"no_prefill_policy": "reject", "workers": {"prefill": {"changes": {"kv_blocks": 4}}}},
@@ -532,6 +533,11 @@ def _refused() -> Iterator[Call]:
     last = {"role": "assistant", "content": "so"}
     continued = {"messages": [last], "continue_final_message": True}
     yield _post("forgetful template: a message to continue", "forgetful template", CHAT, continued)
+    numbers: Any = [1] * 2_000
+    for _ in range(50):
+        numbers = [numbers]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": numbers}}]
+    yield _post("indenting template: deep numbers", "indenting template", CHAT, SOME_CHAT | {"tools": tools})
     for stream in (False, True):
         for server in ("second token fails", "end fails", "slow queue", "broken lines"):
             yield _post(f"{server} {CHAT} stream={stream}", server, CHAT, SOME_CHAT | {"stream": stream})

@@ -1462,7 +1462,29 @@ async def test_what_a_template_makes_too_long_is_refused(model: Path) -> None:
         asked = {"messages": [{"role": "user", "content": "x" * (most // 2)}]}
         response, body = await house.post("/tokenize", asked)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
-        assert str(most // 2 * 3) in body["error"]["message"]
+        assert f"at most {most} characters" in body["error"]["message"]
+
+
+async def test_values_that_a_template_indents_are_refused_beside_the_event_loop(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def parse(body: bytes, budget: JsonBudget) -> Any:
+        threads.append(threading.current_thread())
+        return parse_json(body, budget)
+
+    monkeypatch.setattr("coordinator.http.context.parse_json", parse)
+    value: Any = [1] * 2000
+    for _ in range(55):
+        value = [value]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": value}}}
+    async with open_house(model, "prefill", "decode", chat_template="{{ tools | tojson(indent=4) }}") as house:
+        for path in (CHAT, "/tokenize"):
+            response, body = await house.post(path, {**HELLO, "tools": [tool]})
+            assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+            assert body["error"]["param"] == "messages" and "the chat template makes more" in body["error"]["message"]
+    assert threading.main_thread() not in threads
 
 
 async def test_more_tokens_than_the_context_are_refused_on_the_way(house: House) -> None:
@@ -1684,33 +1706,11 @@ def called_with(*arguments: object) -> dict[str, Any]:
 async def test_values_of_tool_call_arguments_are_counted_too(roomy: House) -> None:
     asked = {"messages": [called_with({"x": [[]] * (MAX_CONTAINERS + 1)})]}
     for path in (CHAT, "/tokenize"):
-        response, body = await house.post(path, asked)
+        response, body = await roomy.post(path, asked)
         assert response.status == 400 and "at most 131072 are allowed" in body["error"]["message"]
         assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [r'{"x":"\ud800"}', '{"x":' + "[" * 64 + "]" * 64 + "}", '{"x":' + "[" * 900 + "]" * 900 + "}", '{"x":NaN}', "[]"],
-)
-async def test_tool_call_arguments_are_read_as_strictly_as_a_body(house: House, arguments: str) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
-    for path in (CHAT, "/tokenize"):
-        response, body = await roomy.post(path, asked)
-        assert response.status == 400, body
-        assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
-
-
-async def test_more_blocks_than_any_worker_has(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        await house.add("decode", changes={"kv_blocks": 20})
-        response, body = await house.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
-        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
-        assert "20" in body["error"]["message"]
-
-
-@pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("value", [[], ""], ids=["arrays", "strings"])
 async def test_values_of_a_body_and_of_arguments_are_counted_together(roomy: House, value: object) -> None:
     values = [value] * (MAX_CONTAINERS // 3)
@@ -1737,6 +1737,28 @@ async def test_arguments_that_are_too_long_together_are_not_parsed(
         assert str(4 * len(json.dumps(arguments))) in body["error"]["message"] and body["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [r'{"x":"\ud800"}', '{"x":' + "[" * 64 + "]" * 64 + "}", '{"x":' + "[" * 900 + "]" * 900 + "}", '{"x":NaN}', "[]"],
+)
+async def test_tool_call_arguments_are_read_as_strictly_as_a_body(house: House, arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for path in (CHAT, "/tokenize"):
+        response, body = await house.post(path, asked)
+        assert response.status == 400, body
+        assert body["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+async def test_more_blocks_than_any_worker_has(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", changes={"kv_blocks": 20})
+        response, body = await house.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert "20" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("n", [1, 4])
 async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
     async with open_house(model) as house:
         await house.add("prefill", script=letters("hi"))
