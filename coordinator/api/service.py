@@ -38,6 +38,8 @@ MAX_COUNTED_TOKENS = 1 << 20
 """POST /tokenize goes on beyond the context length up to so many tokens."""
 _ID_BYTES = 6
 """About what a token id takes in JSON, with its comma."""
+_CHAR_BYTES = 4
+"""The most bytes of a character in UTF-8."""
 MOST_TEMPLATED = 12 << 20
 """The most characters that a chat template may make of a chat, or one and a half times the bytes of the largest body,
 whichever is more: a context may have room for hundreds of megabytes of white space."""
@@ -153,6 +155,17 @@ class ServedModel:
         if size * body.options.n > self._most_repeated:
             text = f"The answer would repeat {size:,} bytes of prompts for each of {body.options.n} choices, at most"
             refuse(f"{text} {self._most_repeated:,} in all are allowed (--max-body-bytes).", "n")
+
+    def check_detokenized(self, tokens: Sequence[int]) -> None:
+        """RequestError if ``tokens`` are outside the vocabulary, or have more bytes as text than a request body may."""
+        if tokens and max(tokens) >= self.checkpoint.vocab_size:
+            refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
+        if len(tokens) * self.text.chars_per_token * _CHAR_BYTES <= self._most_repeated:
+            return
+        size = sum(len(self.text.token_bytes(token)) for token in tokens)
+        if size > self._most_repeated:
+            text = f"The text of 'tokens' has {size:,} bytes, at most {self._most_repeated:,} are allowed"
+            refuse(f"{text} (--max-body-bytes).", "tokens")
 
     async def _text_prompt(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -162,8 +162,7 @@ async def _detokenized(request: web.Request) -> web.Response:
         if given is None:
             fields.missing("tokens")
         tokens = token_ids(given, "tokens", model.context_length) if given else []
-        if tokens and max(tokens) >= model.checkpoint.vocab_size:
-            refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
+        model.check_detokenized(tokens)
         return tokens
 
     tokens = await read_body(request, read)

@@ -56,6 +56,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{f"fails: {code}": (("colocated",), {"fails": code}) for code in FAILURES},
     "fails for now": (("colocated",), {"fails": "engine_error", "retriable": True}),
     "forgetful template": ((), {"template": "{% for each in messages[1:] %}{{ each.content }}{% endfor %}"}),
+    "smaller": ((), {"max_body_bytes": 400}),
     "indenting template": ((), {"template": "{{ tools | tojson(indent=4) }}"}),
     "small prefill": (
         ("prefill", "decode"),
@@ -522,6 +523,7 @@ def _refused() -> Iterator[Call]:
     ):
         yield _post(f"{path} {name}", "colocated", path, body)
     yield _post("small: an echo that is too long", "small", TEXT, {"prompt": "x" * 500, "echo": True, "n": 5})
+    yield _post("smaller: a long text of few ids", "smaller", DETOKENIZE, {"tokens": [4] * 60})
     start = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
     chunked = start + b"Transfer-Encoding: chunked\r\n"
     chunks = b"bb8\r\n" + b"x" * 3000 + b"\r\n0\r\n\r\n"

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 TOKENS = 600_000
 LONG_TOKEN = 3
 """``<|assistant|>`` of :mod:`tests.fakes.checkpoint`."""
-MOST_BODY = 4 << 20
+MOST_BODY = 8 << 20
 CLIENT_TIMEOUT_S = 1.0
 
 
@@ -79,3 +79,11 @@ def test_an_answer_does_not_repeat_more_than_a_body_may_hold(
     assert answer.json["error"]["param"] == "n" and answer.code == "invalid_value"
     few = {**asked, "n": 1, "prompt": [prompt] * 2}
     assert ask(server.url, request("POST", "/v1/completions", body=json.dumps(few).encode())).status == 503
+
+
+def test_a_text_of_ids_is_no_longer_than_a_body_may_be(server: System) -> None:
+    asked = {"tokens": [LONG_TOKEN] * (MOST_BODY // len("<|assistant|>") + 1)}
+    answer = ask(server.url, request("POST", "/detokenize", body=json.dumps(asked).encode()))
+    assert answer.status == 400 and answer.json["error"]["param"] == "tokens", answer.raw[:500]
+    asked["tokens"].pop()
+    assert ask(server.url, request("POST", "/detokenize", body=json.dumps(asked).encode())).status == 200
