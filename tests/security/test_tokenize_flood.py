@@ -54,9 +54,24 @@ def chat_of(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def call_with(arguments: str) -> dict[str, Any]:
+def call_with(arguments: str, count: int = 1) -> dict[str, Any]:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call] * count}]}
+
+
+def calls_of_lists() -> dict[str, Any]:
+    """Tool calls whose arguments have as many lists as one body may have, each."""
+    lists = "[" * 60 + "]" * 60
+    arguments = '{"x":[' + ",".join([lists] * (131_000 // 60)) + "]}"
+    return call_with(arguments, BODY // len(arguments))
+
+
+def deep_numbers(count: int) -> bytes:
+    """A body with a tool in which ``count`` numbers stand so deep that each of them, on a line of its own, has some 240
+    characters."""
+    numbers = b"[" * 57 + b",".join([b"1"] * count) + b"]" * 57
+    tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": ' + numbers + b"}}}"
+    return json.dumps(chat_of("x"))[:-1].encode() + b', "tools": [' + tool + b"]}"
 
 
 def array(item: str) -> bytes:
@@ -72,7 +87,8 @@ def keys(count: int) -> bytes:
 
 
 def attacks() -> dict[str, tuple[str, bytes]]:
-    """Path and body of each way to send much. The first six are long texts, which a context may have room for."""
+    """Path and body of each way to send much. The first six are long texts, which a context may have room for; of the
+    last two more becomes when they are read."""
     text = long_text(BODY)
     tool = {"type": "function", "function": {"name": "f", "description": text}}
     plain: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,10 +109,15 @@ def attacks() -> dict[str, tuple[str, bytes]]:
     bodies["keys"] = ("/tokenize", keys(BODY // 11))
     bodies["allowed keys"] = ("/tokenize", keys(120_000))
     bodies["ids"] = ("/detokenize", b'{"tokens":[' + b",".join([b"500"] * (BODY // 4)) + b"]}")
+    bodies["calls"] = ("/tokenize", json.dumps(calls_of_lists()).encode())
+    bodies["deep numbers"] = ("/tokenize", deep_numbers(BODY // 4))
     return bodies
 
 
-LONG_TEXTS = 6
+LONG_TEXTS, GROWING = 6, 2
+INDENTING = """{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}
+{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}"""
+"""A chat template that writes tools as that of Llama 3.1 does."""
 
 
 @pytest.fixture(scope="module", name="attacks")
@@ -214,7 +235,12 @@ class Waits:
 async def check(system: System, attacks: dict[str, tuple[str, bytes]], ask: Callable[[], Awaitable[None]]) -> None:
     """``ask`` takes as long as without attackers, and the coordinator's memory stays small."""
     requests = [raw(system.url, *attack) for attack in attacks.values()]
-    waves = {ONE_PROMPT: requests[:1], "long texts": requests[:LONG_TEXTS], "many values": requests[LONG_TEXTS:]}
+    waves = {
+        ONE_PROMPT: requests[:1],
+        "long texts": requests[:LONG_TEXTS],
+        "many values": requests[LONG_TEXTS:-GROWING],
+    }
+    waves["values that grow"] = requests[-GROWING:]
     async with Watched(coordinator_of(system)) as memory:
         waits = Waits(await waiting_times(ask))
         for name, sent in waves.items():
@@ -327,7 +353,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     words = ["coordinator", model, "--port", "0", "--control-port", "0", "--served-model-name", System.name]
-    with System.running(directory / "log", *words, until_ready=False) as system:
+    with System.running(directory / "log", *words, "--chat-template", INDENTING, until_ready=False) as system:
         yield system
 
 
@@ -344,3 +370,29 @@ async def test_long_texts_that_fit_the_context_keep_nobody_waiting(
         async with asyncio.timeout(scaled(10)):  # what the attackers have left was dropped
             async with client.session.post("/tokenize", json={"prompt": text}) as response:
                 assert (await response.json())["count"] > len(text) / 10
+
+
+async def test_chats_do_not_wait_for_small_bodies_that_the_template_makes_long(large: System) -> None:
+    body = deep_numbers(8_000)
+
+    async def attacker() -> None:
+        while True:
+            async with client.session.post("/tokenize", data=body) as response:
+                assert response.status in (200, 400, 429), await response.text()
+
+    async def tokenize() -> None:
+        async with client.session.post("/tokenize", json=chat_of((PROSE * 70)[:4_600])) as response:
+            assert response.status == 200, await response.text()
+
+    async with large.client() as client, Watched(coordinator_of(large)) as memory:
+        waits = Waits(await waiting_times(tokenize))
+        tasks = [asyncio.create_task(attacker()) for _ in range(64)]
+        try:
+            waits.took[ONE_PROMPT] = await waiting_times(tokenize)
+            assert not [task for task in tasks if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    waits.check()
+    assert memory.most < MOST_RSS, f"{waits}, {memory.most // MIB} MiB"
