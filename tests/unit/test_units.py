@@ -79,7 +79,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     async def start(
         label: str, config: object, environment: Mapping[str, str], *passed: object
     ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        idle = "import os, signal; signal.signal(15, lambda *_: os._exit(0)); print(flush=True); signal.pause()"
+        idle = "import signal; signal.pthread_sigmask(0, [15]); print(flush=True); signal.sigwait([15])"
         child = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", idle, stdout=asyncio.subprocess.PIPE)
         assert child.stdout is not None
         await child.stdout.readline()  # from now on it listens
