@@ -20,7 +20,7 @@ import uvloop
 from aiohttp import web
 
 from common.checkpoint.files import open_checkpoint
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError, reason
 from common.core.ids import WorkerName
 from common.core.timeouts import FailureTimes

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
-from common.config.commands import WorkerConfig
+from common.config.worker import WorkerConfig
 from common.core.ids import WorkerName, new_incarnation
 from common.net.hosts import host_id
 from common.net.keys import ClusterKeys

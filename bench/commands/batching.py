@@ -25,7 +25,7 @@ from bench.load.run import Run, run_now
 from bench.load.setup import Prepared, prepare_with
 from bench.load.tokens import Tokenizer, ordinary_ids
 from bench.load.workloads import Ask, random_asks
-from common.config.commands import BenchBatchingConfig
+from common.config.bench.batching import BenchBatchingConfig
 from common.core.errors import StartError
 
 LONGEST = 12

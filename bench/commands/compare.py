@@ -25,7 +25,7 @@ from bench.load.metrics import METRICS, Objective, Summary, as_json, summarise
 from bench.load.run import Run, run_now
 from bench.load.setup import Prepared, as_load, prepare, times
 from bench.load.systems import counts, running, usable_cores, usual_systems
-from common.config.commands import BenchCompareConfig
+from common.config.bench.compare import BenchCompareConfig
 from common.core.errors import StartError
 from common.net.http_client import Server
 

@@ -23,7 +23,8 @@ from bench.load.arrivals import arrivals
 from bench.load.metrics import METRICS, Objective, Summary, as_json, parse_objectives, summarise
 from bench.load.run import UNSERVED, Run, run_now
 from bench.load.setup import Prepared, as_load, prepare
-from common.config.commands import BenchGoodputConfig, LoadOptions
+from common.config.bench.goodput import BenchGoodputConfig
+from common.config.bench.shared import LoadOptions
 from common.core.errors import StartError
 
 UNLOADED_REQUESTS = 8

@@ -36,7 +36,7 @@ from bench.commands.roofline import (
 from bench.load import neighbours, results
 from common.attention.interface import AttentionBackend, Params, Span
 from common.attention.registry import select_backend
-from common.config.commands import BenchKernelsConfig
+from common.config.bench.kernels import BenchKernelsConfig
 from common.core.errors import StartError
 from common.kernels import cpu
 from common.kv.layout import KvDtype, KvLayout, LayerLayout

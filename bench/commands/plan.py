@@ -33,8 +33,9 @@ from bench.simulate.cost import CostModel, load_costs, machines_differ, measure,
 from bench.simulate.world import HELP_WITH_FEW, HELP_WITH_MANY, LENT_TOKENS, MANY_TOKENS, Limits, World
 from common import builtin
 from common.checkpoint.files import Checkpoint, open_checkpoint
-from common.config.commands import BenchPlanConfig, UpConfig
+from common.config.bench.plan import BenchPlanConfig
 from common.config.options import Parser, add_options, options
+from common.config.up import UpConfig
 from common.core.errors import StartError, reason
 from common.kv.budget import human_bytes
 from common.net.http_client import Server

@@ -30,7 +30,7 @@ from bench.load import neighbours, results
 from bench.micro import wire
 from common import builtin
 from common.checkpoint.files import open_checkpoint
-from common.config.commands import BenchRooflineConfig
+from common.config.bench.roofline import BenchRooflineConfig
 from common.core.errors import StartError
 from common.kernels import cpu
 from common.model.linears import Int8Linear, NativeLinear, PackedLinear, gather, native_pays, packing_pays

@@ -16,7 +16,7 @@ from bench.load.client import Record
 from bench.load.metrics import METRICS, QUEUED, Objective, as_json, detailed, parse_objectives, rows, summarise
 from bench.load.run import Run, run_now
 from bench.load.setup import as_load, prepare, times
-from common.config.commands import BenchServeConfig
+from common.config.bench.serve import BenchServeConfig
 from common.core.errors import StartError
 
 CACHED = 0.02

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench.eval.checks import Answer, Verdict, check
 from bench.load import results
-from common.config.commands import EvalConfig
+from common.config.eval import EvalConfig
 from common.core.errors import StartError, reason
 from common.net.http_client import shown
 

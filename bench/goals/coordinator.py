@@ -36,7 +36,7 @@ from bench.load.processes import die_with_parent
 from bench.load.run import run_now
 from bench.load.systems import READY_S, is_ready
 from bench.micro.handoff_cost import cpu_seconds
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError
 from common.net.http_client import Server
 

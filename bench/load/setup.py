@@ -13,7 +13,7 @@ from bench.load.arrivals import Ramp, arrivals
 from bench.load.client import Target
 from bench.load.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinary_ids
 from bench.load.workloads import Ask, relabelled
-from common.config.commands import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
+from common.config.bench.shared import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
 from common.core.errors import StartError
 from common.net.http_client import Server
 

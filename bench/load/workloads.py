@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.commands import LONGEST_TOKENS
+from common.config.bench.shared import LONGEST_TOKENS
 from common.core.errors import StartError, reason
 
 MOONCAKE_BLOCK_TOKENS = 512

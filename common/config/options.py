@@ -1,9 +1,8 @@
 """From flags, environment, a YAML file and defaults to one frozen dataclass, each value knowing where it came from.
 
 A dataclass field made with :func:`option` *is* the option: argparse, the environment variable, the YAML key, ``tandem
-config`` and the table in the README are all generated from it. This file owns the mechanism;
-:mod:`common.config.commands` owns the options. Whatever is wrong raises :class:`~common.core.errors.StartError`, in
-words.
+config`` and the table in the README are all generated from it. This file owns the mechanism, the other modules of this
+package the options. Whatever is wrong raises :class:`~common.core.errors.StartError`, in words.
 """
 
 from __future__ import annotations

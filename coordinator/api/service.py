@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TypeVar
 
 from common.checkpoint.files import Checkpoint
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError, StartError
 from common.core.request import SamplingParams
 from common.kv.prefix import Chain, chain_root

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError
 from coordinator.api.fields import JsonBudget, parse_json
 from coordinator.api.service import ServedModel

@@ -17,7 +17,7 @@ import secrets
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import RequestError
 from common.net.hosts import is_loopback
 from coordinator.api.response_encoder import encode

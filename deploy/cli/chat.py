@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from common.config.commands import ChatConfig
+from common.config.chat import ChatConfig
 from common.core.errors import StartError
 from common.net.http_client import Refused, Server
 

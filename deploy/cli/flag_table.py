@@ -7,51 +7,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from common.config.commands import (
-    BenchBatchingConfig,
-    BenchCompareConfig,
-    BenchGoodputConfig,
-    BenchKernelsConfig,
-    BenchPlanConfig,
-    BenchRooflineConfig,
-    BenchServeConfig,
-    ChatConfig,
-    CoordinatorConfig,
-    EvalConfig,
-    KeygenConfig,
-    ScaleConfig,
-    UpConfig,
-    WorkerConfig,
-)
 from common.config.options import GROUPS, Option, options
+from deploy.cli.commands import COMMANDS, CONFIGS
 
 BEGIN, END = "<!-- flags: written by `python -m deploy.cli.flag_table README.md` -->", "<!-- /flags -->"
-_COMMANDS: tuple[tuple[str, type[Any]], ...] = (
-    ("up", UpConfig),
-    ("coordinator", CoordinatorConfig),
-    ("prefill, decode", WorkerConfig),
-    ("chat", ChatConfig),
-    ("scale", ScaleConfig),
-    ("eval", EvalConfig),
-    ("bench serve", BenchServeConfig),
-    ("bench goodput", BenchGoodputConfig),
-    ("bench compare", BenchCompareConfig),
-    ("bench plan", BenchPlanConfig),
-    ("bench batching", BenchBatchingConfig),
-    ("bench roofline", BenchRooflineConfig),
-    ("bench kernels", BenchKernelsConfig),
-    ("keygen", KeygenConfig),
-)
 
 
 def flag_table() -> str:
     """A Markdown table: one row per flag and meaning, by group."""
     rows: dict[tuple[str, str], tuple[Option, list[str]]] = {}
-    for command, config in _COMMANDS:
+    for config in CONFIGS:
+        names = ", ".join(command.name for command in COMMANDS.values() if command.config is config)
         for item in options(config):
-            rows.setdefault((item.name, item.help), (item, []))[1].append(command)
+            rows.setdefault((item.name, item.help), (item, []))[1].append(names)
     lines = ["| flag | default | commands | what it does |", "|---|---|---|---|"]
     for group in GROUPS:
         members = [row for row in rows.values() if row[0].group == group]

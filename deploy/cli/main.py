@@ -1,7 +1,8 @@
 """The ``tandem`` command.
 
-Owns the sub-commands and how a failure looks: at most five lines that say what, why and what to do, and an exit code
-that is not 0. Imports of the roles are inside the functions, so that ``tandem --help`` is instant and never sees torch.
+Owns how the words of a command line are read, and how a failure looks: at most five lines that say what, why and what
+to do, and an exit code that is not 0. :mod:`deploy.cli.commands` has the commands themselves, whose functions are
+imported when they run, so that ``tandem --help`` is instant and never sees torch.
 """
 
 from __future__ import annotations
@@ -11,36 +12,17 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from common.config.commands import (
-    BenchBatchingConfig,
-    BenchCompareConfig,
-    BenchGoodputConfig,
-    BenchKernelsConfig,
-    BenchPlanConfig,
-    BenchRooflineConfig,
-    BenchServeConfig,
-    C,
-    ChatConfig,
-    CoordinatorConfig,
-    EvalConfig,
-    KeygenConfig,
-    ScaleConfig,
-    UpConfig,
-    WorkerConfig,
-    load_config,
-)
 from common.config.options import Loaded, Parser, add_options, known_flags, nearest, options, show, unknown
 from common.config.redaction import without_login
 from common.core.errors import StartError
-from common.platform.log import setup_logging
+from deploy.cli.commands import COMMANDS, FAMILIES, Command, load_config
 
 MAX_LINE = 300
-Command = Callable[[dict[str, Any]], int]
-R = TypeVar("R", CoordinatorConfig, WorkerConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,16 +67,17 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     made: dict[str, Parser] = {}
     families: dict[str, Any] = {}
-    for name, (help, config, command) in COMMANDS.items():
+    for name, command in COMMANDS.items():
         family, _, last = name.rpartition(" ")
         if family and family not in families:
             families[family] = _family(commands, family)
         parsers = families.get(family, commands)
-        made[name] = parsers.add_parser(last, help=help, description=help, usage=_usage(name, config))
-        made[name].set_defaults(command=command)
-        if name == "chat":
-            made[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this, print the answer and leave")
-        add_options(made[name], config)
+        made[name] = parsers.add_parser(last, help=command.help, description=command.help, usage=_usage(command))
+        made[name].set_defaults(run=partial(_run, command))
+        if command.argument is not None:
+            argument, help = command.argument
+            made[name].add_argument(argument, nargs="?", metavar=argument.upper(), help=help)
+        add_options(made[name], command.config)
     commands.add_parser("config", help="print each value of a command's flags and where it came from")  # see _dispatch
     return parser, made
 
@@ -107,13 +90,14 @@ def _family(commands: Any, name: str) -> Any:
         parser.print_help()
         return 0
 
-    parser.set_defaults(command=show)
+    parser.set_defaults(run=show)
     return parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
 
-def _usage(name: str, config: type[Any]) -> str:
-    model = " [MODEL]" if any(item.positional for item in options(config)) else ""
-    return f"tandem {name}{model}{' [PROMPT]' if name == 'chat' else ''} [FLAGS]"
+def _usage(command: Command) -> str:
+    model = " [MODEL]" if any(item.positional for item in options(command.config)) else ""
+    argument = f" [{command.argument[0].upper()}]" if command.argument is not None else ""
+    return f"tandem {command.name}{model}{argument} [FLAGS]"
 
 
 def _dispatch(words: list[str]) -> int:
@@ -129,8 +113,8 @@ def _dispatch(words: list[str]) -> int:
     if strange:
         raise _strange_word(strange, commands.get(name, parser))
     arguments = vars(given)
-    command: Command = arguments.pop("command")
-    return _config(name, arguments) if explain else command(arguments)
+    run: Callable[[dict[str, Any]], int] = arguments.pop("run")
+    return _config(COMMANDS[name], arguments) if explain else run(arguments)
 
 
 def _named(words: Sequence[str], commands: Collection[str]) -> str:
@@ -173,23 +157,6 @@ def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
     )
 
 
-def _load(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
-    """The configuration of a command; warnings are printed."""
-    loaded: Loaded[C] = load_config(config, given, os.environ, **fixed)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return loaded.config
-
-
-def _measuring(config: type[C], given: dict[str, Any], **fixed: Any) -> C:
-    """The configuration of a command that measures; the files that it is to write can be written."""
-    from bench.load.results import check_outputs
-
-    loaded = _load(config, given, **fixed)
-    check_outputs(*(getattr(loaded, name, None) for name in ("save", "plot", "cost")))
-    return loaded
-
-
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,156 +165,24 @@ def version() -> str:
     return metadata.version("tandem")
 
 
-def _up(given: dict[str, Any]) -> int:
-    config = _load(UpConfig, given)
-    config.check_binds()
-    from deploy.launcher.supervisor import run
+def _run(command: Command, given: dict[str, Any]) -> int:
+    """Loads the configuration, whose warnings are printed, and runs the command."""
+    words = [] if command.argument is None else [given.pop(command.argument[0], None)]
+    loaded: Loaded[Any] = load_config(command.config, given, os.environ, **command.fixed)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if command.measures:
+        from bench.load.results import check_outputs
 
-    return run(config)
-
-
-def _coordinator(given: dict[str, Any]) -> int:
-    config = _openable(_load(CoordinatorConfig, given))
-    setup_logging(config.log_level, config.log_format, "coordinator")
-    from coordinator.app import run
-
-    return run(config)
+        check_outputs(*(getattr(loaded.config, name, None) for name in ("save", "plot", "cost")))
+    return command.load_function()(loaded.config, *words)
 
 
-def _prefill(given: dict[str, Any]) -> int:
-    return _worker(_load(WorkerConfig, given, role="prefill"))
-
-
-def _decode(given: dict[str, Any]) -> int:
-    return _worker(_load(WorkerConfig, given, role="decode"))
-
-
-def _worker(config: WorkerConfig) -> int:
-    config = _openable(config)
-    setup_logging(config.log_level, config.log_format, config.name or config.role)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it: so be it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up before it serves, and torch ends noisily
-    from deploy.worker import run
-
-    return run(config)
-
-
-def _openable(config: R) -> R:
-    """The same with the built-in model where none is named; a model that cannot be served is refused here already."""
-    from common.checkpoint.files import open_checkpoint
-    from deploy.launcher import builtin
-
-    config.check_binds()
-    named, notice = builtin.with_model(config, os.environ)
-    if notice:
-        print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
-    checkpoint = open_checkpoint(named.model, named.revision, named.trust_remote_code)
-    if isinstance(named, WorkerConfig):
-        from deploy.launcher.preflight import check_worker
-
-        check_worker(checkpoint, named)
-    return named
-
-
-def _chat(given: dict[str, Any]) -> int:
-    prompt = given.pop("prompt", None)
-    config = _load(ChatConfig, given)
-    from deploy.cli.chat import run
-
-    return run(config, prompt)
-
-
-def _scale(given: dict[str, Any]) -> int:
-    config = _load(ScaleConfig, given)
-    from deploy.cli.scale import run
-
-    return run(config)
-
-
-def _eval(given: dict[str, Any]) -> int:
-    config = _measuring(EvalConfig, given)
-    from bench.eval.evaluate import run
-
-    return run(config)
-
-
-def _bench_serve(given: dict[str, Any]) -> int:
-    config = _measuring(BenchServeConfig, given)
-    from bench.commands.serve import run
-
-    return run(config)
-
-
-def _bench_goodput(given: dict[str, Any]) -> int:
-    config = _measuring(BenchGoodputConfig, given)
-    from bench.commands.goodput import run
-
-    return run(config)
-
-
-def _bench_compare(given: dict[str, Any]) -> int:
-    config = _measuring(BenchCompareConfig, given)
-    from bench.commands.compare import run
-
-    return run(config)
-
-
-def _bench_batching(given: dict[str, Any]) -> int:
-    config = _measuring(BenchBatchingConfig, given)
-    from bench.commands.batching import run
-
-    return run(config)
-
-
-def _bench_plan(given: dict[str, Any]) -> int:
-    config = _measuring(BenchPlanConfig, given)
-    from bench.commands.plan import run
-
-    return run(config)
-
-
-def _bench_roofline(given: dict[str, Any]) -> int:
-    config = _measuring(BenchRooflineConfig, given)
-    from common.platform.device import calm_threads
-
-    calm_threads()
-    from bench.commands.roofline import run
-
-    return run(config)
-
-
-def _bench_kernels(given: dict[str, Any]) -> int:
-    config = _measuring(BenchKernelsConfig, given)
-    from common.platform.device import calm_threads
-
-    calm_threads()
-    from bench.commands.kernels import run
-
-    return run(config)
-
-
-def _keygen(given: dict[str, Any]) -> int:
-    config = _load(KeygenConfig, given)
-    from common.net import keys
-
-    if config.cluster_key_file:
-        keys.narrow(
-            Path(config.cluster_key_file), cast(keys.Party, config.role), config.path, overwrite=config.overwrite
-        )
-        print(f"wrote {config.path}: enough for {config.role} processes, and for nothing else")
-    else:
-        keys.make(config.path, overwrite=config.overwrite)
-        print(f"wrote {config.path}: whoever reads it can join the cluster; copy it over a safe channel only")
-    return 0
-
-
-def _config(name: str, given: dict[str, Any]) -> int:
+def _config(command: Command, given: dict[str, Any]) -> int:
     """Prints each value of a command's configuration and where it came from."""
-    config = COMMANDS[name][1]
-    fixed = {"role": name} if config is WorkerConfig else {}
-    loaded: Loaded[Any] = load_config(config, given, os.environ, **fixed)
+    loaded: Loaded[Any] = load_config(command.config, given, os.environ, **command.fixed)
     rows = []
-    for item in options(config):
+    for item in options(command.config):
         value, origin = getattr(loaded.config, item.name), loaded.origins[item.name]
         if item.secret and value:
             text = "(hidden)"
@@ -360,25 +195,3 @@ def _config(name: str, given: dict[str, Any]) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
-
-
-COMMANDS: dict[str, tuple[str, type[Any], Command]] = {
-    "up": ("serve on this machine: a coordinator and its workers", UpConfig, _up),
-    "coordinator": ("the door: HTTP, routing, text", CoordinatorConfig, _coordinator),
-    "prefill": ("a prefill worker that joins a coordinator", WorkerConfig, _prefill),
-    "decode": ("a decode worker that joins a coordinator", WorkerConfig, _decode),
-    "chat": ("talk to a running server in the terminal", ChatConfig, _chat),
-    "scale": ("grow or shrink the pools of a running tandem up", ScaleConfig, _scale),
-    "eval": ("ask a running server the golden set and judge its answers", EvalConfig, _eval),
-    "bench serve": ("put load on any OpenAI-compatible server and measure it", BenchServeConfig, _bench_serve),
-    "bench goodput": ("find the highest rate that a server bears", BenchGoodputConfig, _bench_goodput),
-    "bench compare": ("should this workload be disaggregated on these cores?", BenchCompareConfig, _bench_compare),
-    "bench plan": ("what compare would say of pools that are not there, by simulation", BenchPlanConfig, _bench_plan),
-    "bench batching": ("what continuous batching brings over static", BenchBatchingConfig, _bench_batching),
-    "bench roofline": ("what this machine can do at best", BenchRooflineConfig, _bench_roofline),
-    "bench kernels": ("attention and linear layers beside this machine's limits", BenchKernelsConfig, _bench_kernels),
-    "keygen": ("make the keys by which the parts of a cluster know each other", KeygenConfig, _keygen),
-}
-"""Name, help, configuration and function of every command; ``config`` explains any of them."""
-FAMILIES = {"bench": "measure servers, and what disaggregation brings"}
-"""First word of the commands of two words, and what they are for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config.commands import ScaleConfig
+from common.config.scale import ScaleConfig
 from common.core.errors import StartError, reason
 from common.net.http_client import Refused, Server, shown
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from common.builtin import NAME, path
-from common.config.commands import CoordinatorConfig, UpConfig, WorkerConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
 from deploy.launcher.screen import command
 
 _EXAMPLE = "Qwen/Qwen3-0.6B"

@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from common.config.commands import CoordinatorConfig, WorkerConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.net.keys import ClusterKeys
 from common.platform.core_lease import Lending

@@ -7,7 +7,8 @@ from dataclasses import replace
 from errno import EADDRNOTAVAIL
 
 from common.checkpoint.files import Checkpoint, open_checkpoint
-from common.config.commands import UpConfig, WorkerConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import NOT_OURS, StartError, reason
 from common.kv.budget import fit, human_bytes
 from common.kv.layout import KvLayout

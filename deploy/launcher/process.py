@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from common.config.commands import CoordinatorConfig, WorkerConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.core.ids import WorkerName
 from common.net.keys import ClusterKeys

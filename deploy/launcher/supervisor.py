@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from common.checkpoint.files import open_checkpoint
-from common.config.commands import CoordinatorConfig, UpConfig, WorkerConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.core.ids import WorkerName
 from common.net.hosts import bracketed

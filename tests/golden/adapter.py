@@ -401,7 +401,7 @@ def _other_metric() -> Any:
 def _other_default() -> Any:
     import dataclasses
 
-    from common.config.commands import UpConfig
+    from common.config.up import UpConfig
 
     field = next(each for each in dataclasses.fields(UpConfig) if each.name == "block_size")
     return mock.patch.object(field, "default", 32)

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import jsonschema
 
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.net.messages import Role
 from coordinator.app import SERVICES, create_app
 from coordinator.http.application import serving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.config.commands import UpConfig
+from common.config.up import UpConfig
 from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, Backlog
 from deploy.launcher import supervisor as up
 from deploy.launcher.screen import Lines

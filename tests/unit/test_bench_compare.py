@@ -23,7 +23,7 @@ from bench.load.systems import counts, pools, usual_systems
 from bench.load.tokens import FileTokenizer
 from bench.load.workloads import Ask
 from common import builtin
-from common.config.commands import BenchCompareConfig
+from common.config.bench.compare import BenchCompareConfig
 from common.core.errors import StartError
 from deploy.cli import main as cli
 from tests.leaked_keys import new_key

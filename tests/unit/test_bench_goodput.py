@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.commands.goodput import NEAR, Goodput, Point, highest, next_rate, remarks
-from common.config.commands import BenchGoodputConfig
+from common.config.bench.goodput import BenchGoodputConfig
 from deploy.cli import main as cli
 
 

@@ -14,7 +14,8 @@ import torch
 from bench.commands import kernels, roofline
 from bench.commands.kernels import Heads, attend
 from bench.commands.roofline import LLAMA_82M, Shape, product, read_rates, shapes
-from common.config.commands import BenchKernelsConfig, BenchRooflineConfig
+from common.config.bench.kernels import BenchKernelsConfig
+from common.config.bench.roofline import BenchRooflineConfig
 from common.core.errors import StartError
 from common.kernels import cpu
 

@@ -29,7 +29,7 @@ from bench.load.workloads import (
     sharegpt_asks,
     within,
 )
-from common.config.commands import BenchServeConfig
+from common.config.bench.serve import BenchServeConfig
 from common.core.errors import StartError
 from common.platform.threads import may_be_real_time
 from deploy.cli import main as cli

@@ -22,7 +22,8 @@ from bench.simulate.cost import CostModel, fit, hats, load_costs, machines_diffe
 from bench.simulate.world import Limits, World
 from common import builtin
 from common.checkpoint.files import open_checkpoint
-from common.config.commands import BenchCompareConfig, BenchPlanConfig
+from common.config.bench.compare import BenchCompareConfig
+from common.config.bench.plan import BenchPlanConfig
 from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams

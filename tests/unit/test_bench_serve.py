@@ -26,7 +26,7 @@ from bench.load.results import provenance
 from bench.load.run import run_load
 from bench.load.setup import prepare
 from bench.load.workloads import Ask
-from common.config.commands import BenchServeConfig
+from common.config.bench.serve import BenchServeConfig
 from common.core.errors import StartError
 from deploy.cli import main as cli
 from tests.leaked_keys import new_key

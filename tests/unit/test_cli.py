@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -19,6 +21,7 @@ from bench.commands import compare, plan
 from common.core.errors import StartError
 from common.net import http_client
 from deploy.cli import main as cli
+from deploy.cli.commands import COMMANDS, Command
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.leaked_keys import new_key
 from tests.pace import scaled
@@ -254,6 +257,14 @@ def test_config_says_where_each_value_comes_from() -> None:
     assert "did you mean TANDEM_PORT?" in result.stderr
     assert "coordinator " in tandem("config", "decode").stdout
     assert "port " in tandem("config").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_the_function_of_a_command_takes_its_configuration(command: Command) -> None:
+    function = command.load_function()
+    first, *others = inspect.signature(function).parameters.values()
+    assert get_type_hints(function)[first.name] is command.config
+    assert [each.name for each in others] == ([] if command.argument is None else [command.argument[0]])
 
 
 @pytest.mark.parametrize(

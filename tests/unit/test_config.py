@@ -17,21 +17,18 @@ import pytest
 from aiohttp.client_exceptions import ClientConnectorError
 from aiohttp.client_reqrep import ConnectionKey
 
-from common.config.commands import (
-    CONFIGS,
-    BenchCompareConfig,
-    ChatConfig,
-    CoordinatorConfig,
-    UpConfig,
-    WorkerConfig,
-    load_config,
-)
+from common.config.bench.compare import BenchCompareConfig
+from common.config.chat import ChatConfig
+from common.config.coordinator import CoordinatorConfig
 from common.config.options import Loaded, Parser, add_options, options, parse_cpus, parse_number, show
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError, reason
 from common.core.ids import WorkerName
 from common.net import keys
 from common.net.hosts import is_loopback, parse_address
 from common.net.sockets import is_local
+from deploy.cli.commands import CONFIGS, load_config
 from tests.leaked_keys import new_key
 from tests.pace import scaled
 

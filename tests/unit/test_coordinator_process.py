@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError
 from coordinator.app import run
 from tests.fakes.checkpoint import fake_checkpoint
@@ -26,7 +26,7 @@ from tests.fakes.worker import FakeWorker
 ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import json, sys
-from common.config.commands import CoordinatorConfig
+from common.config.coordinator import CoordinatorConfig
 from coordinator.app import run
 
 def ready(url, address):

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
-from common.config.commands import CoordinatorConfig, WorkerConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError, WireError
 from common.core.ids import BlockId, Incarnation, TransferId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.net import keys

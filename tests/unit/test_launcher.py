@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common.config.commands import UpConfig, WorkerConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.platform.log import JsonFormatter, TextFormatter
 from deploy.cli import main as cli

@@ -12,11 +12,13 @@ import pytest
 
 from bench.goals.__main__ import GOALS
 from bench.goals.figures import of_json, table
-from common.config.commands import CONFIGS, CoordinatorConfig, WorkerConfig, load_config
+from common.config.coordinator import CoordinatorConfig
 from common.config.options import options
+from common.config.worker import WorkerConfig
 from common.net import keys
+from deploy.cli.commands import COMMANDS, CONFIGS, FAMILIES, load_config
 from deploy.cli.flag_table import flag_table, with_table
-from deploy.cli.main import COMMANDS, FAMILIES, build_parser
+from deploy.cli.main import build_parser
 from tests.chaos.cells import CELLS
 from tests.leaked_keys import new_key
 
@@ -60,10 +62,8 @@ def test_every_command_that_is_shown_is_understood(tmp_path: Path, monkeypatch: 
     for first, rest in shown:
         second, _, words = rest.partition(" ") if first in FAMILIES else ("", "", rest)
         name = f"{first} {second}".strip()
-        config = COMMANDS[name][1]
         given = vars(commands[name].parse_args(shlex.split(words)))
-        fixed = {"role": name} if config is WorkerConfig else {}
-        loaded = load_config(config, given, {}, **fixed).config
+        loaded = load_config(COMMANDS[name].config, given, {}, **COMMANDS[name].fixed).config
         if isinstance(loaded, CoordinatorConfig | WorkerConfig):
             replace(loaded, cluster_key_file=str(tmp_path / "cluster.key")).check_binds()
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from common.config.commands import WorkerConfig
+from common.config.worker import WorkerConfig
 from common.core.errors import RequestError, StartError
 from common.core.ids import WorkerName
 from deploy.launcher import cores, process

@@ -1,0 +1,20 @@
+"""Configuration of ``tandem bench batching``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.bench.shared import PromptOptions, RequestOptions, TargetOptions
+from common.config.options import (
+    count,
+    option,
+)
+from common.config.shared import LabelOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions, LabelOption):
+    """``tandem bench batching``: static against continuous batching on one server."""
+
+    batch_size: int = option(8, "requests that a static batch has", count(1), "load")
+    runs: int = option(3, "rounds", count(1, 1000), "load")

@@ -1,0 +1,34 @@
+"""Configuration of ``tandem bench kernels``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.bench.shared import LimitOptions
+from common.config.engine import Dtype
+from common.config.options import (
+    TEXT,
+    one_of,
+    option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchKernelsConfig(LimitOptions):
+    """``tandem bench kernels``: attention and linear layers beside what the machine can do."""
+
+    dtype: Dtype = option(
+        "auto",
+        "element type (auto: bfloat16; float32 on CPUs without bf16 instructions)",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "model",
+    )
+    heads: str = option(
+        "12/4/64", "query heads, key-value heads and head size, of attention and its linear layers", TEXT, "model"
+    )
+    layers: str = option(
+        "768/2048/12/8192",
+        "hidden and intermediate size, number of layers and of words in the vocabulary",
+        TEXT,
+        "model",
+    )

@@ -1,0 +1,19 @@
+"""Configuration of ``tandem bench roofline``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config.bench.shared import LimitOptions
+from common.config.options import (
+    positional,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRooflineConfig(LimitOptions):
+    """``tandem bench roofline``: what this machine can do at best."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )

@@ -1,0 +1,61 @@
+"""Configuration of ``tandem bench serve``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from common.config.bench.shared import ArrivalOptions, LoadOptions, RampStrategy, TargetOptions
+from common.config.options import (
+    LIST,
+    NUMBERS,
+    PAIRS,
+    RATE,
+    SWITCH,
+    TEXT,
+    one_of,
+    option,
+)
+from common.config.shared import LabelOption
+from common.core.errors import StartError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
+    """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
+
+    ramp_up_strategy: RampStrategy | None = option(
+        None, "how the rate grows during the run", one_of("linear", "exponential"), "load"
+    )
+    ramp_up_start_rps: float | None = option(None, "requests per second at its start", RATE, "load")
+    ramp_up_end_rps: float | None = option(None, "requests per second at its end", RATE, "load")
+    goodput: str | None = option(
+        None, "objectives in ms, such as ttft:1000,tpot:40 (ttft, tpot, e2el)", LIST, "results"
+    )
+    metadata: dict[str, str] | None = option(None, "more to save with them", PAIRS, "results")
+    percentile_metrics: str = option(
+        "ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue",
+        "metrics that are shown, the last two with --max-concurrency, the last with a rate besides",
+        TEXT,
+        "results",
+    )
+    metric_percentiles: tuple[float, ...] = option((99.0,), "percentiles of them", NUMBERS, "results")
+    save_detailed: bool = option(False, "save every request, not only the figures of all", SWITCH, "results")
+
+    @property
+    def drawn(self) -> bool:
+        return super().drawn or self.ramp_up_strategy is not None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if any(ramp) and not all(ramp):
+            why = "a rate that grows has a way, a start and an end"
+            todo = "give --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            raise StartError("the ramp is not complete", why, todo)
+        if any(ramp) and (math.isinf(ramp[1] or 0) or math.isinf(ramp[2] or 0)):
+            raise StartError("a ramp has no infinite rate", "its requests need times", "give numbers")
+        if self.save_detailed and not self.save:
+            raise StartError("--save-detailed saves nowhere", "no file is named", "give --save FILE")
+        if any(not 0 <= percent <= 100 for percent in self.metric_percentiles):
+            raise StartError("--metric-percentiles is off the scale", "it takes 0 to 100", "correct it")

@@ -1,0 +1,22 @@
+"""Configuration of ``tandem chat``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.options import (
+    TEXT,
+    count,
+    decimal,
+    option,
+)
+from common.config.shared import ClientOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(ClientOptions):
+    """``tandem chat``: a client, on any machine."""
+
+    system_prompt: str | None = option(None, "system message", TEXT, "chat")
+    max_tokens: int | None = option(None, "longest answer", count(1), "chat", shown_default="what fits")
+    temperature: float | None = option(None, "0 is greedy", decimal(0, 2), "chat", shown_default="the server's")

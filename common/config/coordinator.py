@@ -1,0 +1,33 @@
+"""Configuration of ``tandem coordinator``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.options import (
+    TEXT,
+    count,
+    option,
+)
+from common.config.serving import ServingOptions
+from common.config.shared import ClusterOptions, ModelOptions, ProcessOptions, check_cluster
+from common.net.keys import ClusterKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOptions):
+    """The coordinator."""
+
+    control_host: str = option("127.0.0.1", "address that workers dial", TEXT, "network and keys")
+    expect_prefill: int = option(0, "prefill workers that must join once before /ready says yes", count(), "routing")
+    expect_decode: int = option(0, "decode workers that must join once before /ready says yes", count(), "routing")
+    expect_colocated: int = option(
+        0, "colocated workers that must join once before /ready says yes", count(), "routing"
+    )
+
+    def check_binds(self, keys: ClusterKeys | None = None) -> None:
+        """Refuses to be open to other machines unless told so. ``keys``: those that a launcher has given this
+        process."""
+        self._check_http()
+        keys = keys or self.keys_of("coordinator")
+        check_cluster(self.control_host, "--control-host", self.insecure_cluster or keys is not None)

@@ -1,0 +1,91 @@
+"""Options of whatever computes: workers, and the ``tandem up`` that starts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.config.options import (
+    CPUS,
+    SIZE,
+    SWITCH,
+    count,
+    one_of,
+    option,
+    parse_cpus,
+)
+from common.core.errors import StartError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
+KvTransport = Literal["auto", "shm", "zmq", "nixl"]
+LocalPrefill = Literal["auto", "never", "always"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a worker computes."""
+
+    dtype: Dtype = option(
+        "auto",
+        "type of weights, activations and KV (auto: the checkpoint's; float32 on CPUs without bf16 instructions)",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "model",
+    )
+    quantization: Quantization = option(
+        "none",
+        "int8: linear layers with weights of one byte (the same on all workers)",
+        one_of("none", "int8"),
+        "model",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "bytes of KV pool per worker",
+        SIZE,
+        "memory",
+        aliases=("--kv-cache-memory-bytes",),
+        shown_default="a quarter of free memory divided by the workers, at most 4GiB each",
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        "blocks of KV pool per worker; wins over --kv-cache-memory",
+        count(1),
+        "memory",
+        aliases=("--num-gpu-blocks-override",),
+        shown_default="from the memory",
+    )
+    block_size: int = option(16, "tokens per KV block, a multiple of 16", count(16, 1 << 16), "memory")
+    max_num_seqs: int = option(64, "sequences decoded together", count(1, 1 << 16), "batch")
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens computed in one step",
+        count(1),
+        "batch",
+        shown_default="512 on a CPU, 2048 on a GPU",
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV of shared prompt prefixes", SWITCH, "batch")
+    kv_transport: KvTransport = option(
+        "auto",
+        "how KV blocks travel (auto: shared memory on one host, else ZeroMQ; nixl: read by decode over UCX)",
+        one_of("auto", "shm", "zmq", "nixl"),
+        "transfer",
+    )
+    threads: int | None = option(
+        None, "compute threads per worker", count(1, 4096), "cores", shown_default="one per core of its share"
+    )
+    cpus: str | None = option(
+        None, "cores to run on, such as 0-3,5 (tandem up deals them out)", CPUS, "cores", shown_default="all"
+    )
+
+    def __post_init__(self) -> None:
+        if self.block_size % 16:
+            raise StartError(
+                f"--block-size {self.block_size} cannot be used",
+                "the prefix cache works in steps of 16 tokens",
+                "give a multiple of 16",
+            )
+
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The cores of ``cpus``; None when every core may be used."""
+        return parse_cpus(self.cpus) if self.cpus else None

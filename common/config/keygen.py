@@ -1,0 +1,41 @@
+"""Configuration of ``tandem keygen``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.options import (
+    SWITCH,
+    TEXT,
+    one_of,
+    option,
+)
+from common.core.errors import StartError
+from common.net.keys import PARTIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeygenConfig:
+    """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
+
+    out: str | None = option(None, "file to write", TEXT, "network and keys", shown_default="cluster.key, or ROLE.key")
+    role: str | None = option(
+        None, "write only what this role needs", one_of(*PARTIES), "network and keys", shown_default="all roles"
+    )
+    cluster_key_file: str | None = option(
+        None, "file with all roles' keys, from which --role takes its part", TEXT, "network and keys"
+    )
+    overwrite: bool = option(False, "replace a file that exists", SWITCH, "network and keys")
+
+    def __post_init__(self) -> None:
+        if bool(self.role) != bool(self.cluster_key_file):
+            raise StartError(
+                "--role and --cluster-key-file go together",
+                "keys of one role are taken from a file with the keys of all",
+                "run tandem keygen first, then tandem keygen --role ROLE --cluster-key-file cluster.key",
+            )
+
+    @property
+    def path(self) -> Path:
+        return Path(self.out or f"{self.role or 'cluster'}.key")

@@ -1,0 +1,19 @@
+"""Configuration of ``tandem scale``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config.options import (
+    count,
+    option,
+)
+from common.config.shared import ClientOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleConfig(ClientOptions):
+    """``tandem scale``: a client of a running ``tandem up``; None leaves a pool as it is."""
+
+    prefill: int | None = option(None, "prefill workers wanted", count(0, 4096), "pools", shown_default="as they are")
+    decode: int | None = option(None, "decode workers wanted", count(0, 4096), "pools", shown_default="as they are")

@@ -1,0 +1,121 @@
+"""Configuration of ``tandem up``, and what its coordinator and its workers get of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from common.config.coordinator import CoordinatorConfig
+from common.config.engine import EngineOptions
+from common.config.options import (
+    SWITCH,
+    TEXT,
+    count,
+    option,
+)
+from common.config.serving import ServingOptions
+from common.config.shared import ClusterOptions, ModelOptions, ProcessOptions
+from common.config.worker import WorkerConfig
+from common.core.errors import StartError
+from common.core.ids import WorkerName
+from common.net.hosts import bracketed, is_loopback, is_unspecified
+from common.net.keys import ClusterKeys, Party
+from common.net.keys import load as load_keys
+from common.net.keys import mint as mint_keys
+from common.net.messages import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, ProcessOptions):
+    """A coordinator and its workers on this machine. ``prefill`` and ``decode`` None: 1 each, unless ``colocated``."""
+
+    control_host: str = option(
+        "127.0.0.1", "address that workers dial, and that hand-offs to workers here arrive on", TEXT, "network and keys"
+    )
+    prefill: int | None = option(None, "prefill workers", count(0, 4096), "pools", shown_default="1")
+    decode: int | None = option(None, "decode workers", count(0, 4096), "pools", shown_default="1")
+    colocated: int | None = option(
+        None,
+        "workers that do both, in place of the two pools",
+        count(1, 4096),
+        "pools",
+        shown_default="1 on one core, else none",
+    )
+    chat: bool = option(False, "chat in this terminal once it serves", SWITCH, "pools")
+    lend_cores: bool = option(
+        True, "a worker that rests lends its cores to those that compute many tokens", SWITCH, "cores"
+    )
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        ServingOptions.__post_init__(self)
+        if self.colocated is not None and (self.prefill or self.decode):
+            raise StartError(
+                "--colocated excludes --prefill and --decode",
+                "a colocated worker does the work of both pools",
+                "give either --colocated K, or --prefill N --decode M",
+            )
+        if self.decode == 0 and self.colocated is None:
+            raise StartError(
+                "--decode 0 serves nobody",
+                "tokens after the first come from a decode worker",
+                "give --decode 1 or more, or --colocated K",
+            )
+
+    def check_binds(self) -> None:
+        """Refuses to be open to other machines, or to other users of this one, unless told so. The parts have keys in
+        any case: ``insecure_cluster`` is for what keys cannot close."""
+        self._check_http()
+        if self.kv_transport == "nixl" and not (self.insecure_cluster and is_loopback(self.control_host)):
+            raise StartError(
+                "--kv-transport nixl lets strangers in",
+                "UCX listens without keys: every user of this machine could read and write the workers' memory",
+                "give another --kv-transport, or, where all users are trusted, --insecure-cluster on loopback",
+            )
+        if is_loopback(self.control_host):
+            return
+        if not self.cluster_key_file:
+            raise StartError(
+                f"--control-host {self.control_host} would let nobody in",
+                "workers of other machines join with the keys of a file, and there is none",
+                "run tandem keygen, and give --cluster-key-file here and to those workers",
+            )
+        if is_unspecified(self.control_host):
+            raise StartError(
+                f"--control-host {self.control_host} is no address that others can dial",
+                "decode workers of this machine take hand-offs at the same address, and say so to the others",
+                "give the address by which the other machines reach this one",
+            )
+
+    def keys(self, *parties: Party) -> dict[Party, ClusterKeys]:
+        """The keys of each of these roles: the file's, else new ones, which no other process has. StartError as of
+        :meth:`ClusterOptions.keys_of`."""
+        if not self.cluster_key_file:
+            return mint_keys()
+        return {party: load_keys(Path(self.cluster_key_file), party) for party in parties}
+
+    def pools(self, cores: int) -> tuple[int, int, int]:
+        """How many prefill, decode and colocated workers, on a machine with ``cores`` usable cores."""
+        if self.colocated is not None:
+            return 0, 0, self.colocated
+        if self.prefill is None and self.decode is None and cores == 1:
+            return 0, 0, 1
+        return 1 if self.prefill is None else self.prefill, 1 if self.decode is None else self.decode, 0
+
+    def for_coordinator(self, **changes: Any) -> CoordinatorConfig:
+        """The configuration of this system's coordinator, which gets its keys from the launcher, not from the file."""
+        return CoordinatorConfig(**_shared(self, CoordinatorConfig, {"cluster_key_file": None, **changes}))
+
+    def for_worker(self, role: Role, name: WorkerName, **changes: Any) -> WorkerConfig:
+        """The configuration of one of this system's workers; its data socket is where the control socket is."""
+        host = bracketed(self.control_host)
+        mine = {"role": role, "name": name, "host": host, "cluster_key_file": None, **changes}
+        return WorkerConfig(**_shared(self, WorkerConfig, mine))
+
+
+def _shared(config: UpConfig, other: type[Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``other`` that ``config`` has too, with ``changes`` over them."""
+    mine = {item.name for item in fields(config)}
+    return {item.name: getattr(config, item.name) for item in fields(other) if item.name in mine} | dict(changes)

@@ -1,0 +1,89 @@
+"""Configuration of ``tandem prefill`` and ``tandem decode``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.config.engine import EngineOptions
+from common.config.options import (
+    ADDRESS,
+    TEXT,
+    count,
+    one_of,
+    option,
+)
+from common.config.shared import DEFAULT_CONTROL_PORT, ClusterOptions, ModelOptions, ProcessOptions, check_cluster
+from common.core.errors import StartError
+from common.core.ids import MAX_NAME_BYTES
+from common.net.hosts import is_loopback
+from common.net.keys import ClusterKeys
+from common.net.messages import Role
+
+KvEncryption = Literal["curve", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
+    """A prefill, decode or colocated worker."""
+
+    role: Role
+    coordinator: str = option(
+        f"127.0.0.1:{DEFAULT_CONTROL_PORT}", "control address of the coordinator", ADDRESS, "network and keys"
+    )
+    name: str | None = option(
+        None, "name of this worker", TEXT, "network and keys", shown_default="its role, host and process id"
+    )
+    host: str = option(
+        "127.0.0.1", "address that KV hand-offs arrive on, as other workers reach it", TEXT, "network and keys"
+    )
+    kv_encryption: KvEncryption | None = option(
+        None,
+        "how KV travels over the network; none only shows both ends that the coordinator knows them",
+        one_of("curve", "none"),
+        "transfer",
+        shown_default="curve with --cluster-key-file, else none",
+    )
+    workers_on_host: int = option(1, "workers that share this machine's memory and cores", count(1, 4096), "memory")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and len(self.name.encode()) > MAX_NAME_BYTES:
+            raise StartError(
+                f"--name {self.name[:32]}... is too long",
+                f"a worker's name has at most {MAX_NAME_BYTES} bytes",
+                "give a shorter one",
+            )
+
+    def check_binds(self, keys: ClusterKeys | None = None) -> None:
+        """Refuses to talk in plain text beyond this machine unless told so. ``keys``: those that a launcher has given
+        this process."""
+        keys = keys or self.keys_of(self.role)
+        if self.kv_encryption == "curve" and keys is None:
+            raise StartError(
+                "--kv-encryption curve needs keys",
+                "workers without keys cannot tell each other from strangers",
+                "make some with tandem keygen and give --cluster-key-file",
+            )
+        accepted = self.insecure_cluster and is_loopback(self.host) and is_loopback(self._dialled)
+        if self.kv_transport == "nixl" and self.encrypts_kv(keys) and not accepted:
+            raise StartError(
+                "--kv-transport nixl cannot encrypt KV",
+                "UCX sends it in plain text, and there are cluster keys",
+                "give --kv-encryption none on all prefill and decode workers, or another --kv-transport",
+            )
+        for host, flag in ((self.host, "--host"), (self._dialled, "--coordinator")):
+            check_cluster(host, flag, self.insecure_cluster or keys is not None)
+
+    @property
+    def out_of_reach(self) -> bool:
+        """Whether other machines take part, whose prefill workers could not send KV here."""
+        return self.role != "prefill" and is_loopback(self.host) and not is_loopback(self._dialled)
+
+    @property
+    def _dialled(self) -> str:
+        return self.coordinator.rpartition(":")[0]
+
+    def encrypts_kv(self, keys: ClusterKeys | None) -> bool:
+        """Whether KV travels encrypted, of a worker that has these keys."""
+        return keys is not None and self.kv_encryption != "none"

@@ -1,0 +1,116 @@
+"""Every command of ``tandem``: its name, what it is for, its options, and the function that runs it.
+
+Who adds a command adds a line here; the parser, ``tandem config`` and the table of flags follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+from common.config.bench.batching import BenchBatchingConfig
+from common.config.bench.compare import BenchCompareConfig
+from common.config.bench.goodput import BenchGoodputConfig
+from common.config.bench.kernels import BenchKernelsConfig
+from common.config.bench.plan import BenchPlanConfig
+from common.config.bench.roofline import BenchRooflineConfig
+from common.config.bench.serve import BenchServeConfig
+from common.config.chat import ChatConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.eval import EvalConfig
+from common.config.keygen import KeygenConfig
+from common.config.options import Loaded, load
+from common.config.scale import ScaleConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``function`` is ``"module:name"``, imported when the command runs, so that no other one waits for it. It takes
+    the configuration, and the value of ``argument`` if there is one, and returns the exit code. ``fixed``: fields of
+    ``config`` that are no options. ``argument``: the name and the help of a word that is no option. ``measures``:
+    whether ``--save``, ``--plot`` or ``--cost`` name files that it writes."""
+
+    name: str
+    help: str
+    config: type[Any]
+    function: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    argument: tuple[str, str] | None = None
+    measures: bool = False
+
+    def load_function(self) -> Callable[..., int]:
+        module, _, name = self.function.partition(":")
+        return cast(Callable[..., int], getattr(import_module(module), name))
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("up", "serve on this machine: a coordinator and its workers", UpConfig, "deploy.cli.start:up"),
+        Command("coordinator", "the door: HTTP, routing, text", CoordinatorConfig, "deploy.cli.start:coordinator"),
+        Command(
+            "prefill", "a prefill worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
+            fixed={"role": "prefill"},
+        ),
+        Command(
+            "decode", "a decode worker that joins a coordinator", WorkerConfig, "deploy.cli.start:worker",
+            fixed={"role": "decode"},
+        ),
+        Command(
+            "chat", "talk to a running server in the terminal", ChatConfig, "deploy.cli.chat:run",
+            argument=("prompt", "ask this, print the answer and leave"),
+        ),
+        Command("scale", "grow or shrink the pools of a running tandem up", ScaleConfig, "deploy.cli.scale:run"),
+        Command(
+            "eval", "ask a running server the golden set and judge its answers", EvalConfig, "bench.eval.evaluate:run",
+            measures=True,
+        ),
+        Command(
+            "bench serve", "put load on any OpenAI-compatible server and measure it", BenchServeConfig,
+            "bench.commands.serve:run", measures=True,
+        ),
+        Command(
+            "bench goodput", "find the highest rate that a server bears", BenchGoodputConfig,
+            "bench.commands.goodput:run", measures=True,
+        ),
+        Command(
+            "bench compare", "should this workload be disaggregated on these cores?", BenchCompareConfig,
+            "bench.commands.compare:run", measures=True,
+        ),
+        Command(
+            "bench plan", "what compare would say of pools that are not there, by simulation", BenchPlanConfig,
+            "bench.commands.plan:run", measures=True,
+        ),
+        Command(
+            "bench batching", "what continuous batching brings over static", BenchBatchingConfig,
+            "bench.commands.batching:run", measures=True,
+        ),
+        Command(
+            "bench roofline", "what this machine can do at best", BenchRooflineConfig, "deploy.cli.start:roofline",
+            measures=True,
+        ),
+        Command(
+            "bench kernels", "attention and linear layers beside this machine's limits", BenchKernelsConfig,
+            "deploy.cli.start:kernels", measures=True,
+        ),
+        Command(
+            "keygen", "make the keys by which the parts of a cluster know each other", KeygenConfig,
+            "deploy.cli.start:keygen",
+        ),
+    )
+}  # fmt: skip
+"""By name; ``tandem config`` explains any of them."""
+FAMILIES = {"bench": "measure servers, and what disaggregation brings"}
+"""First word of the commands of two words, and what they are for."""
+CONFIGS = tuple(dict.fromkeys(command.config for command in COMMANDS.values()))
+
+
+def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:
+    """The configuration of a command from parsed flags and the environment; StartError says what is wrong."""
+    return load(config, given, environ, CONFIGS, **fixed)

@@ -1,0 +1,99 @@
+"""What commands do before the part that runs: keys, logging, the built-in model, threads of torch.
+
+Imports of the roles are inside the functions, so that whatever is refused is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TypeVar, cast
+
+from common.config.bench.kernels import BenchKernelsConfig
+from common.config.bench.roofline import BenchRooflineConfig
+from common.config.coordinator import CoordinatorConfig
+from common.config.keygen import KeygenConfig
+from common.config.up import UpConfig
+from common.config.worker import WorkerConfig
+from common.platform.device import calm_threads
+from common.platform.log import setup_logging
+
+R = TypeVar("R", CoordinatorConfig, WorkerConfig)
+
+
+def up(config: UpConfig) -> int:
+    """Serves on this machine until told to stop; the exit code."""
+    config.check_binds()
+    from deploy.launcher.supervisor import run
+
+    return run(config)
+
+
+def coordinator(config: CoordinatorConfig) -> int:
+    """Serves HTTP and routes until told to stop; the exit code."""
+    config = _openable(config)
+    setup_logging(config.log_level, config.log_format, "coordinator")
+    from coordinator.app import run
+
+    return run(config)
+
+
+def worker(config: WorkerConfig) -> int:
+    """Computes for a coordinator until told to stop; the exit code."""
+    config = _openable(config)
+    setup_logging(config.log_level, config.log_format, config.name or config.role)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it: so be it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up before it serves, and torch ends noisily
+    from deploy.worker import run
+
+    return run(config)
+
+
+def _openable(config: R) -> R:
+    """The same with the built-in model where none is named; a model that cannot be served is refused here already."""
+    from common.checkpoint.files import open_checkpoint
+    from deploy.launcher import builtin
+
+    config.check_binds()
+    named, notice = builtin.with_model(config, os.environ)
+    if notice:
+        print(f"no model is named: serving the built-in one; {notice}", file=sys.stderr)
+    checkpoint = open_checkpoint(named.model, named.revision, named.trust_remote_code)
+    if isinstance(named, WorkerConfig):
+        from deploy.launcher.preflight import check_worker
+
+        check_worker(checkpoint, named)
+    return named
+
+
+def roofline(config: BenchRooflineConfig) -> int:
+    """Measures what this machine can do at best; the exit code."""
+    calm_threads()
+    from bench.commands.roofline import run
+
+    return run(config)
+
+
+def kernels(config: BenchKernelsConfig) -> int:
+    """Measures attention and linear layers; the exit code."""
+    calm_threads()
+    from bench.commands.kernels import run
+
+    return run(config)
+
+
+def keygen(config: KeygenConfig) -> int:
+    """Writes a file of keys, of a whole cluster or of one role of it; the exit code."""
+    from common.net import keys
+
+    if config.cluster_key_file:
+        keys.narrow(
+            Path(config.cluster_key_file), cast(keys.Party, config.role), config.path, overwrite=config.overwrite
+        )
+        print(f"wrote {config.path}: enough for {config.role} processes, and for nothing else")
+    else:
+        keys.make(config.path, overwrite=config.overwrite)
+        print(f"wrote {config.path}: whoever reads it can join the cluster; copy it over a safe channel only")
+    return 0
