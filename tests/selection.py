@@ -32,16 +32,37 @@ NOT_FAST_MODULES = frozenset(
         *(
             "property/test_forged_control",
             "property/test_sampler",
-            "unit/test_attention",
-            "unit/test_bench_kernels",
-            "unit/test_builtin_training",
+            "unit/common/attention/test_backends",
+            "unit/bench/commands/test_kernels",
+            "unit/bench/builtin_model/test_training",
         ),
-        *("unit/test_engine_logits", "unit/test_engine_step", "unit/test_lending", "unit/test_native_layers"),
-        *("unit/test_quality", "unit/test_reference", "unit/test_sampler", "unit/test_tiles", "unit/test_weights"),
+        *(
+            "unit/common/engine/test_logits",
+            "unit/common/engine/test_step",
+            "unit/common/kernels/test_lending",
+            "unit/common/kernels/test_layers",
+        ),
+        *(
+            "unit/bench/eval/test_quality",
+            "unit/harness/test_reference",
+            "unit/common/engine/test_sampler",
+            "unit/common/kernels/test_tiles",
+            "unit/common/model/test_weights",
+        ),
         # start processes in most of their tests (matplotlib does, to list the fonts there are)
-        *("unit/test_bench_compare", "unit/test_bench_goals", "unit/test_bench_peers", "unit/test_bench_plan"),
-        *("unit/test_bench_serve", "unit/test_cli", "unit/test_coordinator_process", "unit/test_heap"),
-        *("unit/test_leaked_keys", "unit/test_nothing_left_behind", "unit/test_plots"),
+        *(
+            "unit/bench/commands/test_compare",
+            "unit/bench/goals/test_goals",
+            "unit/bench/peers/test_peers",
+            "unit/bench/commands/test_plan",
+        ),
+        *(
+            "unit/bench/commands/test_serve",
+            "unit/deploy/cli/test_main",
+            "unit/coordinator/test_process",
+            "unit/common/platform/test_malloc",
+        ),
+        *("unit/harness/test_leaked_keys", "unit/harness/test_nothing_left_behind", "unit/bench/load/test_plots"),
     )
 )
 """By their path under ``tests``."""

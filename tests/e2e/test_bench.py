@@ -13,7 +13,7 @@ import pytest
 from bench.goals import __main__ as goals
 from bench.goals import checkpoint as checkpoints
 from deploy.cli import main as cli
-from tests.unit.test_cli import tandem
+from tests.unit.deploy.cli.test_main import tandem
 
 SMALL = "--dtype float32 --threads 1 --num-kv-blocks 600 --max-model-len 1024"
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]

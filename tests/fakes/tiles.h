@@ -1,6 +1,6 @@
 /* The tile registers of AMX in plain C, so that what is made for them can be tested on a core that has none.
  *
- * native.c is compiled with this header as FAKE_TILES (tests/unit/test_tiles.py). What a product adds up, and in which
+ * native.c is compiled with this header as FAKE_TILES (tests/unit/common/kernels/test_tiles.py). What a product adds up, and in which
  * order, is taken from the description of TDPBF16PS in Intel's Software Developer's Manual, volume 2. What a processor
  * would refuse ends the process: tiles without a shape, and products of tiles whose shapes do not fit.
  */

@@ -107,7 +107,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     from common.net.messages import Failed, Generate, Prefill
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
-    from tests.unit.coordinator_house import open_house, until
+    from tests.unit.coordinator.house import open_house, until
 
     options = dict(options)
     code, slow, draining = options.pop("fails", ""), options.pop("slow", 0.0), options.pop("draining", False)

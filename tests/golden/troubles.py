@@ -89,7 +89,7 @@ def _is_decoding(tickets: dict[Any, Any]) -> bool:
 
 
 async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
-    from tests.unit.coordinator_house import until
+    from tests.unit.coordinator.house import until
 
     tickets = house.dispatcher.tickets
     with mock.patch("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3):

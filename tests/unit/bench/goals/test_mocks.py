@@ -1,0 +1,140 @@
+"""The mock workers of the coordinator's goal, around a real coordinator: what they say is what is measured there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from bench.goals.mocks import MockWorker, hello_of
+from common.net.messages import Role
+from coordinator.cluster.registry import Worker
+from tests.chaos.house import state_of
+from tests.fakes.checkpoint import fake_checkpoint
+from tests.pace import scaled
+from tests.unit.coordinator.house import House, open_house, until
+
+STEP_S = 0.005
+ROOT = Path(__file__).parents[4]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+@contextmanager
+def turning(worker: MockWorker) -> Iterator[None]:
+    """A thread turns ``worker``, which knows no end of its own: its process is killed."""
+    over = threading.Event()
+
+    def turn() -> None:
+        while not over.is_set():
+            worker._turn(time.monotonic())
+            worker._channels.poll(STEP_S)
+        worker._membership.close()
+        worker._channels.close()
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[House, MockWorker]]:
+    """A coordinator with a mock worker of each role; the second of the pair is the one that decodes."""
+    model = tmp_path / "model"
+    fake_checkpoint(model)
+    async with open_house(model) as house:
+        address = house.dispatcher.gateway.address
+        prefill, decode = (MockWorker(hello_of(str(model), role), address, STEP_S) for role in ROLES)
+        with turning(prefill), turning(decode):
+            await until(
+                lambda: len([each for each in house.dispatcher.gateway.registry if each.ready]) == 2, "both join"
+            )
+            yield house, decode
+            await until(lambda: not decode._streams, "nothing is left")
+
+
+async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tuple[House, MockWorker]) -> None:
+    house, _ = served
+
+    async def ask(first: int, count: int) -> tuple[int, str | None]:
+        body = {"prompt": [first, 8, 9], "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
+        response, answer = await house.post("/v1/completions", body)
+        assert response.status == 200, answer
+        assert answer["choices"][0]["token_ids"] == [first] * count
+        assert answer["usage"]["completion_tokens"] == count
+        return response.status, response.headers.get("x-tandem-path")
+
+    counts = (1, 2, 3, 40)
+    found = await asyncio.gather(*(ask(10 + count, count) for count in counts))
+    assert found == [(200, "prefill"), *[(200, "disagg")] * 3]
+
+
+async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[House, MockWorker]) -> None:
+    """Tokens after the first come no faster than its steps, of however many streams at once."""
+    house, _ = served
+    body = {"prompt": [7, 8], "max_tokens": 21, "ignore_eos": True}
+    started = time.monotonic()
+    await asyncio.gather(*(house.post("/v1/completions", body) for _ in range(4)))
+    assert time.monotonic() - started >= 19 * STEP_S
+
+
+async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tuple[House, MockWorker]) -> None:
+    house, decode = served
+    asked = asyncio.create_task(house.post("/v1/completions", {"prompt": [7], "max_tokens": 8000, "ignore_eos": True}))
+    await until(lambda: decode._streams, "decode has the request")
+    asked.cancel()
+    await until(lambda: not decode._streams, "it was told that nobody wants it any more")
+    assert house.dispatcher.tickets == {}
+
+
+async def test_mock_workers_answer_their_leases(
+    served: tuple[House, MockWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the coordinator would give them up in the middle of a measurement."""
+    registry = served[0].dispatcher.gateway.registry
+    renewed, answered, both = registry.renewed, set(), {worker.id for worker in registry}
+    assert len(both) == 2
+
+    def note(worker: Worker) -> None:
+        answered.add(worker.id)
+        renewed(worker)
+
+    monkeypatch.setattr(registry, "renewed", note)
+    await until(lambda: answered == both, "both have answered")
+
+
+_RUN = """
+import multiprocessing, os, signal
+from bench.goals import mocks
+from bench.goals.coordinator import Children
+if __name__ == "__main__":
+    children = Children()
+    children.told(mocks.replay, [b"data: x"], 0.01)
+    print(children.processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_nothing_is_left_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    (script := tmp_path / "killed.py").write_text(_RUN)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=ROOT,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    deadline = time.monotonic() + scaled(10.0)
+    with suppress(FileNotFoundError):
+        while state_of(int(ended.stdout)) != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

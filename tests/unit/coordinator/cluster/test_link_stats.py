@@ -1,0 +1,52 @@
+"""When the coordinator tries a link, and what it learns."""
+
+from __future__ import annotations
+
+from common.core.ids import Incarnation
+from common.net.messages import Measured
+from coordinator.cluster.link_stats import LATENCY_TOKENS, MAX_PEERS, Links, Trial
+from coordinator.cluster.registry import Registry, Worker
+from tests.unit.coordinator.cluster.test_registry import join
+
+
+def pairs(trials: list[Trial]) -> list[tuple[str, str]]:
+    return [(trial.prefill.hello.name, trial.decode.hello.name) for trial in trials]
+
+
+def prefill(registry: Registry, number: int) -> Worker:
+    return join(registry, f"p{number}", f"prefill {number}", "prefill")
+
+
+def decode(registry: Registry, number: int) -> Worker:
+    return join(registry, f"d{number}", f"decode {number}", "decode")
+
+
+def test_each_pair_is_tried_when_its_second_end_joins() -> None:
+    registry, links = Registry(None), Links()
+    assert links.trials(prefill(registry, 0), registry) == []
+    assert pairs(links.trials(decode(registry, 0), registry)) == [("p0", "d0")]
+    assert pairs(links.trials(decode(registry, 1), registry)) == [("p0", "d1")]
+    assert pairs(links.trials(prefill(registry, 1), registry)) == [("p1", "d0"), ("p1", "d1")]
+
+
+def test_a_joining_worker_is_tried_with_a_few_others() -> None:
+    registry, links = Registry(None), Links()
+    for number in range(MAX_PEERS + 2):
+        assert links.trials(decode(registry, number), registry) == []
+    assert len(links.trials(prefill(registry, 0), registry)) == MAX_PEERS
+
+
+def test_the_second_trial_tells_the_rate_and_the_third_the_latency() -> None:
+    registry, links = Registry(None), Links()
+    ends = prefill(registry, 0), decode(registry, 0)
+
+    def told(count: int, seconds: float) -> Trial | None:
+        return links.measured(*ends, Measured(Incarnation("decode 0"), "shm", count, seconds))
+
+    rate = told(1, 9.0)
+    assert rate is not None and rate.tokens > LATENCY_TOKENS and links.of(ends[0]) == []
+    latency = told(2_000_000, 0.001)
+    assert latency is not None and latency.tokens == LATENCY_TOKENS
+    assert told(1000, 0.00005) is None
+    (link,) = links.of(ends[0])
+    assert (link.transport, link.gb_per_s, link.latency_us) == ("shm", 2.0, 50.0)

@@ -1,0 +1,116 @@
+"""A coordinator in the test's event loop with fake workers around it, and a client that reads streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jsonschema
+
+from common.config.coordinator import CoordinatorConfig
+from common.net.messages import Role
+from coordinator.app import SERVICES, create_app
+from coordinator.http.application import serving
+from coordinator.http.context import Services
+from coordinator.requests.dispatcher import Dispatcher
+from tests.fakes.worker import FakeWorker
+from tests.pace import scaled
+
+_SCHEMAS = Path(__file__).parents[2] / "golden" / "openai_schemas.json"
+
+
+@cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    schemas = json.loads(_SCHEMAS.read_text())
+    return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", **schemas})
+
+
+def valid(name: str, body: Any) -> Any:
+    """``body``, which must be what OpenAI's schema ``name`` says."""
+    _validator(name).validate(body)
+    return body
+
+
+async def until(condition: Callable[[], object], what: str, seconds: float = 5.0) -> None:
+    """Waits for something that another thread or task does."""
+    async with asyncio.timeout(scaled(seconds)):
+        while not condition():  # noqa: ASYNC110 - what is waited for knows no event loop
+            await asyncio.sleep(0.005)
+    assert condition(), what
+
+
+@dataclass
+class House:
+    """``url`` of the server, its parts, and the fakes."""
+
+    services: Services
+    url: str
+    client: aiohttp.ClientSession
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self.services.dispatcher
+
+    async def add(self, role: Role, **options: Any) -> FakeWorker:
+        name = options.pop("name", f"{role}-{len(self.workers)}")
+        address, fingerprint = self.dispatcher.gateway.address, self.services.model.checkpoint.fingerprint
+        worker = FakeWorker(role, address, options.pop("fingerprint", fingerprint), name=name, **options).start()
+        self.workers.append(worker)
+        await until(worker.joined.is_set, f"{name} joins")
+        return worker
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[aiohttp.ClientResponse, Any]:
+        """The response and its JSON body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(f"{self.url}{path}", data=io.BytesIO(data), **options) as response:
+            return response, await response.json()
+
+    async def get(self, path: str, **options: Any) -> tuple[aiohttp.ClientResponse, Any]:
+        async with self.client.get(f"{self.url}{path}", **options) as response:
+            return response, await response.json()
+
+    async def stream(self, path: str, body: Any) -> tuple[aiohttp.ClientResponse, list[Any]]:
+        """The response and the data of its events; the last one must be [DONE]."""
+        async with self.client.post(f"{self.url}{path}", json={**body, "stream": True}) as response:
+            assert response.content_type == "text/event-stream", await response.text()
+            text = await response.text()
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+        assert events[-1] == "[DONE]" and text.endswith("data: [DONE]\n\n")
+        return response, [json.loads(event) for event in events[:-1]]
+
+    async def idle(self) -> None:
+        """Nothing is left: no ticket, no promise, nothing on any living worker."""
+        await until(lambda: not self.dispatcher.tickets, "all tickets end")
+        assert self.dispatcher.admission.requests == self.dispatcher.admission.tokens == 0
+        for account in self.dispatcher.router.accounts.values():
+            assert (account.blocks, account.sequences, account.prefill_tokens, account.streams) == (0, 0, 0, 0)
+        await until(lambda: not any(worker.busy for worker in self.workers if worker.alive), "workers are idle")
+
+
+@contextlib.asynccontextmanager
+async def open_house(model: Path, *roles: Role, **options: Any) -> AsyncIterator[House]:
+    """A serving coordinator with one fake worker per role; everything must be idle at the end."""
+    config = CoordinatorConfig(**{"model": str(model), "served_model_name": "tiny", "control_port": 0, **options})
+    async with create_app(config) as app:
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with serving(app, listener), aiohttp.ClientSession(auto_decompress=False) as client:
+            house = House(app[SERVICES], url, client)
+            try:
+                for role in roles:
+                    await house.add(role)
+                yield house
+                await house.idle()
+            finally:
+                for worker in house.workers:
+                    worker.stop()

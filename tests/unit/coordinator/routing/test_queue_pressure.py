@@ -1,0 +1,44 @@
+"""When prompts pile up, and who hears of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config.up import UpConfig
+from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, Backlog
+from deploy.launcher import supervisor as up
+from deploy.launcher.screen import Lines
+from tests.unit.coordinator.routing.test_router import house
+
+
+def test_it_is_told_of_once_and_does_not_flutter() -> None:
+    told: list[bool] = []
+    backlog = Backlog(told.append)
+    for steps in (0, DEEP_STEPS - 1, DEEP_STEPS, DEEP_STEPS - 1, SHALLOW_STEPS, DEEP_STEPS, SHALLOW_STEPS - 1, 0):
+        backlog.look(steps)
+    assert told == [True, False]
+    backlog.look(100)
+    assert told == [True, False, True]
+
+
+def test_the_longest_queue_of_prefill_counts() -> None:
+    router, (first, second, decode) = house(prefills=2)
+    assert router.backlog_steps() == 0
+    router.account(first).prefill_tokens += 512
+    router.account(second).prefill_tokens += 16 * 512
+    router.account(decode).prefill_tokens += 64 * 512  # decode prefills between its steps: it has no core to win
+    assert router.backlog_steps() == 16
+    assert house(prefills=0)[0].backlog_steps() == 0
+
+
+async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "machine", lambda config: ([0, 1], None))
+    config = UpConfig(model="m", lend_cores=False)
+    fleet = up.plan(config)
+    supervisor = up.Supervisor(config, fleet, Lines())
+    where: list[tuple[str | int, ...]] = []
+    monkeypatch.setattr(up.Unit, "bind", lambda unit, to, at_once: where.append((unit.label, at_once, *to)))
+    supervisor._units = supervisor._make_units()
+    for deep in (True, False):
+        supervisor.place_coordinator(deep)
+    assert where == [("coordinator", True, core) for core in (0, 1, 0)]

@@ -1,0 +1,799 @@
+"""The contract of a link, for every link: the cells arrive as they were, or nothing is written and an error says so."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from random import Random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import zmq
+from zmq.utils import garbage
+
+from common.core.errors import Damaged, StartError, WireError
+from common.core.ids import BlockId, Incarnation, RequestId, TransferId, WorkerName, new_incarnation
+from common.kv import pieces
+from common.kv.convert import converted
+from common.kv.layout import KvLayout, LayerLayout
+from common.kv.storage.host import KvMemory
+from common.net.messages import Accept, Ack, Open, Peer, ToDecode
+from common.net.sockets import MAX_FRAME_BYTES, Channels
+from common.net.wire import MAX_HANDOFF_BYTES, decode
+from kvtransfer import receiver, sender
+from kvtransfer.flow_control import TRANSFER_BYTES
+from kvtransfer.frames import FrameHeader, Rectangle
+from kvtransfer.links import memory, nixl, shm, zeromq
+from kvtransfer.links.base import Payload, ReceiveLink, SendLink
+from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
+from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
+from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
+from kvtransfer.session import Limits
+from kvtransfer.source_pools import PAUSE_S
+from tests.pace import scaled
+
+LAYERS = (LayerLayout(2, 4, 4), LayerLayout(6, 3, 2), LayerLayout(4, 2, 6))
+TRANSFER = TransferId(RequestId(b"t" * 16), 1)
+SOURCE_TABLE = [BlockId(b) for b in (5, 1, 6, 3, 7, 0)]
+TARGET_TABLES = {32: [BlockId(b) for b in (2, 4, 0)], 16: [BlockId(b) for b in (2, 4, 0, 6, 1, 7)]}
+"""By block size: the receiver's blocks of the same tokens."""
+
+
+@dataclass
+class Pair:
+    """A sender's pool, a receiver's, mostly of another layout of blocks, and a link between them."""
+
+    source: KvMemory
+    target: KvMemory
+    sending: SendLink
+    receiving: ReceiveLink
+
+    def carry(self, cells: Rectangle, payload: bytes | None = None) -> None:
+        """One frame from side to side; ``payload`` arrives in place of the right one."""
+        right, size, checksum = self.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+        header = FrameHeader(TRANSFER, 0, cells, size, checksum)
+        self.place(header, bytes(right) if payload is None else payload)
+
+    def place(self, header: FrameHeader, payload: bytes) -> None:
+        while self.receiving.place(header, memoryview(payload), self.table) is None:
+            pass
+
+    @property
+    def table(self) -> list[BlockId]:
+        return TARGET_TABLES[self.target.layout.block_size]
+
+    def written(self) -> bool:
+        return bool((self.target.raw != 0xEE).any())
+
+    def wipe(self, cells: Rectangle) -> None:
+        """As if these cells had not been written."""
+        size = self.target.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+        self.target.write(self.table, cells.tokens, cells.layers, np.full(size, 0xEE, np.uint8))
+
+
+POOLS = {
+    "same": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 16)),
+    "uncompiled": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
+    "alike": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float32", 32)),
+    "wider": (KvLayout(LAYERS, "bfloat16", 16, head_shards=2), KvLayout(LAYERS, "float32", 32)),
+    "narrower": (KvLayout(LAYERS, "float32", 16), KvLayout(LAYERS, "float16", 32, head_shards=2)),
+}
+"""The layouts of the sender's pool and of the receiver's."""
+
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed")
+
+
+def pairs(*links: str) -> list[Any]:
+    """Each link between each pair of pools."""
+    marks = {"nixl": [needs_nixl, pytest.mark.torch]}
+    return [
+        pytest.param((link, pools), marks=marks.get(link, ()), id=f"{link}-{pools}")
+        for link in links
+        for pools in POOLS
+    ]
+
+
+def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, source: KvMemory) -> nixl.NixlPool:
+    knock = nixl.Knock(reader.reach(owner, announcement, source.layout, source.blocks))
+    while (pool := knock.answer()) is None:
+        pass
+    knock.close()
+    return pool
+
+
+def knocked(pools: memory.Pools, source: KvMemory) -> int:
+    """The descriptor of a pool, from its door."""
+    door = pools.door(source, new_incarnation())
+    knock = pools.knock(door.address)
+    descriptor = knock.answer()
+    assert descriptor is not None
+    knock.close()
+    return descriptor
+
+
+def had(reading: Reading[T]) -> T:
+    """What was read; it does not take long."""
+    while (what := reading.landed()) is None:
+        pass
+    return what
+
+
+@pytest.fixture(params=pairs("zmq", "shm", "memory", "nixl"))
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    link, pools = request.param
+    if pools == "uncompiled":
+        monkeypatch.setattr(pieces, "_compiled", lambda: None)
+    source, target = (KvMemory(layout, blocks) for layout, blocks in zip(POOLS[pools], (8, 8), strict=True))
+    source.raw[:] = np.random.default_rng(7).integers(0, 256, source.raw.shape, np.uint8)
+    source.generations[:] = np.arange(8) + 100
+    target.raw[:] = 0xEE
+    if link == "zmq":
+        yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype))
+    elif link == "nixl":
+        owner = new_incarnation()
+        door, reader = nixl.NixlDoor(source, owner), nixl.NixlReader(new_incarnation())
+        pool = reached(reader, owner, door.announcement, source)
+        yield Pair(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
+        pool.close()
+        reader.close()
+        door.close()
+    else:
+        descriptor = os.dup(source.fd) if link == "shm" else knocked(memory.Pools(), source)
+        mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
+        yield Pair(source, target, PullSendLink(shm.NAME, source), PullReceiveLink(shm.NAME, target, mapped))
+        mapped.close()
+    source.close()
+    target.close()
+
+
+CELLS = [
+    Rectangle(0, 3, 0, 96),
+    Rectangle(0, 1, 0, 1),
+    Rectangle(1, 3, 15, 17),
+    Rectangle(2, 3, 31, 65),
+    Rectangle(0, 2, 40, 41),
+]
+
+
+@pytest.mark.parametrize("cells", CELLS, ids=str)
+def test_exactly_the_named_cells_arrive(pair: Pair, cells: Rectangle) -> None:
+    pair.carry(cells)
+    sent = pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers)
+    wanted = converted(sent, pair.source.layout.dtype, pair.target.layout.dtype)
+    assert (pair.target.read(pair.table, cells.tokens, cells.layers) == wanted).all()
+    pair.wipe(cells)
+    assert not pair.written(), "something else was written, too"
+
+
+def test_the_sizes_said_are_canonical(pair: Pair) -> None:
+    for cells in CELLS:
+        _, size, _ = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+        assert size == pair.source.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens))
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
+def test_a_spoiled_payload_writes_nothing_and_a_right_one_still_arrives(pair: Pair, fault: str) -> None:
+    right = pair.sending
+    faulty = FaultyLink(right, FaultRates(**{fault: 1.0}), Random(3))
+    pair.sending = faulty
+    if fault == "swap":
+        faulty.payload(TRANSFER, SOURCE_TABLE, Rectangle(0, 3, 48, 96))  # what will come in place of the next
+    for _ in range(50 if fault != "swap" else 1):
+        with pytest.raises(Damaged):
+            pair.carry(Rectangle(0, 3, 0, 32))
+    assert faulty.happened[fault] and not pair.written()
+    pair.sending = right
+    pair.carry(Rectangle(0, 3, 0, 32))
+    assert pair.written()
+
+
+def test_payloads_of_any_length_are_survived(pair: Pair) -> None:
+    for length in (0, 1, 11, 12, 13, 24, 5000):
+        with pytest.raises(Damaged):
+            pair.carry(Rectangle(0, 3, 0, 32), os.urandom(length))
+    assert not pair.written()
+
+
+def test_a_link_with_no_faults_to_make_is_the_link_itself(pair: Pair) -> None:
+    pair.sending = FaultyLink(pair.sending, FaultRates(), Random(0))
+    pair.carry(Rectangle(0, 3, 0, 96))
+    assert pair.sending.name == pair.receiving.name
+    assert not pair.sending.happened and pair.written()
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_a_block_reused_before_it_was_pulled_is_not_read(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 0, 32)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    pair.source.generations[SOURCE_TABLE[1]] += 1
+    with pytest.raises(Damaged, match="reused"):
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), bytes(payload))
+    assert not pair.written()
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_a_block_reused_while_it_is_pulled_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(pair.receiving, PullReceiveLink)
+    cells, copied = Rectangle(0, 3, 8, 40), pair.target.takes(pair.source) and pair.receiving.name != "nixl"
+    puller, name = (pair.target, "take") if copied else (pair.receiving.source, "read")
+    pull = getattr(puller, name)
+
+    def pull_and_reuse(*arguments: object) -> object:
+        data = pull(*arguments)
+        pair.source.generations[SOURCE_TABLE[0]] += 1
+        return data
+
+    monkeypatch.setattr(puller, name, pull_and_reuse)
+    with pytest.raises(Damaged, match="reused"):
+        pair.carry(cells)
+    assert pair.written() is copied
+    pair.wipe(cells)
+    assert not pair.written(), "what does not count was written elsewhere"
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_bytes_that_are_not_those_that_were_hashed_do_not_count(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 8, 40)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
+    header = FrameHeader(TRANSFER, 0, cells, size, checksum)
+    with pytest.raises(Damaged, match="checksum"):
+        pair.place(header, bytes(payload))
+    pair.wipe(cells)
+    assert not pair.written(), "what does not count was written elsewhere"
+    pair.source.raw[SOURCE_TABLE[1], 11] ^= 1
+    pair.place(header, bytes(payload))
+    wanted = converted(
+        pair.source.read(SOURCE_TABLE, cells.tokens, cells.layers), pair.source.layout.dtype, pair.target.layout.dtype
+    )
+    assert (pair.target.read(pair.table, cells.tokens, cells.layers) == wanted).all()
+
+
+@pytest.mark.parametrize("pair", pairs("shm", "memory"), indirect=True)
+def test_a_size_that_is_not_that_of_the_cells_is_its_senders_fault(pair: Pair) -> None:
+    cells = Rectangle(0, 3, 8, 40)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    with pytest.raises(WireError, match="announced") as caught:
+        pair.place(FrameHeader(TRANSFER, 0, cells, size + 4, checksum), bytes(payload))
+    pair.wipe(cells)
+    assert not isinstance(caught.value, Damaged) and not pair.written()
+
+
+NOWHERE = {
+    "a block that is none": lambda blocks: blocks - 1 + [[0], [1 << 20]],
+    "too few blocks": lambda blocks: blocks[:, :-1],
+    "too many blocks": lambda blocks: np.hstack([blocks, blocks]),
+}
+"""What directions may say in place of generations and ids."""
+
+
+def leading(payload: Payload, transfer: TransferId, cells: Rectangle, checksum: int, to: str) -> bytes:
+    """Directions that their sender has signed, although they lead nowhere."""
+    count = (len(payload) - 8) // 12
+    generations, ids = np.frombuffer(payload, "<u8", count), np.frombuffer(payload, "<u4", count, 8 * count)
+    generations, ids = NOWHERE[to](np.stack([generations.astype(np.int64), ids]))
+    return signed(generations.astype("<u8").tobytes() + ids.astype("<u4").tobytes(), transfer, cells, checksum)
+
+
+@pytest.mark.parametrize("to", NOWHERE)
+@pytest.mark.parametrize("pair", pairs("shm", "memory", "nixl"), indirect=True)
+def test_directions_that_lead_nowhere_are_their_senders_fault(pair: Pair, to: str) -> None:
+    cells = Rectangle(0, 3, 0, 32)
+    payload, size, checksum = pair.sending.payload(TRANSFER, SOURCE_TABLE, cells)
+    with pytest.raises(WireError, match="block") as caught:
+        pair.place(FrameHeader(TRANSFER, 0, cells, size, checksum), leading(payload, TRANSFER, cells, checksum, to))
+    assert not isinstance(caught.value, Damaged) and not pair.written()
+    pair.carry(cells)
+    assert pair.written()
+
+
+class Lying:
+    """A link whose directions lead nowhere."""
+
+    def __init__(self, inner: SendLink, to: str) -> None:
+        self.name, self.grain, self.inner, self.to = inner.name, inner.grain, inner, to
+
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        payload, size, checksum = self.inner.payload(transfer, table, cells)
+        return leading(payload, transfer, cells, checksum, self.to), size, checksum
+
+
+class Failing:
+    """A link whose payloads arrive as they were ``right`` times, and corrupted from then on."""
+
+    def __init__(self, inner: SendLink, right: int) -> None:
+        self.name, self.grain, self.inner, self.left = inner.name, inner.grain, inner, right
+        self.faulty = FaultyLink(inner, FaultRates(corrupt=1.0), Random(1))
+
+    def payload(self, transfer: TransferId, table: Sequence[BlockId], cells: Rectangle) -> tuple[Payload, int, int]:
+        self.left -= 1
+        return (self.inner if self.left >= 0 else self.faulty).payload(transfer, table, cells)
+
+
+LINKS = ["zmq", "shm", "memory", pytest.param("nixl", marks=[needs_nixl, pytest.mark.torch])]
+
+
+class Handoff:
+    """A sender and a receiver on real sockets, and one transfer between them that is computed."""
+
+    def __init__(
+        self, link: str, layout: KvLayout, tokens: int, limits: Limits, channels: Channels | None = None
+    ) -> None:
+        self.link = shm.NAME if link == "memory" else link
+        self.doors = contextlib.ExitStack()
+        if link == "memory":
+            pools = memory.Pools()
+            self.doors.enter_context(mock.patch.multiple(shm, PoolDoor=pools.door, Knock=pools.knock))
+        token, owner, blocks = b"known to both ends", new_incarnation(), layout.blocks_for(tokens)
+        self.table, self.tokens, self.layout = [BlockId(block) for block in range(blocks)], tokens, layout
+        self.here, self.there = Channels(), channels or Channels()
+        self.source, self.target = KvMemory(layout, blocks), KvMemory(layout, blocks)
+        self.receiver = Receiver(
+            self.here, self.target, "host", "tcp://127.0.0.1:*", transport=self.link, limits=limits
+        )
+        self.sender = Sender(self.there, self.source, owner, "host", transport=self.link, limits=limits)
+        self.peers = _peer(owner, "", token), _peer(new_incarnation(), self.receiver.address, token)
+        self.ahead_s, self.attempts = 0.0, 0
+        self.again()
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def again(self, after_s: float = 0.0) -> None:
+        """Another attempt, announced and expected, after a while that is not waited for."""
+        self.ahead_s += after_s
+        self.attempts += 1
+        self.transfer = TransferId(TRANSFER.request, self.attempts)
+        self.sent, self.received = list[Shipped | Lost](), list[Landed | Failed]()
+        prefill, decode = self.peers
+        self.receiver.expect(self.transfer, self.tokens, 0, self.table, prefill, self.clock())
+        self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
+
+    def computed(self, *, committed: bool = True) -> None:
+        """The prompt is, and so is its first token if the hand-off is to be ``committed``."""
+        self.sender.computed(self.transfer, self.table, self.tokens, len(self.layout.layers), self.clock())
+        if committed:
+            self.sender.finish(self.transfer, FirstTokens(b"\1\0\0\0", (0,), (-1,), (None,)), self.clock())
+
+    def send(self, *, committed: bool) -> None:
+        """Everything, once it is granted; the receiver has not looked at it."""
+        while not self.sender.granted(self.transfer):
+            self.receiver.pump(self.clock, 0.005)
+            self.sender.pump(self.clock())
+        self.computed(committed=committed)
+
+    def go(self) -> None:
+        """Until both sides have told an end."""
+        began = time.monotonic()
+        self.computed()
+        while not (self.sent and self.received):
+            assert time.monotonic() < began + 20, f"no end: {self.sent} at the sender, {self.received} at the receiver"
+            self.sent += self.sender.pump(self.clock())
+            self.received += self.receiver.pump(self.clock, 0.005)
+            self.here.poll(0.002)
+        assert len(self.sent) == len(self.received) == 1
+
+    def close(self) -> None:
+        for each in (self.sender, self.receiver, self.here, self.there, self.source, self.target):
+            each.close()
+        self.doors.close()
+        garbage.gc.stop()  # pyzmq's thread for buffers that libzmq sends without a copy, all of which are free now
+
+
+def _peer(incarnation: Incarnation, address: str, token: bytes) -> Peer:
+    return Peer(WorkerName("peer"), incarnation, address, "host", "float32", token)
+
+
+class Held:
+    """A receiver's socket that gives nothing away until ``count`` messages are there, and then all of them. An
+    announcement that a slow grant let the sender repeat is none of them."""
+
+    def __init__(self, socket: zmq.Socket[bytes], count: int) -> None:
+        self.socket, self.count, self.there = socket, count, list[list[zmq.Frame]]()
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        while self.count:
+            assert self.socket.poll(5000), f"{self.count} more messages were to come"
+            parts = self.socket.recv_multipart(copy=False)
+            if len(parts) == 2 and isinstance(decode(parts[1].buffer, ToDecode, MAX_HANDOFF_BYTES), Open):
+                continue
+            self.there.append(parts)
+            self.count -= 1
+        return zmq.POLLIN if self.there else 0
+
+    def recv_multipart(self, *_: object, **__: object) -> list[zmq.Frame]:
+        return self.there.pop(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+
+FRAMES = 3
+
+
+@pytest.mark.parametrize(
+    ("committed", "at_once", "answers"),
+    [
+        (True, 1 << 30, [Accept]),
+        (False, 1 << 30, [Ack]),
+        (False, 1, [Ack] * FRAMES),
+        (True, 1, [*[Ack] * FRAMES, Accept]),
+    ],
+    ids=[
+        "committed in the same turn",
+        "to be committed",
+        "of so many bytes each",
+        "of so many bytes each, and committed",
+    ],
+)
+def test_what_lands_in_one_turn_is_acknowledged_together(
+    committed: bool, at_once: int, answers: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    try:
+        handoff.send(committed=committed)
+        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
+        with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
+            handoff.receiver.pump(handoff.clock, 10.0)
+        assert [type(each) for each in said] == answers
+        landed = layout.range_bytes(0, FRAMES, 64)
+        for number, each in enumerate(said[:FRAMES], 1):
+            if isinstance(each, Ack):
+                frames = number if at_once == 1 else FRAMES
+                assert (each.frame, each.bytes) == (frames - 1, landed * frames // FRAMES)
+                assert each.credit_bytes == TRANSFER_BYTES, "what has landed is lent again"
+        assert not committed or said[-1] == Accept(*handoff.transfer, landed)
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("changed", [False, True])
+def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str, changed: bool) -> None:
+    """What changes after its copy is noticed where the sender takes its sums afterwards, with the commit; what was sent
+    with its sum stays what it was."""
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff(link, layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    late = handoff.link == shm.NAME
+    try:
+        handoff.send(committed=False)
+        while (landed := handoff.receiver._incoming[handoff.transfer].session.bytes) < layout.range_bytes(
+            0, FRAMES, 64
+        ):
+            assert not handoff.receiver.pump(handoff.clock, 0.005) and not handoff.sender.pump(handoff.clock()), landed
+        session = handoff.sender._outgoing[handoff.transfer].session
+        assert session.unsummed_bytes == (landed if late else 0)
+        if changed:
+            handoff.source.raw[handoff.table[1], 100] ^= 1
+        handoff.go()
+        if late and changed:
+            assert isinstance(handoff.received[0], Failed) and "checksum" in handoff.received[0].reason
+            assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].told
+        else:
+            assert isinstance(handoff.received[0], Landed) and isinstance(handoff.sent[0], Shipped)
+            assert session.checksum and not session.unsummed
+    finally:
+        handoff.close()
+
+
+def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    size = layout.range_bytes(0, 1, 64)
+    monkeypatch.setattr(sender, "UNSUMMED_BYTES", size)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=size // shm.ONE_PASS_GRAIN))
+    try:
+        handoff.send(committed=False)
+        session = handoff.sender._outgoing[handoff.transfer].session
+        assert [header.number for header in session.unsummed] == [FRAMES - 1]
+        handoff.go()
+        assert isinstance(handoff.received[0], Landed)
+    finally:
+        handoff.close()
+
+
+def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> None:
+    layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
+    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    try:
+        handoff.send(committed=True)
+        with mock.patch.object(handoff.receiver, "_reply"):  # lost
+            while not handoff.received:
+                handoff.received += handoff.receiver.pump(handoff.clock, 0.005)
+        handoff.ahead_s += 0.5
+        assert not handoff.sender.pump(handoff.clock())
+        said, held = list[object](), Held(handoff.receiver._socket, FRAMES + 1)
+        with mock.patch.multiple(handoff.receiver, _socket=held, _reply=lambda peer, message: said.append(message)):
+            assert not handoff.receiver.pump(handoff.clock, 10.0), "it has landed once"
+        assert said == [Accept(*handoff.transfer, layout.range_bytes(0, FRAMES, 64))]
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("right", [0, 1])
+@pytest.mark.parametrize("link", LINKS)
+def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
+    """Not even the first frame, although grants and announcements go on."""
+    limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
+    try:
+        failing = handoff.sender._links[handoff.link] = Failing(handoff.sender._links[handoff.link], right)
+        handoff.go()
+        assert failing.left < 0, "it was spoiled"
+        [sent], [received] = handoff.sent, handoff.received
+        assert isinstance(sent, Lost) and not sent.told and isinstance(received, Failed) and received.told
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("to", NOWHERE)
+@pytest.mark.parametrize("link", LINKS[1:])
+def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, Limits(resend_s=0.05))
+    try:
+        handoff.sender._links[handoff.link] = Lying(handoff.sender._links[handoff.link], to)
+        handoff.go()
+        [sent], [received] = handoff.sent, handoff.received
+        assert isinstance(received, Failed) and "make no sense" in received.reason and not received.told
+        assert isinstance(sent, Lost) and sent.told
+        assert handoff.receiver.strikes.cut_off == 1
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "delay"])
+@pytest.mark.parametrize("link", LINKS)
+def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: str, fault: str) -> None:
+    channels = FaultyChannels(FaultRates(**{fault: 0.3}), Random(5))
+    limits = Limits(resend_s=0.02, frame_bytes=512)
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits, channels)
+    try:
+        handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
+        handoff.go()
+        assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
+        wanted, got = (pool.read(handoff.table, range(96), range(3)) for pool in (handoff.source, handoff.target))
+        assert (got == wanted).all() and handoff.received[0].commit.bytes == wanted.nbytes
+        assert channels.happened[fault] and not handoff.receiver.bad_messages and not handoff.sender.bad_messages
+    finally:
+        handoff.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
+    layout = KvLayout((LayerLayout(64, 256, 256), LayerLayout(1, 16, 16)), "float32", 128)
+    assert layout.range_bytes(0, 1, layout.block_size) > MAX_FRAME_BYTES
+    handoff = Handoff(link, layout, 200, Limits())
+    try:
+        handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
+        handoff.go()
+        assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
+        wanted, got = (pool.read(handoff.table, range(200), range(2)) for pool in (handoff.source, handoff.target))
+        assert (got == wanted).all()
+    finally:
+        handoff.close()
+
+
+def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_is_there() -> None:
+    pool, pools, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 2), memory.Pools(), Incarnation("gone")
+    door = pools.door(pool, owner)
+    os.close(knocked(pools, pool))
+    door.answers = lambda: False
+    knock = pools.knock(door.address)
+    assert select.select([knock], [], [], 20)[0]
+    assert knock.answer() is None
+    knock.close()
+    pools.of(owner).close()
+    with pytest.raises(OSError, match="gone"):
+        pools.knock(door.address)
+    pool.close()
+
+
+def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has used up its descriptors for a moment must not be out of reach for the rest of its life."""
+    refused = threading.Semaphore(0)
+
+    class Exhausted(socket.socket):
+        left = 3
+
+        def accept(self) -> Any:
+            if self.left:
+                self.left -= 1
+                refused.release()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().accept()
+
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shm.socket, "socket", Exhausted)
+        door = shm.PoolDoor(memory, new_incarnation())
+    for _ in range(3):
+        assert refused.acquire(timeout=20)
+    knock = shm.Knock(door.address)
+    assert select.select([knock], [], [], 20)[0]
+    descriptor = knock.answer()
+    assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.fstat(memory.fd))
+    os.close(descriptor)
+    knock.close()
+    door.close()
+    memory.close()
+
+
+def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decode workers of a host may come at once, before the door's thread has run; nobody is sent away."""
+    opens = threading.Event()
+    serve = shm.PoolDoor._serve
+
+    def late(door: shm.PoolDoor) -> None:
+        opens.wait()
+        serve(door)
+
+    monkeypatch.setattr(shm.PoolDoor, "_serve", late)
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    door = shm.PoolDoor(memory, new_incarnation())
+    try:
+        crowd = [shm.Knock(door.address) for _ in range(100)]
+        opens.set()
+        for knock in crowd:
+            assert select.select([knock], [], [], 20)[0]
+            descriptor = knock.answer()
+            assert descriptor is not None
+            os.close(descriptor)
+            knock.close()
+    finally:
+        opens.set()
+        door.close()
+        memory.close()
+
+
+@needs_nixl
+@pytest.mark.torch
+def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    owner = new_incarnation()
+    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
+    other = nixl.NixlDoor(memory, new_incarnation())
+    for wrong in (b"", os.urandom(16), os.urandom(500), door.announcement[:40], other.announcement[:-7]):
+        with pytest.raises(ValueError, match="NIXL agent"):
+            reader.reach(owner, wrong, memory.layout, memory.blocks)
+    with pytest.raises(ValueError, match="sent by"):
+        reader.reach(new_incarnation(), door.announcement, memory.layout, memory.blocks)
+    pool = reached(reader, owner, door.announcement, memory)
+    assert (had(pool.generations_of(np.arange(2))) == memory.generations).all() and not pool.lost
+    for each in (pool, reader, door, other, memory):
+        each.close()
+
+
+@needs_nixl
+@pytest.mark.torch
+def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    owner = new_incarnation()
+    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
+    beyond = reader.reach(owner, door.announcement, memory.layout, 1 << 20)  # more blocks than there are
+    with pytest.raises(WireError, match="cannot be read"):
+        had(beyond.read(np.array([1 << 19]), range(16), range(1)))
+    assert beyond.lost
+    with pytest.raises(WireError, match="cannot be read"):
+        beyond.generations_of(np.arange(2))
+    beyond.close()
+    again = reached(reader, owner, door.announcement, memory)
+    assert (had(again.read(np.arange(2), range(32), range(3))) == memory.read(np.arange(2), range(32), range(3))).all()
+    for each in (again, reader, door, memory):
+        each.close()
+
+
+OWNER = """
+import signal
+from common.core.ids import new_incarnation
+from common.kv.storage.host import KvMemory
+from kvtransfer.links.nixl import NixlDoor
+from tests.unit.kvtransfer.links.test_links import LAYERS, KvLayout
+memory, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 8), new_incarnation()
+memory.generations[:] = 7
+door = NixlDoor(memory, owner)
+print("announced", owner, door.announcement.hex(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.processes
+@needs_nixl
+@pytest.mark.torch
+def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # else the kernel would read it, however still it stands
+    layout = KvLayout(LAYERS, "float32", 16)
+    reader = nixl.NixlReader(new_incarnation())
+    with contextlib.ExitStack() as stack:
+        it = stack.enter_context(subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True))
+        stack.callback(it.kill)  # stopped, it would wait for ever
+        assert it.stdout is not None
+        said = next(line.split() for line in it.stdout if line.startswith("announced"))
+        owner, announcement = Incarnation(said[1]), bytes.fromhex(said[2])
+
+        def knock() -> tuple[nixl.Knock, nixl.NixlPool]:
+            pool = reader.reach(owner, announcement, layout, 8)
+            return nixl.Knock(pool), pool
+
+        def answered() -> nixl.NixlPool:
+            visit, pool = knock()
+            until = time.monotonic() + scaled(20.0)
+            while visit.answer() is None:
+                assert time.monotonic() < until
+            visit.close()
+            return pool
+
+        pool = answered()
+        it.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, it.pid, os.WSTOPPED | os.WNOWAIT)
+        busy = time.thread_time()
+        reading = pool.generations_of(np.arange(8))
+        looks = 0
+        with pytest.raises(WireError, match="cannot be read"):  # noqa: PT012
+            while reading.landed() is None:
+                looks += 1
+                time.sleep(0.01)  # the worker's other things
+        assert looks > 5 and pool.lost and time.thread_time() - busy < nixl.READ_S / 2
+        reading.close()
+        pool.close()
+        assert not pool._landings
+        for _ in range(3):
+            visit, pool = knock()
+            assert visit.answer() is None
+            visit.close()
+            assert not pool._landings
+        reader.close()  # and not after it goes on: UCX answers what was asked meanwhile, and may abort the asker
+
+
+@needs_nixl
+@pytest.mark.torch
+def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, Limits())
+    start, starts = nixl.NixlPool.start, []
+
+    def fails_once(pool: nixl.NixlPool, *arguments: Any) -> tuple[Any, str]:
+        starts.append(pool)
+        handle, state = start(pool, *arguments)
+        return handle, "ERR" if len(starts) == 2 else state  # the first one is the knock
+
+    monkeypatch.setattr(nixl.NixlPool, "start", fails_once)
+    try:
+        handoff.go()
+        [sent], [received] = handoff.sent, handoff.received
+        assert isinstance(received, Failed) and "cannot be read" in received.reason and not received.told
+        assert isinstance(sent, Lost) and sent.told
+        handoff.again(after_s=PAUSE_S)
+        handoff.go()
+        assert isinstance(handoff.sent[0], Shipped) and isinstance(handoff.received[0], Landed)
+        assert starts[-1] is not starts[0]
+    finally:
+        handoff.close()
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="the extra nixl is installed")
+def test_without_nixl_a_worker_that_should_use_it_says_so() -> None:
+    memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
+    with pytest.raises(StartError) as caught:
+        nixl.NixlDoor(memory, new_incarnation())
+    assert "tandem[nixl]" in caught.value.todo
+    memory.close()

@@ -1,0 +1,85 @@
+"""PROTOCOL.md cannot drift: its diagrams come from the tables of moves, its header size from the code,
+its failures are the rows of the chaos matrix.
+
+``python -m tests.unit.kvtransfer.test_protocol_document`` writes the diagrams anew.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import InvariantBroken
+from common.core.ids import RequestId, TransferId
+from common.kv.layout import KvLayout, LayerLayout
+from kvtransfer.frames import HEADER_BYTES
+from kvtransfer.session import (
+    RECEIVER_MOVES,
+    SENDER_MOVES,
+    Limits,
+    Moves,
+    ReceiverSession,
+    SenderSession,
+    TransferState,
+)
+from tests.chaos.cells import CELLS
+
+DOCUMENT = Path(__file__).parents[3] / "kvtransfer" / "PROTOCOL.md"
+MARKED = re.compile(r"(<!-- states of the (\w+) -->\n).*?(<!-- /states -->)", re.DOTALL)
+TRANSFER = TransferId(RequestId(bytes(16)), 1)
+MACHINES = {"sender": SENDER_MOVES, "receiver": RECEIVER_MOVES}
+
+
+def diagram(moves: Moves) -> str:
+    """The moves as a mermaid state diagram, in the order of the table."""
+    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> RESERVED"]
+    order = list(moves)
+    for state, following in moves.items():
+        lines += [f"    {state.name} --> {each.name}" for each in order if each in following]
+        lines += [] if following else [f"    {state.name} --> [*]"]
+    return "\n".join([*lines, "```", ""])
+
+
+def with_diagrams(text: str) -> str:
+    return MARKED.sub(lambda match: match[1] + diagram(MACHINES[match[2]]) + match[3], text)
+
+
+def test_the_diagrams_are_the_tables() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert [match[2] for match in MARKED.finditer(text)] == list(MACHINES)
+    assert with_diagrams(text) == text
+
+
+def test_each_machine_has_its_own_way_to_accepted() -> None:
+    """A sender that was never asked to commit, and a receiver that waits for itself, are broken."""
+    layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), Limits()
+    sender = SenderSession(TRANSFER, layout, 16, 0.0, limits)
+    receiver = ReceiverSession(TRANSFER, layout, 16, 0, 0.0, limits)
+    for session, forbidden in ((sender, TransferState.ACCEPTED), (receiver, TransferState.COMMITTING)):
+        session.move(TransferState.SENDING)
+        with pytest.raises(InvariantBroken, match=f"SENDING cannot become {forbidden.name}"):
+            session.move(forbidden)
+    sender.move(TransferState.COMMITTING)
+    for session in (sender, receiver):
+        session.move(TransferState.ACCEPTED)
+        with pytest.raises(InvariantBroken, match="ACCEPTED cannot become EXPIRED"):
+            session.move(TransferState.EXPIRED)
+        session.move(TransferState.RELEASED)
+
+
+def test_the_header_has_the_size_it_says() -> None:
+    assert f"## Frame header ({HEADER_BYTES} bytes, little-endian)" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_every_failure_is_made_to_happen() -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").split("## Failures")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|")[-1] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = [name.strip() for row in rows for name in row.split(" · ") if name.strip()]
+    assert sorted(named) == sorted({cell.name for cell in CELLS})
+
+
+if __name__ == "__main__":
+    written = DOCUMENT.read_text(encoding="utf-8")
+    DOCUMENT.write_text(with_diagrams(written), encoding="utf-8")
