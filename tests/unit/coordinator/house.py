@@ -7,7 +7,8 @@ import contextlib
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,16 @@ from typing import Any
 
 import aiohttp
 import jsonschema
+import pytest
 
 from common.config.coordinator import CoordinatorConfig
-from common.net.messages import Role
+from common.core.request import Request
+from common.net.messages import Prefill, Role
 from coordinator.app import SERVICES, create_app
 from coordinator.http.application import serving
 from coordinator.http.context import Services
 from coordinator.requests.dispatcher import Dispatcher
+from tests.fakes.checkpoint import EOS
 from tests.fakes.worker import FakeWorker
 from tests.pace import scaled
 
@@ -114,3 +118,67 @@ async def open_house(model: Path, *roles: Role, **options: Any) -> AsyncIterator
             finally:
                 for worker in house.workers:
                     worker.stop()
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def letters(text: str) -> Any:
+    """A script that says ``text`` and then ends; every character is one token."""
+    from coordinator.text.tokenizer import _BYTE_OF
+
+    byte_tokens = {value: index for index, value in enumerate(sorted(_BYTE_OF), start=8)}
+    chars = {byte: char for char, byte in _BYTE_OF.items()}
+    ids = [byte_tokens[chars[byte]] for byte in text.encode()]
+
+    def script(request: Request, choice: int, position: int) -> int:
+        return ids[position] if position < len(ids) else EOS
+
+    return script
+
+
+async def prefilled(house: House, count: int) -> list[Request]:
+    """The requests that the first worker was given, once they are so many: decode may have been faster."""
+    worker = house.workers[0]
+    await until(lambda: len(worker.got(Prefill)) == count, f"prefill has {count} requests")
+    return [sent.request for sent in worker.got(Prefill)]
+
+
+def chat_of(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+class Held:
+    """Texts whose tokens are held back until ``go_on``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, house: House) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+        self._slices = house.services.model.text.slices
+        monkeypatch.setattr(house.services.model.text, "slices", self)
+
+    def __call__(self, text: str, **_: Any) -> Iterator[list[int]]:
+        for part in self._slices(text):
+            self.begun.append(text)
+            self.go_on.wait()
+            yield part
+
+
+def _narrow(port: int) -> socket.socket:
+    """A connection on which little is under way."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    return connection
+
+
+async def _ask_and_read_no_more(
+    house: House, asked: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that reads nothing so far, with buffers so small that the server notices soon."""
+    body = json.dumps(asked)
+    connection = _narrow(int(house.url.rsplit(":", 1)[1]))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return reader, writer

@@ -1,0 +1,208 @@
+"""A worker that knocks: refused, too early, under a taken name, and at last let in."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from common.net import keys
+from common.net.keys import Party
+from common.net.messages import Goodbye, Welcome
+from common.net.socket_monitor import Handshakes
+from common.net.sockets import Channels, Heart, identity
+from common.worker.membership import Membership
+from tests.unit.door import QUIET_S, WAIT_S, Door, hello_of, until
+
+
+class Member:
+    """A worker's membership, turned by hand beside the doors that it knocks at."""
+
+    def __init__(self, cluster: Path | None, door: Door, party: Party = "decode") -> None:
+        self.channels = Channels(cluster and keys.load(cluster, party))
+        self.membership = Membership(self.channels, door.gateway.address, hello_of("decode"))
+        self.welcomes = 0
+
+    def turn(self, door: Door) -> None:
+        door.gateway._read()
+        self.membership.knock()
+        self.welcomes += sum(isinstance(message, Welcome) for message in self.membership.receive())
+        self.channels.poll(0.005)
+
+    def until_refused(self, door: Door, words: str) -> None:
+        until(lambda: self.turn(door) or words in self.membership.refusal, f"not refused with {words!r}")
+
+    def until_welcome(self, door: Door) -> None:
+        before = self.welcomes
+        until(lambda: self.turn(door) or self.welcomes > before, "no Welcome")
+        assert not self.membership.refusal
+
+    def close(self) -> None:
+        self.membership.close()
+        self.channels.close()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "party", "words"),
+    [
+        ("", "cluster", "decode", "it asks for a key: give this worker the cluster's --cluster-key-file"),
+        ("cluster", "", "decode", "it has no keys"),
+        ("other", "cluster", "decode", "those of another keygen"),
+        ("cluster", "cluster", "coordinator", "does not admit this worker's key"),
+    ],
+)
+def test_a_worker_that_is_turned_away_knows_why(
+    cluster: Path, other: Path, mine: str, theirs: str, party: Party, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"": None, "cluster": cluster, "other": other}
+    door = Door(files[theirs])
+    member = Member(files[mine], door, party)
+    try:
+        member.until_refused(door, words)
+        assert not member.membership.joined
+
+        def told() -> bool:
+            member.turn(door)
+            door.gateway._watch()
+            door.gateway._complain(1e9)
+            return "handshakes that failed" in caplog.text
+
+        until(told, "the coordinator's log says nothing of it")
+    finally:
+        member.close()
+        door.close()
+
+
+@pytest.mark.parametrize("mine", ["cluster", "another role's"])
+def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq's thread may have been turned away for good before the one that dials runs on."""
+    connect = zmq.Socket.connect
+
+    def connect_and_be_away(socket: zmq.Socket[Any], address: str) -> None:
+        connect(socket, address)
+        if address.startswith("tcp:"):
+            time.sleep(QUIET_S)
+
+    door = Door(None if mine == "cluster" else cluster)
+    monkeypatch.setattr(zmq.Socket, "connect", connect_and_be_away)
+    member = Member(cluster, door, "decode" if mine == "cluster" else "coordinator")
+    try:
+        member.until_refused(door, "key")
+    finally:
+        member.close()
+        door.close()
+
+
+def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
+    cluster: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.membership.RETRY_S", 0.1)
+    first = Member(cluster, door)
+    first.until_welcome(door)
+    second = Member(cluster, door)
+    try:
+        second.until_refused(door, "give every worker a name of its own")
+        assert not second.membership.joined
+        first.close()
+        second.until_welcome(door)
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("wrong", ["none", "other"])
+def test_a_worker_joins_when_its_coordinator_has_been_corrected(
+    cluster: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    door = Door(cluster)
+    port = door.port
+    member = Member(cluster, door)
+    try:
+        member.until_welcome(door)
+        door.close()
+        door = Door(other if wrong == "other" else None, port)
+        member.until_refused(door, "keys")
+        door.close()
+        door = Door(cluster, port)
+        member.until_welcome(door)
+        until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
+    finally:
+        member.close()
+        door.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
+    cluster: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    key = cluster if encrypted else None
+    door = Door(key)
+    port = door.port
+    door.close()
+    member = Member(key, door)
+    try:
+        alone_until = time.monotonic() + 1.0
+        while time.monotonic() < alone_until:
+            member.membership.knock()
+            member.channels.poll(0.005)
+        monkeypatch.setattr(
+            "common.worker.membership.KNOCK_S", 60.0
+        )  # a slow Welcome is no reason for one more Hello here
+        door = Door(key, port)
+        member.until_welcome(door)
+        until(lambda: member.turn(door) or door.beats >= 3, "its heart beats")
+        assert (door.joins, member.welcomes) == (1, 1)
+    finally:
+        member.close()
+        door.close()
+
+
+def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    deaf = Channels()
+    router, address = deaf.router("tcp://127.0.0.1:*")
+    door = Door(None)
+    monkeypatch.setattr(door.gateway, "address", address)
+    member = Member(None, door)
+    door.close()
+    try:
+        assert router.poll(int(WAIT_S * 1000))
+        router.close(0)  # with the Hello unread
+        deaf.close()  # waits until the address is free
+        door = Door(None, int(address.rpartition(":")[2]))
+        member.until_welcome(door)
+    finally:
+        member.close()
+        door.close()
+
+
+def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path) -> None:
+    """Of a worker's two connections only that of the heart has met the wrong coordinator."""
+    door = Door(None)
+    channels, hello, dials = Channels(keys.load(cluster, "decode")), hello_of("decode"), []
+
+    def dial() -> tuple[zmq.Socket[Any], Handshakes]:
+        dials.append(1)
+        name = identity(hello.name, hello.incarnation, beats=True)
+        return channels.watched_dealer(f"tcp://127.0.0.1:{door.port}", name)
+
+    heart = Heart(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
+    try:
+        until(lambda: len(dials) > 2, "it is turned away, and dials again")
+        port = door.port
+        door.close()
+        heard: list[Any] = []
+        door = Door(cluster, port)
+        door.gateway._stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
+        until(lambda: door.gateway._read() or heard, "its beat arrives")
+    finally:
+        heart.stop()
+        channels.close()
+        door.close()

@@ -1,0 +1,165 @@
+"""Leases, welcomes and silences between a worker and its coordinator."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from common.core.ids import Incarnation, RequestId, TransferId, pack_transfers
+from common.core.sequence import Batch, StepResult
+from common.net.messages import Generate, Lease, Reserve, Welcome
+from common.worker.membership import Membership
+from kvtransfer.session import Limits
+from tests.fakes.oracle import OracleEngine
+from tests.unit.workers import Bench, make_request
+
+
+def test_what_a_lease_does_not_list_is_dropped(pair: Bench) -> None:
+    """Both Aborts of the first are lost; of the second one attempt is void and one is not."""
+    lost, kept = make_request(100, 400), make_request(90, 400)
+    pair.place(lost, "prefill-0", "decode-1")
+    pair.tell("decode-1", Reserve(kept, 1, pair.peer("prefill-0")))
+    pair.place(kept, "prefill-0", "decode-1", attempt=2)
+    pair.until(lambda: len(pair.streams[lost.id, 1, 0]) > 3 and len(pair.streams[kept.id, 2, 0]) > 3)
+    for name in pair.workers:
+        pair.tell(name, Lease(b"torn", 0))
+        pair.tell(name, Lease(pack_transfers([TransferId(kept.id, 2), TransferId(RequestId(bytes(16)), 9)]), 0))
+    decode = pair.workers["decode-1"]
+    pair.until(lambda: decode.holdings() == {TransferId(kept.id, 2)})
+    assert decode.counters["reaped_requests"] == 2
+    assert decode.membership.bad_messages == 1
+    for name in pair.workers:
+        pair.tell(name, Lease(b"", 0))
+    pair.until(pair.quiet)
+
+
+def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> None:
+    """Also from a second coordinator, which has others."""
+    for name in pair.workers:
+        pair.tell(name, Welcome(Incarnation("other"), 20, 4_000, 500))
+    pair.until(lambda: pair.beats >= 40, deadline_s=4)  # of two hearts that beat twice a second: 16
+    prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
+    told = Limits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
+    assert prefill.sender._limits == decode.receiver._limits == told  # type: ignore[attr-defined]
+    assert decode.receiver._sources.lease_s == 4.0  # type: ignore[attr-defined]
+    request = make_request(50, 4)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request))
+    pair.check(request)
+
+
+def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When that was lost nobody has said how long anything may be held without a word."""
+    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.2)
+    bench.lost_welcomes = 1
+    worker = bench.add("decode", OracleEngine(512))
+    request = make_request(40, 4)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.tell("decode-0", Lease(pack_transfers([TransferId(request.id, 1)]), 0))
+    bench.until(lambda: worker.membership.joined)
+    assert not worker.holdings() and not bench.streams
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
+
+
+def test_a_worker_that_hears_no_lease_for_as_long_as_one_lasts_dials_anew(bench: Bench) -> None:
+    """The connection may carry nothing any more, of which nobody is told."""
+    bench.lease_ms = 400
+    worker = bench.add("decode", OracleEngine(64))
+    bench.until(lambda: worker.membership.joined)
+    first, leased_at = worker.membership._socket, time.monotonic()
+    while time.monotonic() < leased_at + 1.0:
+        bench.tell("decode-0", Lease(b"", 0))
+        bench.turn()
+    assert worker.membership._socket is first and bench.joins == 1
+    assert bench.renewed > 10, "each is answered"
+    bench.until(lambda: bench.joins == 2 and worker.membership.joined)
+    assert worker.membership._socket is not first and first.closed
+    request = make_request(40, 4)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    bench.check(request)
+
+
+def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever waits for this worker would wait as long for one that hangs."""
+    engine = OracleEngine(64)
+    worker = bench.add("decode", engine)
+    monkeypatch.setattr(worker, "clock", lambda: time.monotonic() + 31.0 * engine.steps)
+    monkeypatch.setattr(worker.membership, "stood_still_s", lambda: 30.0 * engine.steps)
+    request = make_request(40, 1)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    assert 1.0 <= worker.pace.longest <= 5.0
+
+
+def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heart stood still as well, and whoever was stopped together with it has not missed that."""
+    bench.lease_ms = 100_000
+    engine = OracleEngine(64)
+    worker = bench.add("decode", engine)
+    bench.until(lambda: worker.membership.joined)
+    step, stood_still_s, told = engine.step, [0.0], []
+
+    def stopped(batch: Batch) -> StepResult:
+        stood_still_s[0] += 3.0
+        told.append(worker.membership._heartbeat(0).turn_ms)
+        return step(batch)
+
+    for part, clock in ((worker, "clock"), (worker.membership, "_clock")):
+        monkeypatch.setattr(part, clock, lambda: time.monotonic() + 1.1 * stood_still_s[0])
+    monkeypatch.setattr(worker.membership, "stood_still_s", lambda: stood_still_s[0])
+    monkeypatch.setattr(engine, "step", stopped)
+    request = make_request(40, 3)
+    bench.tell("decode-0", Generate(request, 1))
+    bench.until(lambda: bench.done(request))
+    assert len(told) >= 3 and all(300 <= turn_ms <= 2000 for turn_ms in told)
+
+
+def test_without_a_coordinator_everything_is_freed_at_the_end_of_the_lease(bench: Bench) -> None:
+    bench.lease_ms = 300
+    bench.add("prefill", OracleEngine(512))
+    decode = bench.add("decode", OracleEngine(512, max_model_len=8192))
+    running, reserved = make_request(100, 8000), make_request(90, 4)
+    bench.place(running, "prefill-0", "decode-1")
+    bench.until(lambda: len(decode.holdings()) == 1)
+    renewed_until = time.monotonic() + 0.6  # twice as long as without
+    while time.monotonic() < renewed_until:
+        bench.tell("decode-1", Lease(pack_transfers([TransferId(running.id, 1)]), 0))
+        bench.turn()
+        assert len(decode.holdings()) == 1
+    bench.tell("decode-1", Reserve(reserved, 1, bench.peer("prefill-0")))
+    bench.until(lambda: len(decode.holdings()) == 2)
+    bench.until(lambda: not decode.holdings(), deadline_s=2)
+    assert decode.cache.pool.counts.held == 0
+
+
+def test_a_worker_without_work_says_that_its_coordinator_is_silent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.worker.loop.LONELY_S", 0.2)
+    bench.lease_ms = 300
+    bench.add("decode", OracleEngine(64))
+    bench.until(lambda: "127.0.0.1" in caplog.text and "has said nothing for" in caplog.text)
+    assert "requests are dropped" not in caplog.text
+
+
+def test_a_worker_that_is_turned_away_says_so_at_once_and_then_now_and_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time that it dials anew nothing is known for a moment."""
+    worker, why = bench.add("decode", OracleEngine(64)), "it asks for a key"
+    now = worker.clock()
+    for tick in range(1, 100):  # tenths of a second
+        refusal = why if tick % 20 else ""
+        monkeypatch.setattr(Membership, "refusal", property(lambda _, refusal=refusal: refusal))
+        worker._complain(now + tick / 10)
+        assert tick > 50 or caplog.text.count(why) == 1
+    assert caplog.text.count(why) == 2 and "is it started?" not in caplog.text
+    monkeypatch.setattr(Membership, "refusal", "")
+    worker._complain(now + 100)
+    assert "has not let this worker in so far" in caplog.text

@@ -1,0 +1,20 @@
+"""What has finished can be told again."""
+
+from __future__ import annotations
+
+from common.net.messages import Resend
+from tests.unit.workers import Bench, make_request
+
+
+def test_first_tokens_that_ended_a_request_can_be_told_again(pair: Bench) -> None:
+    """Decode has never heard of them, and prefill holds nothing of the request any more."""
+    request = make_request(50, 1, n=2)
+    pair.place(request, "prefill-0", "decode-1")
+    pair.until(lambda: pair.done(request) and pair.quiet())
+    pair.streams.clear()
+    pair.finished.clear()
+    for choice in range(2):
+        for name in pair.workers:
+            pair.tell(name, Resend(request.id, 1, choice, 0))
+    pair.until(lambda: pair.done(request))
+    pair.check(request)

@@ -1,0 +1,59 @@
+"""Fixtures that tests of several packages use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.oracle import OracleEngine
+from tests.leaked_keys import keygen
+from tests.unit.door import Door
+from tests.unit.workers import Bench
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(
+    params=[
+        "shm",
+        "zmq",
+        pytest.param(
+            "nixl",
+            marks=[
+                pytest.mark.skipif(find_spec("nixl") is None, reason="the extra nixl is not installed"),
+                pytest.mark.torch,
+            ],
+        ),
+    ]
+)
+def pair(request: pytest.FixtureRequest, bench: Bench) -> Bench:
+    """A prefill worker with blocks of 16 tokens and a decode worker with blocks of 32."""
+    bench.add("prefill", OracleEngine(256, 16), kv_transport=request.param)
+    bench.add("decode", OracleEngine(128, 32), kv_transport=request.param)
+    return bench
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return keygen(tmp_path_factory.mktemp("keys") / "cluster.key")
+
+
+@pytest.fixture
+def door(cluster: Path) -> Iterator[Door]:
+    door = Door(cluster)
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The keys of another cluster."""
+    return keygen(tmp_path / "other.key")

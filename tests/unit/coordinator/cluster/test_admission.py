@@ -1,0 +1,293 @@
+"""Workers at the coordinator's control port: who is let in with which key, and who is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.net.keys import Party
+from common.net.messages import PROTOCOL, Drain, Goodbye, NameTaken, Rejoin, ToWorker, Turned, Welcome
+from common.net.peer_ban_list import REMEMBERED, STRIKES, Strikes
+from common.net.sockets import DROPPED_PARTS, identity, receive, send
+from common.net.wire import seal
+from coordinator.cluster.gateway import MOST_ASKED
+from tests.unit.coordinator.cluster.test_registry import beat
+from tests.unit.door import Door, hello_of, until
+from tests.unit.parts import counted, many
+
+
+@pytest.mark.parametrize("key", ["prefill", "decode", "colocated"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
+def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role: Party) -> None:
+    hello = hello_of(role)
+    socket = door.dial(key, identity(hello.name, hello.incarnation))
+    send(socket, hello)
+    answer = door.answer(socket)
+    if key == role:
+        assert isinstance(answer, Welcome)
+    else:
+        assert isinstance(answer, Turned) and f"key is that of {key}" in answer.reason
+        assert not list(door.registry) and door.gateway.bad_messages == 1
+
+
+def test_the_name_of_a_live_worker_cannot_be_taken_with_a_valid_key(door: Door) -> None:
+    """Neither by another process of that name, nor under the identity of its sockets as far as others know it."""
+    hello = hello_of("decode")
+    worker = door.dial("decode", identity(hello.name, hello.incarnation, "its own"))
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    (here,) = door.registry
+    other = msgspec.structs.replace(hello, incarnation="another")
+    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    for _ in range(STRIKES + 1):  # it may try again and again
+        send(newcomer, other)
+        answer = door.answer(newcomer)
+        assert isinstance(answer, NameTaken) and f"process {hello.pid} of {hello.host}" in answer.reason
+    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    for said in (hello, beat(hello.incarnation, draining=True), Goodbye(hello.incarnation, "stolen")):
+        send(thief, said)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == 3, "all three are dropped")
+    assert list(door.registry) == [here] and here.ready and not door.lost_workers
+    assert not thief.poll(0) or isinstance(receive(thief, ToWorker), NameTaken)
+    door.gateway.send(here, Drain(1))
+    until(lambda: door.gateway._read() or worker.poll(5), "it is still reached")
+    worker.close(0)
+
+    def follows() -> bool:
+        send(newcomer, other)
+        return isinstance(door.answer(newcomer), Welcome)
+
+    until(follows, "a process that has died is followed at once, whatever the monitor has said so far")
+    assert [each.id for each in door.registry] == [other.incarnation]
+
+
+def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(door: Door) -> None:
+    """Its connection breaks, and its heart is heard before it can say Hello."""
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation, "its own")
+    worker, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    (here,) = door.registry
+    door.gateway._remove(here)
+    door.gateway._miss(here)
+    thief = door.dial("decode", identity(hello.name, hello.incarnation))
+    for said in (hello, Goodbye(hello.incarnation, "stolen")):
+        send(thief, said)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == 1, "its Hello is not believed")
+    door.gateway._look_for_missing()
+    send(heart, beat(hello.incarnation))
+    assert isinstance(door.answer(worker), Rejoin)
+    other = msgspec.structs.replace(hello, incarnation="another")
+    newcomer = door.dial("decode", identity(other.name, other.incarnation))
+    send(newcomer, other)
+    assert isinstance(door.answer(newcomer), NameTaken)
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in_few_lines(
+    cluster: Path, keyed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(cluster if keyed else None)
+    try:
+        door.registry.fingerprint = "served"
+        hello = msgspec.structs.replace(hello_of("decode"), fingerprint="mine\n2026 forged line")
+        socket = door.dial("decode", identity(hello.name, hello.incarnation, "secret"))
+        for _ in range(50):
+            send(socket, hello)
+            answer = door.answer(socket)
+            assert isinstance(answer, Turned)
+            assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
+        door.gateway._complain(1e9)
+        told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+        assert len(told) == 2 and "fingerprint" in told[0] and told[1].endswith(" (49 times)")
+        assert "secret" not in caplog.text and not any("\n" in line for line in told)
+    finally:
+        door.close()
+
+
+VERSIONS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "newer": lambda row: row,
+    "newer, with more fields": lambda row: [*row, "more", {"of": [b"other", 1.5, None]}],
+    "newer, with other fields": lambda row: [*row[:2], *reversed(row[2:])],
+    "older, with fewer fields": lambda row: [row[0], 1, *row[2:5]],
+    "with nothing but its number": lambda row: row[:2],
+}
+"""What another version's Hello may look like: a tag and a number, and whatever it has."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(door: Door, version: str) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    row = VERSIONS[version](["hello", PROTOCOL + 1, *msgspec.structs.astuple(hello)[1:]])
+    for _ in range(STRIKES + 1):  # it may try again and again
+        socket.send(seal(msgspec.msgpack.encode(row)))
+        answer = door.answer(socket)
+        words = f"protocol {row[1]}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
+        assert isinstance(answer, Turned) and answer.reason == words
+    assert not list(door.registry) and not door.gateway.bad_messages
+
+
+def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door: Door) -> None:
+    hello, clock = hello_of("decode"), door.gateway.clock
+    name = identity(hello.name, hello.incarnation)
+    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    door.registry.awaits(hello.name, hello.host, hello.pid, clock() - 7)
+
+    def answered() -> (
+        bool
+    ):  # the first beat may be read before the other connection is there, over which it is answered
+        send(heart, beat(hello.incarnation, turn_ms=60_000, expected_ms=20_000))
+        door.gateway._read()
+        return bool(control.poll(20))
+
+    until(answered, "the stranger is asked for its Hello")
+    assert isinstance(receive(control, ToWorker), Rejoin)
+    assert not door.registry.hung.overdue(clock() + 2)
+    assert [hang.pid for hang in door.registry.hung.overdue(clock() + 10)] == [hello.pid]
+
+
+def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(door: Door) -> None:
+    """What it goes on saying means nothing here; it is asked for its Hello, as any stranger is."""
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation)
+    control, heart = door.dial("decode", name), door.dial("decode", name + b"|hb")
+    said = [["news"], ["heartbeat"], ["heartbeat", hello.incarnation, {"of": [b"other", 1.5, None]}], ["tokens", 1]]
+    for row in said * STRIKES:
+        socket = heart if row[0] == "heartbeat" else control
+        socket.send(seal(msgspec.msgpack.encode(row)))
+        assert isinstance(door.answer(control), Rejoin)
+    control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
+    answer = door.answer(control)
+    assert isinstance(answer, Turned) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
+    assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.strikes.cut_off
+
+
+def test_a_stranger_that_never_says_hello_is_cut_off_at_last(door: Door) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    for _ in range(MOST_ASKED + STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(["news"])))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert door.gateway.bad_messages == MOST_ASKED + STRIKES
+
+
+@pytest.mark.parametrize("said", [[], [1, "heartbeat"], "heartbeat", {"kind": "heartbeat"}, ["x" * 129]])
+def test_a_stranger_that_says_no_message_of_any_version_is_cut_off(door: Door, said: Any) -> None:
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    for _ in range(STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(said)))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert not socket.poll(50)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, "1", 1.5, None])
+def test_a_hello_that_makes_no_sense_is_a_strike(door: Door, protocol: Any) -> None:
+    """One of our own version, or of none."""
+    hello = hello_of("decode")
+    socket = door.dial("decode", identity(hello.name, hello.incarnation))
+    row = ["hello", protocol, *msgspec.structs.astuple(hello)[1:], "more"]
+    for _ in range(STRIKES):
+        socket.send(seal(msgspec.msgpack.encode(row)))
+    until(lambda: door.gateway._read() or door.gateway.strikes.cut_off == 1, "it is cut off")
+    assert not list(door.registry) and not socket.poll(50)
+
+
+@pytest.mark.parametrize("who", ["no key", "another cluster", "coordinator"])
+def test_strangers_do_not_get_in(door: Door, other: Path, who: str) -> None:
+    door.expected = False
+    hello = hello_of("decode")
+    party: Party | None = {"no key": None, "another cluster": "decode", "coordinator": "coordinator"}[who]  # type: ignore[assignment]
+    socket = door.dial(party, identity(hello.name, hello.incarnation), other if who == "another cluster" else None)
+    send(socket, hello)
+    assert door.answer(socket) is None
+    assert not list(door.registry) and not door.gateway.bad_messages, "nothing has arrived"
+
+
+def test_another_key_cannot_speak_in_a_workers_name(door: Door) -> None:
+    hello = hello_of("decode")
+    name = identity(hello.name, hello.incarnation)
+    worker = door.dial("decode", name)
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    thief = door.dial("prefill", name + b"|hb")
+    for _ in range(STRIKES):
+        send(thief, Goodbye(hello.incarnation, "stolen"))
+    door.expected = False
+    assert door.answer(worker) is None and door.gateway.bad_messages == STRIKES
+    assert door.registry.get(hello.incarnation) is not None and not door.lost_workers, "the thief is cut off, not it"
+    assert door.gateway.strikes.cut_off == 1
+
+
+def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
+    hello = hello_of("decode")
+    worker = door.dial("decode", identity(hello.name, hello.incarnation))
+    send(worker, hello)
+    assert isinstance(door.answer(worker), Welcome)
+    for part in (b"x", b"\xc1", b"\x93"):
+        worker.send(seal(part))
+    answer = door.answer(worker)
+    assert isinstance(answer, Turned) and "made no sense" in answer.reason
+    assert not list(door.registry) and door.lost_workers == ["decode-0"]
+    send(worker, hello)
+    until(lambda: door.gateway._read() or door.gateway.bad_messages == STRIKES + 1, "the same incarnation is not heard")
+    assert not list(door.registry)
+    again = msgspec.structs.replace(hello, incarnation="a new one")
+    socket = door.dial("decode", identity(again.name, again.incarnation))
+    send(socket, again)
+    assert isinstance(door.answer(socket), Welcome), "its next incarnation is"
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
+    cluster: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is, a turn reads a bounded number of parts, and the others' silence meanwhile is our lag."""
+    door, received = Door(cluster if keyed else None), counted(monkeypatch)
+    gateway = door.gateway
+    try:
+        hello = hello_of("decode")
+        worker = door.dial("decode", identity(hello.name, hello.incarnation))
+        send(worker, hello)
+        assert isinstance(door.answer(worker), Welcome)
+        began = gateway.clock()
+        assert gateway.sweep(began)
+        bad = door.dial("prefill", b"bad|1")
+        for strike in range(1, STRIKES + 1):
+            bad.send_multipart(many(5 * DROPPED_PARTS))
+            until(lambda: gateway._read() or gateway._socket.dropping, "it arrives")
+            assert gateway.bad_messages == strike
+            send(worker, beat(hello.incarnation))
+            before, beats, emptied = len(received), door.beats, gateway.times_emptied
+            assert not gateway.sweep(began + 20 * strike - 10), "whoever is silent now may have spoken"
+            assert 0 < len(received) - before <= DROPPED_PARTS and gateway.times_emptied == emptied
+            while gateway._socket.dropping:
+                before = len(received)
+                gateway._read()
+                assert len(received) - before <= DROPPED_PARTS
+            until(lambda beats=beats: gateway._read() or door.beats > beats, "what came behind it is heard")
+            worker_here = door.registry.get(hello.incarnation)
+            assert worker_here is not None and worker_here.beat is not None
+            read_at = began + 20 * (strike - 1)  # not later than what came before it
+            door.registry.beat(worker_here, worker_here.beat, read_at)
+            assert gateway.sweep(began + 20 * strike) and not door.lost_workers
+        assert gateway.strikes.cut_off == 1 and door.registry.get(hello.incarnation) is not None
+    finally:
+        door.close()
+
+
+def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:
+    strikes = Strikes()
+    assert [strikes.strike("a") for _ in range(4)] == [False, False, True, False]
+    assert strikes.out("a") and not strikes.out("b") and strikes.cut_off == 1
+    for peer in range(REMEMBERED):
+        strikes.strike(peer)
+    assert not strikes.out("a") and len(strikes._counts) == REMEMBERED

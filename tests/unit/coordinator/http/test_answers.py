@@ -1,0 +1,287 @@
+"""Answers over real sockets, with fake workers: whole ones, streams, log-probabilities, and how a choice ends."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.core.ids import pack_tokens
+from common.core.request import FinishReason
+from common.net.messages import Abort, Logprobs, Prefill, Reserve, Role
+from coordinator.api.openai import parse_chat
+from coordinator.api.response_encoder import (
+    ChatShape,
+    Choice,
+    CompletionShape,
+    Head,
+    Usage,
+    chat_logprob,
+    completion_logprobs,
+    encode,
+)
+from coordinator.http.reply import WholeReply
+from coordinator.text.tokenizer import TextModel
+from tests.fakes.checkpoint import EOS, VOCAB
+from tests.fakes.worker import formula
+from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, prefilled, until, valid
+
+
+async def talkers(house: House, text: str, **options: Any) -> None:
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        await house.add(role, script=letters(text), **options)
+
+
+async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
+    response, body = await house.post(CHAT, {**HELLO, "max_tokens": 6, "return_token_ids": True})
+    assert response.status == 200
+    valid("CreateChatCompletionResponse", body)
+    prompt, ids = body["prompt_token_ids"], body["choices"][0]["token_ids"]
+    (sent,) = house.workers[0].got(Prefill)
+    assert sent.request.prompt_tokens() == prompt
+    assert ids == [formula(sent.request, 0, position) for position in range(6)]
+    assert body["choices"][0]["message"]["content"] == house.services.model.text.decode(ids)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 6,
+        "total_tokens": len(prompt) + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert body["model"] == "tiny" and body["system_fingerprint"].startswith("tandem-")
+    assert response.headers["x-tandem-path"] == "disagg"
+    assert response.headers["x-tandem-prefill"] == "prefill-0"
+    assert response.headers["x-tandem-decode"] == "decode-1"
+    (reserved,) = house.workers[1].got(Reserve)
+    assert reserved.request.id == sent.request.id and reserved.prefill.name == "prefill-0"
+    assert sent.decode.address == "tcp://127.0.0.1:1"
+
+
+async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path) -> None:
+    """Which only workers know: quantised ones give other answers to the same request."""
+    seen: dict[str, list[str]] = {}
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for loaded in ("w", "w.int8", "w"):
+        async with open_house(model) as house:
+            fingerprint = f"{house.services.model.checkpoint.fingerprint}.{loaded}"
+            for role in roles:
+                await house.add(role, fingerprint=fingerprint)
+            _, body = await house.post(CHAT, {**HELLO, "max_tokens": 1})
+            seen.setdefault(loaded, []).append(body["system_fingerprint"])
+    first, again = seen["w"]
+    assert first == again and first not in seen["w.int8"]
+
+
+async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: House) -> None:
+    await house.post(CHAT, {**HELLO, "max_tokens": 1})
+    await house.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
+    first, second = (request.sampling for request in await prefilled(house, 2))
+    assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
+    assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
+
+
+async def test_different_seeds_stay_different(house: House) -> None:
+    seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
+    for seed in seeds:
+        await house.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
+    sent = {request.sampling.seed for request in await prefilled(house, len(seeds))}
+    assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
+
+
+async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
+    asked = {**HELLO, "max_tokens": 5, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    response, events = await house.stream(CHAT, asked)
+    for event in events:
+        valid("CreateChatCompletionStreamResponse", event)
+    tokens, (end, usage) = events[:-2], events[-2:]
+    assert len(tokens) == 5
+    assert tokens[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in event["choices"][0]["delta"] for event in tokens[1:])
+    ids = [event["choices"][0]["token_ids"] for event in tokens]
+    assert all(len(each) == 1 for each in ids) and tokens[0]["prompt_token_ids"]
+    said = "".join(event["choices"][0]["delta"]["content"] for event in tokens)
+    assert said == house.services.model.text.decode([each[0] for each in ids])
+    assert end["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert all(event["usage"] is None for event in events[:-1])
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 5
+    assert response.headers["Cache-Control"] == "no-cache" and response.headers["X-Accel-Buffering"] == "no"
+    assert response.headers["x-tandem-path"] == "disagg" and response.headers["x-request-id"]
+    assert len({event["id"] for event in events}) == 1
+
+
+async def test_usage_in_every_chunk(house: House) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    _, events = await house.stream(TEXT, {"prompt": "hi", "max_tokens": 3, "stream_options": options})
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
+
+
+async def test_completions_of_several_prompts_and_choices(house: House) -> None:
+    asked = {"prompt": ["one", "two three"], "n": 2, "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
+    _, body = await house.post(TEXT, asked)
+    valid("CreateCompletionResponse", body)
+    choices = body["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    requests = [sent.request for sent in house.workers[0].got(Prefill)]
+    for index, choice in enumerate(choices):
+        request = requests[index // 2]
+        assert choice["prompt_token_ids"] == request.prompt_tokens()
+        assert choice["token_ids"] == [formula(request, index % 2, at) for at in range(3)]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["top_logprobs"]) == 3
+    assert body["usage"]["completion_tokens"] == 12
+
+
+async def test_streamed_completions_of_several_choices(house: House) -> None:
+    _, events = await house.stream(TEXT, {"prompt": [[40, 41], [42]], "n": 2, "max_tokens": 2, "logprobs": 0})
+    for event in events:
+        valid("CreateCompletionStreamResponse", event)
+    for index in range(4):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
+        assert all(choice["logprobs"]["token_logprobs"] == [-0.5] for choice in mine[:2])
+
+
+async def test_chat_logprobs(house: House) -> None:
+    asked = {**HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    _, body = await house.post(CHAT, asked)
+    valid("CreateChatCompletionResponse", body)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == 2 and [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
+    _, events = await house.stream(CHAT, asked)
+    streamed = [event["choices"][0]["logprobs"]["content"][0] for event in events[:-1]]
+    assert [entry["top_logprobs"] for entry in streamed] == [entry["top_logprobs"] for entry in content]
+
+
+@pytest.mark.parametrize("shape", [ChatShape, functools.partial(CompletionShape, echoes=[])])
+def test_logprobs_of_a_whole_answer_are_what_they_are_at_once(model: Path, shape: Any) -> None:
+    """The JSON of an answer whose log-probabilities were encoded with each token is that of all of them together."""
+    text, tokens = TextModel(model, vocab_size=VOCAB), list(range(8, 60))
+    body = parse_chat({**HELLO, "logprobs": True, "top_logprobs": 2})
+    known = [Logprobs(-(at**2), pack_tokens([at, 7]), (-0.1 * at, -math.inf)) for at in tokens]
+    choices = [Choice(at, [1], body.options, text, None) for at in range(2)]
+    made = shape(Head("id", 0, "tiny", "print"), body.options, text)
+    pieces = list(choices[0].feed(tokens, known, FinishReason.STOP))
+    for piece in pieces:
+        made.keep_logprobs(choices[0], piece)
+    whole = made.whole(choices, Usage())
+    if shape is ChatShape:
+        full = {"content": [chat_logprob(text, *pair) for pair in zip(tokens, known, strict=True)], "refusal": None}
+        none: Any = {"content": [], "refusal": None}
+    else:
+        full, none = completion_logprobs(text, pieces, 0), completion_logprobs(text, [], 0)
+    assert [encode(choice["logprobs"]) for choice in whole["choices"]] == [encode(full), encode(none)]
+
+
+async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
+    """With a thousand tokens the end of an answer takes little of the time that all of it takes."""
+    text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "logprobs": True}).options
+    shape = ChatShape(Head("id", 0, "tiny", "print"), options, text)
+    reply = WholeReply(options, shape, 1, lambda index: Choice(index, [1], options, text, None))
+    ticket: Any = SimpleNamespace(id=b"id", n=1, prompt_length=1, timings={})
+    reply.expect([ticket])
+    known = Logprobs(-0.5, pack_tokens(list(range(20))), tuple(-0.1 * at for at in range(20)))
+    began = time.thread_time()
+    for _ in range(1000):
+        reply.tokens(ticket, 0, [9], [known], FinishReason.RUNNING)
+    until_the_end = time.thread_time() - began
+    body = encode(reply.body())
+    assert len(body) > 1_000_000
+    assert time.thread_time() - began - until_the_end < until_the_end / 5
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        (CHAT, {**HELLO, "n": 16, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        (TEXT, {"prompt": [[9]] * 8, "n": 4, "logprobs": 20}, "logprobs"),
+    ],
+)
+async def test_logprobs_of_a_whole_answer_are_bounded(
+    house: House, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("coordinator.api.service.MOST_LOGPROB_BYTES", 100_000)
+    _, body = await house.post(path, {**asked, "max_tokens": 40})
+    assert (body["error"]["param"], body["error"]["code"]) == (param, "invalid_value")
+    await house.stream(path, {**asked, "max_tokens": 40})
+    _, body = await house.post(path, {**asked, "max_tokens": 2})
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    if path == CHAT:  # who sets no limit gets what fits
+        _, body = await house.post(path, asked)
+        assert body["usage"]["completion_tokens"] == 2 * 16
+
+
+async def test_echo_repeats_the_prompt(house: House) -> None:
+    _, body = await house.post(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 1})
+    assert body["choices"][0]["text"].startswith("hello")
+    _, events = await house.stream(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 2})
+    assert events[0]["choices"][0]["text"].startswith("hello")
+    assert not events[1]["choices"][0]["text"].startswith("hello")
+
+
+async def test_return_metrics_adds_up(house: House) -> None:
+    _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+    stages = body["tandem"]
+    assert stages["path"] == "disagg" and stages["why"] and stages["kv_bytes"] == 4096
+    total = stages["queue_ms"] + stages["tokenize_ms"] + stages["prefill_ms"]
+    assert total == pytest.approx(stages["ttft_ms"], abs=0.01)
+    _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+    assert events[-1]["choices"][0]["finish_reason"] and events[-1]["tandem"]["decode"] == "decode-1"
+    asked = {**HELLO, "max_tokens": 4, "return_metrics": True, "stream_options": {"include_usage": True}}
+    assert (await house.stream(CHAT, asked))[1][-1]["tandem"]["itl_ms_mean"] > 0
+
+
+async def test_end_of_sequence_is_not_shown(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "hi")
+        _, body = await house.post(CHAT, {**HELLO, "return_token_ids": True, "skip_special_tokens": False})
+        choice = body["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
+        assert choice["token_ids"][-1] == EOS
+
+
+async def test_the_first_token_may_end_it_on_prefill(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", delay_s=5)
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        assert body["usage"]["completion_tokens"] == 1
+        assert response.headers["x-tandem-path"] == body["tandem"]["path"] == "prefill"
+        assert response.headers["x-tandem-decode"] == "none"
+        await until(lambda: decode.got(Abort), "decode is told")
+        _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        assert events[-1]["tandem"]["path"] == "prefill"
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_ends_it_everywhere_and_never_leaks(model: Path, include: bool) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "some text STOP and more of it" * 5)
+        asked = {**HELLO, "stop": ["xyz", "STOP"], "include_stop_str_in_output": include}
+        wanted = "some text STOP" if include else "some text "
+        _, body = await house.post(CHAT, asked)
+        assert body["choices"][0]["message"]["content"] == wanted
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == len("some text STOP")
+        _, events = await house.stream(CHAT, asked)
+        parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
+        assert len(parts) == len("some text STOP") and "".join(parts) == wanted
+        await until(lambda: len(house.workers[1].got(Abort)) == 2, "decode is told")
+
+
+async def test_stop_strings_wait_for_min_tokens(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "ababab")
+        _, body = await house.post(CHAT, {**HELLO, "stop": "b", "min_tokens": 3})
+        assert body["choices"][0]["message"]["content"] == "aba"
+
+
+async def test_a_character_of_several_tokens_comes_whole(model: Path) -> None:
+    async with open_house(model) as house:
+        await talkers(house, "é🙂!")
+        _, events = await house.stream(CHAT, HELLO)
+        parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
+        assert parts == ["", "é", "", "", "", "🙂", "!", ""]

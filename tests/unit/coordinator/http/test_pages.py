@@ -1,0 +1,201 @@
+"""Pages beside the answers: models, tokens, readiness, workers, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from common.core.ids import Incarnation, RequestId
+from common.net.messages import Drain, Role, Timing
+from coordinator.app import LAG_EVERY_S
+from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
+from tests.fakes.checkpoint import POSITIONS, VOCAB
+from tests.unit.coordinator.house import CHAT, HELLO, House, open_house, until, valid
+
+
+async def test_a_worker_is_drained_by_name(model: Path) -> None:
+    async with open_house(model, "prefill", "decode") as house:
+        other = await house.add("decode")
+        response, body = await house.post("/admin/drain", {"worker": "decode-2", "timeout": 2.5})
+        assert response.status == 202 and body == {"worker": "decode-2", "timeout": 2.5}
+        await until(lambda: other.got(Drain), "it hears of it")
+        assert other.got(Drain) == [Drain(2500)]
+        for wrong, code in ({"worker": "decode-7"}, 404), ({}, 400), ({"worker": "decode-2", "timeout": -1}, 400):
+            response, body = await house.post("/admin/drain", wrong)
+            assert response.status == code, body
+
+
+async def test_the_root_tells_what_is_here(house: House) -> None:
+    response, body = await house.get("/")
+    assert response.status == 200 and body["server"] == "tandem" and body["model"] == "tiny"
+    assert {"POST /v1/chat/completions", "GET /v1/models", "GET /health", "GET /metrics"} <= set(body["endpoints"])
+    assert "GET /" not in body["endpoints"]
+    assert (await house.get("/nowhere"))[0].status == 404
+
+
+async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> None:
+    async with open_house(model, "colocated", served_model_name="<b>&co") as house:
+        async with house.client.get(house.url, headers={"Accept": "text/html,*/*;q=0.8"}) as response:
+            page = await response.text()
+        assert response.content_type == "text/html" and response.headers["Vary"] == "Accept"
+        assert "serves &lt;b&gt;&amp;co<" in page and "<b>" not in page
+        assert "POST /v1/chat/completions" in page
+        links = re.findall(r'href="([^"]+)"', page)
+        assert {"/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
+        for link in links:
+            async with house.client.get(house.url + link) as response:
+                assert response.status == 200, link
+
+
+async def test_models(house: House) -> None:
+    _, body = await house.get("/v1/models")
+    valid("ListModelsResponse", body)
+    assert body["data"][0]["id"] == "tiny" and body["data"][0]["max_model_len"] == POSITIONS
+    valid("Model", (await house.get("/v1/models/tiny"))[1])
+    assert (await house.get("/v1/models/other"))[0].status == 404
+
+
+async def test_tokens_there_and_back(house: House) -> None:
+    _, body = await house.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == POSITIONS
+    _, back = await house.post("/detokenize", {"tokens": body["tokens"]})
+    assert back == {"prompt": "héllo"}
+    _, body = await house.post("/tokenize", HELLO)
+    assert (await house.post("/detokenize", {"tokens": body["tokens"]}))[1]["prompt"].endswith("<|assistant|>")
+    assert (await house.post("/tokenize", {}))[0].status == 400
+    assert (await house.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
+
+
+async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
+    async with open_house(model, expect_prefill=1, expect_decode=2) as house:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
+            response, body = await house.get("/ready")
+            assert response.status == 503 and "0 of" in body["error"]["message"]
+            await house.add(role)
+        assert "1 of 2 decode" in (await house.get("/ready"))[1]["error"]["message"]
+        await house.add("decode")
+        assert (await house.get("/ready"))[0].status == 200
+
+
+async def test_workers_as_they_see_themselves(house: House) -> None:
+    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
+    await until(lambda: house.dispatcher.links.of(next(iter(house.services.registry))), "the link is measured")
+    _, body = await house.get("/admin/workers")
+    for worker in body["workers"]:
+        blocks = worker["kv_blocks"]
+        assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
+        assert worker["state"] == "ready" and worker["incarnation"]
+        assert worker["waiting_tokens"] == 7 and worker["turn_ms"] is None
+    prefill, decode = body["workers"]
+    assert prefill["links"] == [{"to": "decode-1", "transport": "shm", "gb_per_s": 1.024, "latency_us": 1000.0}]
+    assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
+
+
+async def test_metrics_have_vllms_names(house: House) -> None:
+    await house.post(CHAT, {**HELLO, "max_tokens": 4})
+    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
+    async with house.client.get(f"{house.url}/metrics") as response:
+        page = await response.text()
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        'vllm:cache_config_info{block_size="16",model_name="tiny",num_gpu_blocks="256"}',
+        "vllm:time_to_first_token_seconds_bucket",
+        'vllm:inter_token_latency_seconds_bucket{le="0.001"',
+        "vllm:request_time_per_output_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_sum",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:request_prefill_time_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+        "vllm:request_prompt_tokens_count",
+        "vllm:request_generation_tokens_count",
+        "vllm:prompt_tokens_total",
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:prefix_cache_queries_total{model_name="tiny"} 20.0',
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'tandem_stage_seconds_bucket{le="0.01",stage="transfer"}',
+        'tandem_kv_transfer_bytes_total{transport="shm"} 4096.0',
+        "tandem_kv_transfer_seconds_count",
+        'tandem_kv_blocks{role="decode",state="free",worker="decode-1"}',
+        'tandem_requests_total{outcome="done",path="disagg"} 1.0',
+        'tandem_workers{role="prefill",state="ready"} 1.0',
+        "tandem_migrations_total",
+        "tandem_event_loop_lag_seconds_count",
+        'tandem_bad_messages_total{source="coordinator"} 0.0',
+        'tandem_bad_messages_total{source="workers"} 4.0',
+        'tandem_cut_off_peers_total{source="coordinator"} 0.0',
+        'tandem_cut_off_peers_total{source="workers"} 2.0',
+        "tandem_stale_frames_total 6.0",
+        "tandem_reaped_requests_total 10.0",
+        "tandem_borrowed_core_seconds_total 3.0",
+        'tandem_leaked_kv_blocks{role="decode",worker="decode-1"} 1.0',
+        "tandem_open_breakers 0.0",
+        'tandem_stage_seconds_sum{stage="transfer_exposed"} 0.0005',
+        'tandem_stage_seconds_count{stage="transfer_exposed"} 1.0',
+    ):
+        assert name in page, name
+
+
+async def test_a_flood_of_scrapes_makes_few_pages(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whereas each of a few shows what happened just before it."""
+    metrics, now, made = house.services.metrics, 100.0, 0
+
+    def make(registry: CollectorRegistry) -> bytes:
+        nonlocal made
+        made += 1
+        return generate_latest(registry)
+
+    async def scrape() -> float:
+        async with house.client.get(f"{house.url}/metrics") as response:
+            found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', await response.text(), re.M)
+            return float(found[1]) if found else 0.0
+
+    monkeypatch.setattr(metrics, "_clock", lambda: now)
+    monkeypatch.setattr("coordinator.metrics.generate_latest", make)
+    for number in range(FRESH_PAGES):
+        assert await scrape() == number
+        metrics.cut_off("reading")
+    assert await asyncio.gather(*(scrape() for _ in range(64))) == [FRESH_PAGES - 1] * 64
+    assert made == FRESH_PAGES
+    now += PAGE_S
+    assert await scrape() == FRESH_PAGES
+
+
+async def test_what_holds_the_event_loop_up_is_measured(house: House) -> None:
+    """Also what is over before anybody's watchdog looks."""
+    lag = functools.partial(house.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
+    before, began = lag(), time.monotonic()
+    assert before is not None
+    time.sleep(0.2)  # noqa: ASYNC251 - this is what holds it up
+    await until(lambda: (lag() or 0.0) - before > 0.195 - LAG_EVERY_S, "it is seen", 1.0)  # timers count milliseconds
+    assert (lag() or 0.0) - before <= time.monotonic() - began + LAG_EVERY_S, "no more than the time that passed"
+
+
+async def test_a_hand_off_counts_though_its_answer_has_ended_before(house: House) -> None:
+    """A short one may, whose last token decode has sent while prefill still learns that all of its KV was accepted."""
+    prefill = next(worker for worker in house.workers if worker.hello.role == "prefill")
+    values = {"transfer_ms": 4.0, "transfer_exposed_ms": 2.0, "kv_bytes": 4096.0}
+    prefill.say(Timing(RequestId(bytes(16)), 1, values, "shm"))
+    metrics = house.services.metrics
+    shown = functools.partial(metrics.registry.get_sample_value, "tandem_stage_seconds_sum")
+    await until(lambda: shown({"stage": "transfer_exposed"}), "it is counted")
+    assert shown({"stage": "transfer_exposed"}) == 0.002 and shown({"stage": "transfer"}) == 0.004
+
+
+def test_counters_of_gone_workers_count_and_are_few() -> None:
+    total, longest = _Sum(), 0
+    for number in range(1000):
+        assert total.of({Incarnation(f"i{number}"): 1.0, Incarnation("always"): 5.0}) == number + 6
+        longest = max(longest, len(total._latest))
+    assert total.of({Incarnation("i999"): 3.0}) == 1007, "it was away only"
+    assert longest < 300

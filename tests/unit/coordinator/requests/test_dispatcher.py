@@ -1,0 +1,248 @@
+"""The way of a request to its workers: who is chosen, who waits and for how long, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from common.core.errors import RequestError
+from common.net.messages import Abort, Generate, Goodbye, Prefill
+from coordinator.app import drain
+from coordinator.http import sse
+from coordinator.http.middleware import error_response
+from coordinator.requests import dispatcher as dispatch
+from coordinator.requests.residence import ASSUMED_S, ENOUGH
+from tests.fakes.worker import FakeWorker
+from tests.pace import scaled
+from tests.unit.coordinator.house import CHAT, HELLO, TEXT, open_house, until, valid
+
+
+async def test_colocated_workers_do_it_all(model: Path) -> None:
+    async with open_house(model, "colocated") as house:
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 3, "n": 3})
+        assert response.headers["x-tandem-path"] == "colocated" and len(body["choices"]) == 3
+        assert len(house.workers[0].got(Generate)) == 1
+
+
+async def test_a_decode_worker_alone_prefills_by_itself(model: Path) -> None:
+    async with open_house(model, "decode") as house:
+        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+        assert response.headers["x-tandem-path"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "role"),
+    [((), {}, "decode"), (("prefill",), {}, "decode"), (("decode",), {"no_prefill_policy": "reject"}, "prefill")],
+)
+async def test_no_worker_of_a_role_is_said_at_once(
+    model: Path, roles: Any, options: Any, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 0.0)
+    async with open_house(model, *roles, **options) as house:
+        started = time.monotonic()
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 503 and time.monotonic() - started < 1
+        assert body["error"]["code"] == f"no_{role}_workers" and f"tandem {role}" in body["error"]["message"]
+        assert response.headers["Retry-After"]
+        valid("ErrorResponse", body)
+
+
+async def test_what_does_not_fit_now_waits_in_order_of_priority(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", step_s=0.02, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 16}
+        running = asyncio.create_task(house.post(TEXT, asked))
+        await until(lambda: house.dispatcher.tickets, "the first is placed")
+        done: list[str] = []
+
+        async def later(name: str, priority: int) -> None:
+            await house.post(TEXT, {**asked, "priority": priority})
+            done.append(name)
+
+        tasks = [asyncio.create_task(later("late", 5)), asyncio.create_task(later("early", -5))]
+        await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
+        await asyncio.gather(running, *tasks)
+        assert done == ["early", "late"]
+
+
+async def test_of_many_prompts_decode_takes_some_and_the_rest_goes_where_one_is_done_first(model: Path) -> None:
+    async with open_house(model) as house:
+        await house.add("prefill", delay_s=0.05, changes={"max_num_batched_tokens": 2})
+        await house.add("decode", delay_s=0.05)
+        asked = {"prompt": [50] * 16, "max_tokens": 4, "return_metrics": True}
+        tasks = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(12)]
+        await until(lambda: house.dispatcher.admission.requests, "some wait with the coordinator")
+        assert len(house.workers[0].got(Prefill)) <= 4, "of 24 steps"
+        paths = Counter([body["tandem"]["path"] for _, body in await asyncio.gather(*tasks)])
+        assert paths["local"] >= 2 and paths["disagg"] >= 4 and paths.total() == 12, paths
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("colocated",)])
+async def test_requests_wait_for_the_workers_of_a_coordinator_that_has_just_started(model: Path, roles: Any) -> None:
+    async with open_house(model) as house:
+        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "n": 2, "max_tokens": 4}))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        assert (await house.get("/ready"))[0].status == 503
+        for role in roles:
+            await house.add(role)
+        assert (await asked)[0].status == 200
+
+
+@pytest.mark.parametrize("expected", [{}, {"decode": 2}, {"colocated": 1}])
+async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
+    model: Path, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 1.0)
+    options = {f"expect_{role}": count for role, count in expected.items()}
+    async with open_house(model, max_queued_requests=1, **options) as house:
+        for later in (False, True):
+            began = time.monotonic()
+            first = asyncio.create_task(house.post(CHAT, HELLO))
+            if not later:
+                await until(lambda: house.dispatcher.tickets, "it waits")
+                assert (await house.post(CHAT, HELLO))[0].status == 429, "no more than may queue"
+            response, body = await first
+            assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+            assert ("still starting" in body["error"]["message"]) == bool(expected)
+            assert time.monotonic() - began < (0.5 if later else 1.25)
+
+
+async def test_a_drain_does_not_wait_for_workers_that_may_join(model: Path) -> None:
+    async with open_house(model) as house:
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        began = time.monotonic()
+        await drain(house.services, asyncio.Event())
+        assert (await asked)[0].status == 503 and time.monotonic() - began < 2.0
+
+
+async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queue(model: Path) -> None:
+    async with open_house(model, max_queued_requests=1) as house:
+        asked = asyncio.create_task(house.post(CHAT, HELLO))
+        await until(lambda: house.dispatcher.tickets, "it waits")
+        asked.cancel()
+        await until(lambda: not house.dispatcher.tickets, "its place is free", 1.0)
+        assert house.dispatcher.admission.requests == 0
+
+
+async def test_nobody_waits_for_the_start_of_a_worker_that_was_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "STARTING_WAIT_S", 60.0)
+    async with open_house(model) as house:
+        worker = await house.add("colocated")
+        worker.say(Goodbye(worker.hello.incarnation, "drained"))
+        await until(lambda: not len(house.dispatcher.registry), "it has left")
+        async with asyncio.timeout(5):
+            response, body = await house.post(CHAT, HELLO)
+        assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+
+
+async def test_who_waits_for_the_start_has_its_own_deadline(model: Path) -> None:
+    async with open_house(model, request_timeout=0.3) as house:
+        response, body = await house.post(CHAT, HELLO)
+        assert response.status == 504 and body["error"]["code"] == "request_timeout"
+
+
+async def test_a_full_queue_says_when_to_come_back(model: Path) -> None:
+    async with open_house(model, "prefill", max_queued_requests=1) as house:
+        await house.add("decode", step_s=0.05, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 16}
+        tasks = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(2)]
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        response, body = await house.post(TEXT, asked)
+        assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
+        delay_ms = int(response.headers["retry-after-ms"])
+        assert delay_ms >= 1000 * ASSUMED_S / 2, "nothing was measured yet"
+        assert int(response.headers["Retry-After"]) == math.ceil(delay_ms / 1000)
+        await asyncio.gather(*tasks)
+
+
+async def test_a_full_queue_says_when_a_place_frees_by_what_requests_took_and_what_runs(model: Path) -> None:
+    async with open_house(model, "prefill", max_queued_requests=1) as house:
+        await house.add("decode", step_s=0.05, changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 8}
+        for _ in range(ENOUGH):
+            assert (await house.post(TEXT, asked))[0].status == 200
+        running = asyncio.create_task(house.post(TEXT, {**asked, "max_tokens": 16}))
+        await until(lambda: len(list(house.dispatcher.admission.running())) == 1, "one runs")
+        waiting = asyncio.create_task(house.post(TEXT, asked))
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        response, _ = await house.post(TEXT, asked)
+        assert response.status == 429 and int(response.headers["retry-after-ms"]) < 1000 * ASSUMED_S / 2
+        await asyncio.gather(running, waiting)
+        assert not list(house.dispatcher.admission.running())
+
+
+def test_retry_times_are_spread() -> None:
+    error = RequestError("later", status=429, retry_after_s=2.0)
+    delays_ms = [int(error_response(error).headers["retry-after-ms"]) for _ in range(200)]
+    assert 1600 <= min(delays_ms) < 1800 and 2200 < max(delays_ms) <= 2400
+
+
+async def test_a_deadline_is_kept(model: Path) -> None:
+    async with open_house(model, "prefill", request_timeout=0.2) as house:
+        await house.add("decode", step_s=0.05)
+        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 100})
+        assert response.status == 504 and body["error"]["code"] == "request_timeout"
+        _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 100})
+        assert events[-1]["error"]["code"] == "request_timeout"
+        valid("ErrorResponse", events[-1])
+
+
+def _told(worker: FakeWorker, times: int) -> bool:
+    return len(worker.got(Abort)) >= times
+
+
+@pytest.mark.alone
+async def test_a_client_that_leaves_stops_the_work(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.http")
+    async with open_house(model, "prefill") as house:
+        decode = await house.add("decode", step_s=0.05)
+        for stream in (True, False):
+            told = len(decode.got(Abort)) + 1
+            asked = {**HELLO, "max_tokens": 1000, "stream": stream}
+            response = asyncio.create_task(house.client.post(f"{house.url}{CHAT}", json=asked))
+            await until(lambda: decode.busy, "it runs")
+            if stream:
+                (await response).close()
+            else:
+                response.cancel()
+            started = time.monotonic()
+            await until(functools.partial(_told, decode, told), "decode is told")
+            assert time.monotonic() - started < scaled(0.2)
+        await until(lambda: not decode.busy, "decode is free")
+    assert caplog.messages.count("499 POST /v1/chat/completions: the client has left") == 1
+    more = "1 more clients have left before they were answered: 1 POST /v1/chat/completions"
+    assert caplog.messages.count(more) == 1
+
+
+async def test_a_client_that_has_read_its_stream_to_the_end_leaves_without_a_word(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many do not wait for the end of the response behind the last event."""
+    caplog.set_level(logging.INFO, "tandem.http")
+    at_its_end = asyncio.Event()
+
+    async def never_ends(*_: object) -> web.StreamResponse:
+        at_its_end.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async with open_house(model, "colocated") as house:
+        monkeypatch.setattr(sse, "deliver", never_ends)
+        async with house.client.post(f"{house.url}{CHAT}", json={**HELLO, "max_tokens": 3, "stream": True}) as response:
+            while b"[DONE]" not in await response.content.readany():
+                pass
+            await at_its_end.wait()
+            response.close()
+        await until(lambda: not house.services.answers.count, "it has left")
+    assert not [line for line in caplog.messages if "499" in line]

@@ -1,0 +1,223 @@
+"""Requests that need more blocks than a worker has, or had."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.core.ids import RequestId, new_incarnation, pack_tokens
+from common.core.request import FinishReason, SamplingParams
+from common.net.messages import Generate, Reserve
+from coordinator.cluster.registry import Worker
+from coordinator.requests import dispatcher as dispatch
+from coordinator.requests.record import Ticket
+from coordinator.routing.router import HORIZON_TOKENS, Router
+from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, prefilled, until
+
+
+async def test_more_blocks_than_any_worker_has(model: Path) -> None:
+    async with open_house(model, "prefill") as house:
+        await house.add("decode", changes={"kv_blocks": 20})
+        response, body = await house.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert "20" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
+    async with open_house(model) as house:
+        await house.add("prefill", script=letters("hi"))
+        await house.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
+        response, _ = await house.post(CHAT, {**HELLO, "n": n})
+        assert response.status == 200
+        (request,) = await prefilled(house, 1)
+        assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
+
+
+async def asked_until_one_token(house: House, body: Any) -> asyncio.Task[Any]:
+    """A stream that has begun."""
+    stream = asyncio.create_task(house.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
+    tickets = house.dispatcher.tickets
+    await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+    return stream
+
+
+async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> None:
+    """The only decode worker comes back with one block less, as pools do that are a share of the free memory."""
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 20})
+        body = {"messages": HELLO["messages"], "ignore_eos": True, "stream_options": {"include_usage": True}}
+        stream = asyncio.create_task(house.stream(CHAT, body))
+        await until(lambda: any(each.output_length > 1 for each in house.dispatcher.tickets.values()), "it has begun")
+        first.stop()
+        await house.add("decode", changes={"kv_blocks": 19})
+        _, events = await stream
+        usage = events[-1]["usage"]
+        assert usage["total_tokens"] == 19 * 16
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(model: Path) -> None:
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01)
+        body = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
+        stream = await asked_until_one_token(house, body)
+        short = await house.add("decode", changes={"max_model_len": 200})
+        first.stop()
+        await until(lambda: any(each.stranded_at for each in house.dispatcher.tickets.values()), "nobody holds it")
+        await house.add("decode")
+        _, events = await stream
+        assert events[-1]["usage"]["completion_tokens"] == 300 and not short.got(Reserve) and not short.got(Generate)
+
+
+async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01)
+        stream = await asked_until_one_token(house, {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True})
+        await house.add("decode", changes={"kv_blocks": 10})
+        first.stop()
+        _, events = await stream
+        assert events[-1]["error"]["code"] == "worker_lost" and "316 tokens" in events[-1]["error"]["message"]
+
+
+async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer without a limit much less than half fits: it waits for a larger worker, and then takes that."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        tickets = house.dispatcher.tickets
+        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+        (ticket,) = tickets.values()
+        blocks = -(-ticket.prompt_length // 16) + 3
+        await house.add("decode", changes={"kv_blocks": blocks})
+        first.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        _, events = await stream
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert ticket.prompt_length + ticket.output_length == 16 * blocks
+
+
+async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that have met two deaths each, so that they are tried apart from each other."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.02)
+        asked = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
+        streams = [asyncio.create_task(house.stream(TEXT, asked)) for _ in range(2)]
+        tickets = house.dispatcher.tickets
+        await until(lambda: [each.output_length > 1 for each in tickets.values()] == [True] * 2, "both have begun")
+        for ticket in tickets.values():
+            ticket.life.crashes.add(new_incarnation())
+        await house.add("decode", changes={"kv_blocks": 10})
+        first.stop()
+        for stream in streams:
+            _, events = await stream
+            assert events[-1]["error"]["code"] == "worker_lost"
+
+
+async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who could be served there does not settle for less meanwhile, and when that one is lost, too, waits anew."""
+    monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        tickets, router = house.dispatcher.tickets, house.dispatcher.router
+        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+        (ticket,) = tickets.values()
+        await house.add("decode", changes={"kv_blocks": -(-ticket.prompt_length // 16) + 3})
+        first.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        fits = Router._fits
+
+        def full(self: Router, need: Any, worker: Worker) -> bool:
+            return worker.hello.kv_blocks < 30 and fits(self, need, worker)
+
+        monkeypatch.setattr(Router, "_fits", full)
+        busy = await house.add("decode", changes={"kv_blocks": 30})
+        assert router.could_serve(ticket.need())
+        await until(lambda: ticket.stranded_at is None, "it waits for that one")
+        await asyncio.sleep(house.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
+        assert ticket.queued and not ticket.settles
+        busy.stop()
+        await until(lambda: ticket.stranded_at, "nobody holds enough of it again")
+        monkeypatch.setattr(Router, "_fits", fits)
+        await house.add("decode", changes={"kv_blocks": 30})
+        _, events = await stream
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert ticket.prompt_length + ticket.output_length == 16 * 30
+
+
+@pytest.mark.parametrize("policy", ["wait", "reject"])
+async def test_a_prompt_that_only_decode_could_compute_is_refused_where_it_may_not(model: Path, policy: str) -> None:
+    async with open_house(model, no_prefill_policy=policy) as house:
+        await house.add("prefill", changes={"kv_blocks": 4})
+        await house.add("decode")
+        response, body = await house.post(TEXT, {"prompt": [50] * 65, "max_tokens": 3})
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert body["error"]["param"] == "prompt" and "64" in body["error"]["message"]
+        assert (await house.post(TEXT, {"prompt": [50] * 64, "max_tokens": 3}))[0].status == 200
+
+
+def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> None:
+    def ticket(**changes: Any) -> Ticket:
+        sampling = SamplingParams(2000, 1, min_tokens=changes.pop("min_tokens", 0))
+        client: Any = None
+        return Ticket(RequestId(bytes(16)), pack_tokens([1] * 16), sampling, 2, "", 0, {}, client, 0, 0, 1, **changes)
+
+    limited, free = ticket(), ticket(open_ended=True)
+    assert (limited.need().least, free.need().least) == (2000, HORIZON_TOKENS)
+    for each in (limited, free):
+        each.life.output = [[1] * 1000, [1] * 20]
+        assert each.need().tokens == 1016 and each.need().choices == 2
+        each.life.finish[0] = FinishReason.LENGTH
+        assert each.need().tokens == 36 and each.need().choices == 1
+    assert (limited.need().least, free.need().least) == (1980, HORIZON_TOKENS)
+    assert ticket(open_ended=True, min_tokens=900).need().least == 900, "what the client wants at least"
+    free.settles = True
+    assert free.need().least == 1
+
+
+async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill") as house:
+        large = await house.add("decode", step_s=0.02, changes={"kv_blocks": 20})
+        await house.add("decode", changes={"kv_blocks": 3})
+        asked = {"prompt": [50] * 16, "max_tokens": 240, "ignore_eos": True}
+        running = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(2)]
+        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
+        behind = asyncio.create_task(house.post(TEXT, {**asked, "max_tokens": 4}))
+        await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
+        large.stop()
+        assert (await behind)[0].status == 200
+        (refused,), (started,) = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        response, body = refused.result()
+        assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
+        await house.add("decode", changes={"kv_blocks": 20})  # the worker comes back, and what had started goes on
+        response, body = await started
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 240
+
+
+async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
+    async with open_house(model, "prefill", failure_timeout=0.5) as house:
+        only = await house.add("decode", step_s=0.02)
+        asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
+        whole = asyncio.create_task(house.post(TEXT, asked))
+        stream = asyncio.create_task(house.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
+        tickets = house.dispatcher.tickets
+        await until(lambda: [each.life.started for each in tickets.values()] == [True] * 2, "both have begun")
+        only.stop()
+        response, body = await whole
+        assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
+        assert len(tickets) == 1, "the stream waits"
+        await house.add("decode")
+        _, events = await stream
+        assert events[-1]["usage"]["completion_tokens"] == 100
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
