@@ -111,7 +111,9 @@ def parse_json(body: bytes, budget: JsonBudget | None = None) -> Json:
             value = json.loads(body.decode(), object_pairs_hook=_no_duplicates)
     except RequestError:
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except UnicodeDecodeError:  # its position is that in one string
+        refuse("The request body is not valid JSON: it is not UTF-8.", None, "invalid_json")
+    except (msgspec.DecodeError, ValueError) as error:
         refuse(f"The request body is not valid JSON: {error}.", None, "invalid_json")
     except RecursionError:
         refuse(f"The JSON body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")

@@ -31,7 +31,7 @@ EXCUSED = {
 }
 """Why no transcript reaches a place."""
 if sys.version_info >= (3, 14):
-    EXCUSED["parse_json: refuse(invalid_json) #3"] = "the stack of C is deep enough: what is too deep is refused later"
+    EXCUSED["parse_json: refuse(invalid_json) #4"] = "the stack of C is deep enough: what is too deep is refused later"
 
 
 class Place(NamedTuple):
