@@ -49,6 +49,14 @@ def tandem(*words: str | Path, before: Sequence[str] = ()) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether nothing of ``process`` is left but its place in the table, which another one's parent has to clear."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE and process.ppid() != os.getpid()
+    except psutil.NoSuchProcess:
+        return True
+
+
 @dataclass
 class Process:
     """One ``tandem`` command and its descendants, logging into a file."""
@@ -102,7 +110,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still there {STOP_S} s after SIGTERM:\n{self.text}") from None
-        left = psutil.wait_procs(self.others(), timeout=5)[1]
+        left = [each for each in psutil.wait_procs(self.others(), timeout=5)[1] if not _has_ended(each)]
         self.kill()
         assert not left, f"processes left behind: {left}\n{self.text}"
         assert code == 0, f"exit code {code}:\n{self.text}"
