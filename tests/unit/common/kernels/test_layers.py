@@ -410,7 +410,9 @@ def test_steps_that_keep_more_and_fewer_rows_have_their_own_logits(
 
 
 @pytest.mark.parametrize("longest", [40, 47], ids=["for nothing of it", "for its logits"])
-def test_a_step_for_which_there_is_no_memory_fails_alone(checkpoint: Callable[[str], Path], longest: int) -> None:
+def test_a_step_for_which_there_is_no_memory_fails_alone(
+    everywhere: None, checkpoint: Callable[[str], Path], longest: int
+) -> None:
     """The next one of its size finds no room that was never made."""
     engine = load_engine(open_checkpoint(str(checkpoint("llama"))), **OPTIONS)
     assert engine.decoder is not None
