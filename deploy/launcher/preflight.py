@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from errno import EADDRNOTAVAIL
 
@@ -19,27 +21,26 @@ PROCESS_BYTES = 256 << 20
 """What a worker takes without model and KV: the interpreter, torch, transformers."""
 
 
-def check_up(config: UpConfig, workers: int) -> UpConfig:
-    """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0."""
+@contextlib.contextmanager
+def check_up(config: UpConfig, workers: int) -> Iterator[UpConfig]:
+    """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0. Nobody else is given these ports
+    within the block."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     check_memory(checkpoint, config, workers)
     check_text(checkpoint, config)
-    http_port, control_port = _ports(config)
-    while http_port == control_port and 0 in (config.port, config.control_port):  # free ones can be the same by chance
-        http_port, control_port = _ports(config)
-    if http_port == control_port:
+    if config.port == config.control_port != 0:
         raise StartError(
-            f"--port and --control-port are both {http_port}", "each needs its own", "change one of the two"
+            f"--port and --control-port are both {config.port}", "each needs its own", "change one of the two"
         )
-    return replace(config, port=http_port, control_port=control_port)
-
-
-def _ports(config: UpConfig) -> tuple[int, int]:
-    return (
-        claim_port(config.host, config.port, "--port"),
-        claim_port(config.control_host, config.control_port, "--control-port"),
-    )
+    wanted = {"--port": (config.host, config.port), "--control-port": (config.control_host, config.control_port)}
+    claimed = dict[str, int]()
+    with contextlib.ExitStack() as stack:
+        for flag, (host, port) in sorted(
+            wanted.items(), key=lambda item: item[1][1] == 0
+        ):  # first those that are named
+            claimed[flag] = stack.enter_context(claim_port(host, port, flag)).getsockname()[1]
+        yield replace(config, port=claimed["--port"], control_port=claimed["--control-port"])
 
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
@@ -47,7 +48,7 @@ def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
     cores.choose(config.cores)
     check_memory(checkpoint, config, config.workers_on_host)
     if config.role == "decode":
-        claim_port(config.host, 0, "--host")
+        claim_port(config.host, 0, "--host").close()
 
 
 def check_memory(
@@ -102,17 +103,21 @@ def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:
     return device.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
 
 
-def claim_port(host: str, port: int, flag: str) -> int:
-    """``port`` if it can be listened on, or a free one for 0."""
+def claim_port(host: str, port: int, flag: str) -> socket.socket:
+    """Return a socket bound to ``port``, or to a free one for 0. While it is open, Linux gives that port to nobody who
+    asks for any, and a process of ours can listen there, which this socket does not do."""
+    claimed = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
+        claimed = socket.socket(family, socket.SOCK_STREAM)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claimed.bind(address)
     except OSError as error:
+        if claimed is not None:
+            claimed.close()
         raise StartError(
             f"cannot listen on {host}:{port}",
             reason(error),
             NOT_OURS if error.errno == EADDRNOTAVAIL else f"stop what uses that port, or choose another with {flag}",
         ) from error
+    return claimed

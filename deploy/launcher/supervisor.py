@@ -61,13 +61,13 @@ def run(config: UpConfig) -> int:
     screen: Screen = Terminal(console) if console.is_terminal else Lines()
     config, notice = builtin.with_model(config, os.environ)
     fleet = plan(config)
-    config = check_up(config, len(fleet))
-    origin = f" ({config.model})" if config.model != config.served_name else ""
-    screen.begin(f"tandem: {config.served_name}{origin}", notice)
-    try:
-        return asyncio.run(Supervisor(config, fleet, screen).run())
-    finally:
-        screen.close()
+    with check_up(config, len(fleet)) as config:
+        origin = f" ({config.model})" if config.model != config.served_name else ""
+        screen.begin(f"tandem: {config.served_name}{origin}", notice)
+        try:
+            return asyncio.run(Supervisor(config, fleet, screen).run())
+        finally:
+            screen.close()
 
 
 def reachable(host: str) -> str:

@@ -6,10 +6,14 @@ import io
 import json
 import logging
 import os
+import socket
+import struct
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -25,6 +29,9 @@ from deploy.launcher.preflight import check_up, claim_port
 from deploy.launcher.screen import Lines, Serving, Terminal, WorkerFacts
 from deploy.launcher.supervisor import reachable
 from tests.fakes.checkpoint import fake_checkpoint
+
+IP_LOCAL_PORT_RANGE = 51
+"""Of setsockopt(2), since Linux 6.3."""
 
 
 @pytest.mark.parametrize(
@@ -158,39 +165,72 @@ def test_without_a_supervisor_status_is_logged_once_per_stage(
     ]
 
 
-def test_a_free_port_is_found() -> None:
-    assert claim_port("127.0.0.1", 0, "--port") > 0
+def test_a_free_port_is_found_and_kept() -> None:
+    with claim_port("127.0.0.1", 0, "--port") as claimed, socket.socket() as other, socket.socket() as ours:
+        address = claimed.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        ours.bind(address)
+        ours.listen()
+        with pytest.raises(StartError, match="cannot listen"):
+            claim_port("127.0.0.1", address[1], "--port")
     with pytest.raises(StartError, match="cannot listen"):
         claim_port("no.such.host.invalid", 80, "--port")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how ports are given is Linux's")
+def test_a_port_that_is_kept_is_given_to_nobody_who_asks_for_any() -> None:
+    with claim_port("127.0.0.1", 0, "--port") as claimed, socket.create_server(("127.0.0.1", 0)) as server:
+        port = claimed.getsockname()[1]
+        for doing in ("dialling", "binding"):
+            with socket.socket() as other:
+                try:
+                    other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port | port << 16))
+                except OSError:
+                    pytest.skip("this kernel has one range of ports for everybody")
+                with pytest.raises(OSError, match=r"in use|assign"):
+                    other.bind(("127.0.0.1", 0)) if doing == "binding" else other.connect(server.getsockname())
 
 
 @pytest.mark.parametrize(("port", "control"), [(0, 0), (0, 8001), (8000, 0)])
 def test_two_free_ports_are_never_the_same(
     port: int, control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel gives for 0 is free once nobody listens on it any more: it may be given again."""
-    given = iter([8000, 8001] if port and not control else [8001, 8000] if control else [8000, 8000, 8000, 8001])
-    monkeypatch.setattr(preflight, "claim_port", lambda host, wanted, flag: wanted or next(given))
+    """What is named is taken first, and all is kept while the next is looked for."""
+    kept = list[int]()
+
+    def claim(host: str, wanted: int, flag: str) -> Any:
+        number = wanted or min({8000, 8001, 8002} - {*kept})
+        kept.append(number)
+        claimed = mock.MagicMock(getsockname=lambda: (host, number))
+        claimed.__enter__.return_value = claimed
+        claimed.__exit__.side_effect = lambda *_: kept.remove(number)
+        return claimed
+
+    monkeypatch.setattr(preflight, "claim_port", claim)
     config = UpConfig(model=str(fake_checkpoint(tmp_path)), port=port, control_port=control, max_model_len=64)
-    checked = check_up(config, 2)
-    assert (checked.port, checked.control_port) == (8000, 8001)
-    monkeypatch.setattr(preflight, "claim_port", lambda *_: 8000)
+    with check_up(config, 2) as checked:
+        assert (checked.port, checked.control_port) == (8000, 8001)
+        assert sorted(kept) == [8000, 8001]
+    assert not kept
     with pytest.raises(StartError, match="both 8000"):
-        check_up(replace(config, port=8000, control_port=8000), 2)
+        check_up(replace(config, port=8000, control_port=8000), 2).__enter__()
 
 
 def test_text_is_checked_before_anything_starts(tmp_path: Path) -> None:
     model = fake_checkpoint(tmp_path / "model")
     config = UpConfig(model=str(model), port=0, control_port=0, max_model_len=64)
-    assert check_up(config, 2).port > 0
+    with check_up(config, 2) as checked:
+        assert checked.port > 0
     with pytest.raises(StartError, match="template"):
-        check_up(replace(config, chat_template="{% for %}"), 2)
+        check_up(replace(config, chat_template="{% for %}"), 2).__enter__()
     (model / "tokenizer.json").write_text("{")
     with pytest.raises(StartError, match="cannot read"):
-        check_up(config, 2)
+        check_up(config, 2).__enter__()
     (model / "tokenizer.json").unlink()
     with pytest.raises(StartError, match="has no tokenizer"):
-        check_up(config, 2)
+        check_up(config, 2).__enter__()
 
 
 def test_addresses_that_clients_can_use() -> None:
