@@ -19,6 +19,7 @@ SMALL = "--dtype float32 --threads 1 --num-kv-blocks 600 --max-model-len 1024"
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.whole
 def test_short_prompts_and_light_load_are_not_disaggregated(
     tmp_path: Path, mock_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypat
     assert 0 < turn["value"] < 100 and 0.5 < cold["value"] < 120 and 0.5 < warm["value"] < 120
 
 
+@pytest.mark.whole
 def test_a_plan_is_made_with_costs_of_real_steps(tmp_path: Path) -> None:
     saved, cost = tmp_path / "plan.json", tmp_path / "cost.json"
     words = "bench plan --systems 1p1d,2c --num-prompts 20 --request-rate 2 --random-input-len 64 --random-output-len 8"
