@@ -47,7 +47,7 @@ LAG_EVERY_S = 0.05
 one wakes an idle loop, so more of them would cost more than they tell."""
 
 
-class Launcher(Protocol):
+class LauncherClient(Protocol):
     """Who has started this process and the workers beside it. Without one nobody can do what it does."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class Launcher(Protocol):
 def run(
     config: CoordinatorConfig,
     on_ready: Callable[[str, str], None] | None = None,
-    launcher: Launcher | None = None,
+    launcher: LauncherClient | None = None,
     workers: Mapping[WorkerName, int] | None = None,
     at_once: bool = False,
     keys: ClusterKeys | None = None,
@@ -84,7 +84,7 @@ def run(
 async def _serve(
     config: CoordinatorConfig,
     on_ready: Callable[[str, str], None] | None,
-    launcher: Launcher | None,
+    launcher: LauncherClient | None,
     workers: Mapping[WorkerName, int],
     at_once: bool,
     keys: ClusterKeys | None,

@@ -29,7 +29,7 @@ class Choices(Protocol):
         """Why each choice has ended."""
 
 
-class Request(Protocol):
+class ObservedRequest(Protocol):
     """What is observed of a request. Times in seconds of ``time.monotonic``."""
 
     @property
@@ -182,7 +182,7 @@ class Metrics:
 
     # -- what happened --------------------------------------------------------------------------------------------
 
-    def first_token(self, request: Request, now: float) -> None:
+    def first_token(self, request: ObservedRequest, now: float) -> None:
         self._ttft.observe(now - request.arrived_at)
         self._prompt_total.inc(request.prompt_length)
 
@@ -210,7 +210,7 @@ class Metrics:
     def transfer_failed(self, reason: str) -> None:
         self._transfer_failures.labels(reason).inc()
 
-    def ended(self, request: Request, outcome: str) -> None:
+    def ended(self, request: ObservedRequest, outcome: str) -> None:
         """A request is over: ``done``, ``aborted`` or ``failed``."""
         self._requests.labels(outcome, request.path).inc()
         self._output_total.inc(request.output_length)
@@ -227,7 +227,7 @@ class Metrics:
             self._tpot.observe((request.finished_at - request.first_token_at) * request.n / later)
         self._observe_stages(request)
 
-    def _observe_stages(self, request: Request) -> None:
+    def _observe_stages(self, request: ObservedRequest) -> None:
         placed = request.placed_at if request.placed_at is not None else request.tokenized_at
         timings = request.timings
         waited = placed - request.tokenized_at + timings.get("queue_ms", 0.0) / 1000

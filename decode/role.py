@@ -32,8 +32,8 @@ from common.worker.output_history import Finished
 from common.worker.token_spans import SpanWriter, from_wire
 from decode.chunk_budget import Chunks
 from decode.reservations import Reservation, Reservations
-from kvtransfer.receiver import Failed, Landed, Receiver
-from kvtransfer.session import Limits
+from kvtransfer.receiver import Landed, Receiver, TransferFailed
+from kvtransfer.session import TransferLimits
 
 log = logging.getLogger("tandem.decode")
 
@@ -88,7 +88,7 @@ class DecodeWorker(Worker):
         self.receiver.close()
 
     def heed(self, welcome: Welcome) -> None:
-        self.receiver.limit(Limits.told(welcome))
+        self.receiver.limit(TransferLimits.told(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
         return dict.fromkeys((*self._lives, *self._trials)).keys()
@@ -192,10 +192,10 @@ class DecodeWorker(Worker):
             match end:
                 case Landed():
                     self._land(end.transfer, end.commit, now)
-                case Failed(told=True):  # the sender knows more, and reports it if it is a failure
+                case TransferFailed(told=True):  # the sender knows more, and reports it if it is a failure
                     log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
                     self.abort(end.transfer)
-                case Failed():
+                case TransferFailed():
                     log.warning("hand-off %s failed: %s", end.transfer, end.reason)
                     self.count("kv_transfer_failures")
                     self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)

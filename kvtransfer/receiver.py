@@ -2,7 +2,8 @@
 
 The worker says what it expects (blocks are reserved by then); a hand-off is granted when both that and the sender's
 announcement are there, in either order. A frame is checked against the reservation before a byte is copied: one of an
-unknown, expired or older transfer touches nothing. What is over comes back as :class:`Landed` or :class:`Failed`.
+unknown, expired or older transfer touches nothing. What is over comes back as :class:`Landed` or
+:class:`TransferFailed`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvtransfer.links import nixl, shm, zeromq
 from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink, SourcePool
 from kvtransfer.peer_proof import is_proven, proof, proves
-from kvtransfer.session import Limits, ReceiverSession, TransferState, Verdict
+from kvtransfer.session import FrameVerdict, ReceiverSession, TransferLimits, TransferState
 from kvtransfer.source_pools import Knocking, Sources
 
 log = logging.getLogger("tandem.kv")
@@ -55,7 +56,7 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class TransferFailed:
     """The hand-off is over without success; the reservation's blocks must be dropped. ``told``: by the sender."""
 
     transfer: TransferId
@@ -103,11 +104,11 @@ class Receiver:
         address: str,
         *,
         transport: str = "auto",
-        limits: Limits | None = None,
+        limits: TransferLimits | None = None,
         credit: CreditBook | None = None,
     ) -> None:
         self._memory, self._host_id, self._transport = memory, host_id, transport
-        self._limits = limits or Limits()
+        self._limits = limits or TransferLimits()
         self.credit = credit or CreditBook()
         self._channels = channels
         self._socket, self.address = channels.router(address, kv=True)
@@ -116,7 +117,7 @@ class Receiver:
         self._early: OrderedDict[TransferId, _Early] = OrderedDict()
         self._nixl = nixl.NixlReader(new_incarnation()) if transport == nixl.NAME else None
         self._sources = Sources(channels, self._limits.lease_s, self._nixl)
-        self._ended: list[Landed | Failed] = []
+        self._ended: list[Landed | TransferFailed] = []
         self._to_acknowledge: dict[TransferId, _Incoming] = {}
         """Of which frames have landed in this turn, or were repeated."""
         self.step_s = 0.0
@@ -135,7 +136,7 @@ class Receiver:
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: TransferLimits) -> None:
         """Hand-offs that begin from now on keep to ``limits``."""
         self._limits = limits
         self._sources.lease_s = limits.lease_s
@@ -164,7 +165,7 @@ class Receiver:
         if incoming is not None and incoming.session.end(TransferState.CANCELLED, reason) and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
 
-    def pump(self, clock: Callable[[], float], budget_s: float) -> list[Landed | Failed]:
+    def pump(self, clock: Callable[[], float], budget_s: float) -> list[Landed | TransferFailed]:
         """Takes what arrived, one message at least and more for about ``budget_s`` seconds, runs the timers; returns
         what is over."""
         now = clock()
@@ -329,10 +330,10 @@ class Receiver:
                 incoming.pulls.append((header, payload))
             return
         verdict = session.judge(header, now)
-        if verdict is Verdict.TAKE:
+        if verdict is FrameVerdict.TAKE:
             incoming.pulls.append((header, payload))
             self._pull(incoming, now)
-        elif verdict is Verdict.STRANGE:
+        elif verdict is FrameVerdict.STRANGE:
             raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
         else:
             self._to_acknowledge[header.transfer] = incoming
@@ -344,7 +345,7 @@ class Receiver:
         while incoming.pulls and link is not None:
             header, payload = incoming.pulls[0]
             try:
-                if session.judge(header, now) is not Verdict.TAKE:
+                if session.judge(header, now) is not FrameVerdict.TAKE:
                     raise WireError(f"frame {header.number} of {header.transfer} does not belong here")
                 if (checksum := link.place(header, payload, incoming.table)) is None:
                     return
@@ -478,4 +479,4 @@ class Receiver:
         self.credit.close(transfer)
         if tell and incoming.peer:
             self._reply(incoming.peer, Cancel(transfer.request, transfer.attempt, reason))
-        self._ended.append(Failed(transfer, reason, told=not tell))
+        self._ended.append(TransferFailed(transfer, reason, told=not tell))

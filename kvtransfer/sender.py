@@ -27,7 +27,7 @@ from kvtransfer.links import nixl, pull, shm, zeromq
 from kvtransfer.links.base import SendLink
 from kvtransfer.links.pull import PullSendLink
 from kvtransfer.peer_proof import proof, proven, proves
-from kvtransfer.session import Limits, SenderSession, TransferState
+from kvtransfer.session import SenderSession, TransferLimits, TransferState
 
 log = logging.getLogger("tandem.kv")
 
@@ -137,7 +137,7 @@ class Sender:
         host_id: str,
         *,
         transport: str = "auto",
-        limits: Limits | None = None,
+        limits: TransferLimits | None = None,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self._channels, self._memory = channels, memory
@@ -145,7 +145,7 @@ class Sender:
         self._incarnation, self._host_id = incarnation, host_id
         self._secret = channels.secret()
         """Of the identity of its sockets: a router hands one over to its latest holder, who must be this sender."""
-        self._limits = limits or Limits()
+        self._limits = limits or TransferLimits()
         self._transport = transport
         self._door = shm.PoolDoor(memory, incarnation) if transport in ("auto", shm.NAME) else None
         self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
@@ -179,7 +179,7 @@ class Sender:
 
     # -- from the worker ----------------------------------------------------------------------------------------------
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: TransferLimits) -> None:
         """Hand-offs that begin from now on keep to ``limits``."""
         self._limits = limits
 

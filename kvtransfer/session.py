@@ -60,7 +60,7 @@ RECEIVER_MOVES: Moves = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TransferLimits:
     """Measures of a hand-off, times in seconds. Without an answer for ``no_progress_s``, or for ``busy_steps`` of the
     steps that the other side says it takes, a sender gives up; ``lag_s`` is the pause between two looks at the timers
     that is still no fault of our own. A frame has about ``frame_bytes``."""
@@ -74,7 +74,7 @@ class Limits:
     frame_bytes: int = TARGET_BYTES
 
     @classmethod
-    def told(cls, welcome: Welcome) -> Limits:
+    def told(cls, welcome: Welcome) -> TransferLimits:
         """What a coordinator wants of the hand-offs between its workers."""
         patience, renewal, lease = welcome.patience_ms, welcome.heartbeat_ms, welcome.lease_ms
         return cls(no_progress_s=patience / 1000, renew_s=renewal / 1000, lease_s=lease / 1000)
@@ -85,7 +85,7 @@ class Session:
 
     moves: ClassVar[Moves]
 
-    def __init__(self, transfer: TransferId, tokens: int, now: float, limits: Limits) -> None:
+    def __init__(self, transfer: TransferId, tokens: int, now: float, limits: TransferLimits) -> None:
         self.transfer, self.tokens, self.limits = transfer, tokens, limits
         self.state = TransferState.RESERVED
         self.have = 0
@@ -115,7 +115,7 @@ class SenderSession(Session):
 
     moves = SENDER_MOVES
 
-    def __init__(self, transfer: TransferId, layout: KvLayout, tokens: int, now: float, limits: Limits) -> None:
+    def __init__(self, transfer: TransferId, layout: KvLayout, tokens: int, now: float, limits: TransferLimits) -> None:
         super().__init__(transfer, tokens, now, limits)
         self.layout = layout
         self.link = ""
@@ -282,7 +282,7 @@ class SenderSession(Session):
         return True
 
 
-class Verdict(Enum):
+class FrameVerdict(Enum):
     """What to do with an arriving frame."""
 
     TAKE = "take"
@@ -298,26 +298,26 @@ class ReceiverSession(Session):
     moves = RECEIVER_MOVES
 
     def __init__(
-        self, transfer: TransferId, layout: KvLayout, tokens: int, have: int, now: float, limits: Limits
+        self, transfer: TransferId, layout: KvLayout, tokens: int, have: int, now: float, limits: TransferLimits
     ) -> None:
         super().__init__(transfer, tokens, now, limits)
         self.layout, self.have = layout, have
         self._upto = [have] * len(layout.layers)
 
-    def judge(self, header: FrameHeader, now: float) -> Verdict:
+    def judge(self, header: FrameHeader, now: float) -> FrameVerdict:
         """Whether this frame is the one to take next; the state changes only in :meth:`took`."""
         if self.state not in (TransferState.RESERVED, TransferState.SENDING):
-            return Verdict.REPEATED if self.state is TransferState.ACCEPTED else Verdict.STRANGE
+            return FrameVerdict.REPEATED if self.state is TransferState.ACCEPTED else FrameVerdict.STRANGE
         self.progress_at = now
         if header.number != self.frames:
-            return Verdict.REPEATED if header.number < self.frames else Verdict.GAP
+            return FrameVerdict.REPEATED if header.number < self.frames else FrameVerdict.GAP
         cells = header.cells
         inside = cells.last_layer <= len(self._upto) and cells.last_token <= self.tokens
         if not inside or any(self._upto[layer] != cells.first_token for layer in cells.layers):
-            return Verdict.STRANGE
+            return FrameVerdict.STRANGE
         if header.size_bytes != self.layout.range_bytes(cells.first_layer, cells.last_layer, len(cells.tokens)):
-            return Verdict.STRANGE
-        return Verdict.TAKE
+            return FrameVerdict.STRANGE
+        return FrameVerdict.TAKE
 
     def took(self, header: FrameHeader, checksum: int, now: float) -> None:
         """The frame's bytes are in place, and this is their checksum, which is the one that was said if one was."""

@@ -32,7 +32,7 @@ from common.worker.loop import Worker
 from common.worker.output_history import Finished
 from common.worker.token_spans import SpanWriter, stop_id, to_wire
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
-from kvtransfer.session import Limits
+from kvtransfer.session import TransferLimits
 
 log = logging.getLogger("tandem.prefill")
 
@@ -80,7 +80,7 @@ class PrefillWorker(Worker):
         self.sender.close()
 
     def heed(self, welcome: Welcome) -> None:
-        self.sender.limit(Limits.told(welcome))
+        self.sender.limit(TransferLimits.told(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
         return dict.fromkeys((*self._prompts, *self._trials)).keys()

@@ -27,7 +27,7 @@ from bench.load.setup import Prepared, as_load, prepare, times
 from bench.load.systems import counts, running, usable_cores, usual_systems
 from common.config.bench.compare import BenchCompareConfig
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 WORTH = 1.05
 """A gain below is not worth a second pool."""
@@ -335,7 +335,7 @@ def run(config: BenchCompareConfig) -> int:
 def _look_at(url: str, api_key: str | None, model: str | None, console: Console) -> int | None:
     """How many tokens the server at ``--url`` takes in one request, if it tells. StartError if none answers, or serves
     no such model: its turn comes only after all others, minutes from now."""
-    served = Server(url, api_key).served(model)
+    served = HttpClient(url, api_key).served(model)
     console.print(
         "note: the server at --url keeps running while the others are measured: if it is on this machine and polls, it "
         "takes cores from them",

@@ -38,7 +38,7 @@ from common.config.options import Parser, add_options, options
 from common.config.up import UpConfig
 from common.core.errors import StartError, reason
 from common.kv.budget import human_bytes
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 SERVED = (4, 64, 128)
 """Streams, their prompt tokens and those of their answers, of which turns are measured."""
@@ -185,7 +185,7 @@ def _cost(
 def served_gap_s(model: str, threads: int, asks: Sequence[Ask], console: Console) -> float:
     """The median time between tokens of ``asks``, which a decode worker of a whole system answers together."""
     with running(model, "1p1d", ["--threads", str(threads)]) as url:
-        target = Target(url, str(Server(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
+        target = Target(url, str(HttpClient(url).served(None)["id"]), extra={"ignore_eos": True, "temperature": 0})
         run = run_now(target, asks, [0.0] * len(asks), warm=asks[:1], console=console, title="streams")
     gaps = [gap for record in run.records for gap in record.itls if record.ok]
     if not gaps:

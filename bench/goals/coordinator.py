@@ -38,7 +38,7 @@ from bench.load.systems import READY_S, is_ready
 from bench.micro.handoff_cost import cpu_seconds
 from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 STEP_S, ANSWER_S = 0.01, 60.0
 INPUT, OUTPUT, RATE = 1024, 32, 20.0
@@ -105,7 +105,7 @@ def house(field: Field) -> Iterator[House]:
         for role in ("prefill", "decode"):
             children.start(mocks.work, model, role, address, STEP_S)
         _wait_until_ready(url, children.processes)
-        name = str(Server(url).served(None)["id"])
+        name = str(HttpClient(url).served(None)["id"])
         extra = {"ignore_eos": True, "temperature": 0, "return_metrics": True}
         target = Target(url, name, timeout_s=ANSWER_S, extra=extra)
         events = uvloop.run(said(target, target.body(field.asks(1, INPUT, OUTPUT)[0])))

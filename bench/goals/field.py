@@ -23,7 +23,7 @@ from bench.load.tokens import FileTokenizer, ordinary_ids
 from bench.load.workloads import Ask, random_asks
 from bench.peers import vllm
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 MAX_MODEL_LEN = 8192
 PLACES, KV_GIB = 128, 2
@@ -175,7 +175,7 @@ class Field:
         extra: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
         if not system.is_peer:
             extra["return_metrics"] = True
-        return Target(url, str(Server(url).served(None)["id"]), extra=extra)
+        return Target(url, str(HttpClient(url).served(None)["id"]), extra=extra)
 
     def _warm_up(self, system: System) -> None:
         for lengths in ((64, 8), (1024, 2)):

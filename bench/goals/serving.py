@@ -31,7 +31,7 @@ from bench.load.run import Run
 from bench.load.systems import running
 from bench.simulate.cost import CostModel, measure
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 STREAMS, STREAM_INPUT = 8, 64
 INTRUDER, INTRUDER_EVERY_S = 2048, 2.0
@@ -457,7 +457,7 @@ def first_token_s() -> float:
     """Seconds from the start of a system with the built-in model to its first token."""
     began = time.perf_counter()
     with running("", "1p1d") as url:
-        server = Server(url)
+        server = HttpClient(url)
         server.post("/v1/completions", {"model": server.served(None)["id"], "prompt": "one", "max_tokens": 1})
         return time.perf_counter() - began
 

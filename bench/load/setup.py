@@ -15,7 +15,7 @@ from bench.load.tokens import FileTokenizer, ServerTokenizer, Tokenizer, ordinar
 from bench.load.workloads import Ask, relabelled
 from common.config.bench.shared import ArrivalOptions, DatasetOptions, LoadOptions, PromptOptions, RequestOptions
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that are fields of every request, where they are given."""
@@ -74,7 +74,7 @@ def prepare_with(
     longest: int | None = None,
 ) -> Prepared:
     """The same with asks that ``make`` makes."""
-    server = Server(url, api_key, headers=headers)
+    server = HttpClient(url, api_key, headers=headers)
     served = server.served(model)
     name = str(served["id"])
     tokenizer: Tokenizer = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.load.processes import started
 from common.core.errors import StartError
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 
 READY_S = 300.0
 _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
@@ -67,6 +67,6 @@ def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]
 def is_ready(url: str, path: str) -> bool:
     """Whether a server answers 200 there."""
     try:
-        return Server(url, timeout_s=5).get(path)[0] == 200
+        return HttpClient(url, timeout_s=5).get(path)[0] == 200
     except OSError:
         return False

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.core.errors import StartError, reason
-from common.net.http_client import Refused, Server
+from common.net.http_client import HttpClient, HttpError
 
 PROSE_CHARACTERS = 100_000
 PIECE_CHARACTERS = 2_000
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 class ServerTokenizer:
     """The tokenizer of a running server. StartError when it offers none."""
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: HttpClient, model: str) -> None:
         self._server, self._model = server, model
 
     def encode(self, text: str) -> list[int]:
@@ -49,7 +49,7 @@ class ServerTokenizer:
     def _ask(self, path: str, body: dict[str, Any], field: str) -> Any:
         try:
             return self._server.post(path, body)[field]
-        except (OSError, Refused, LookupError, TypeError) as error:
+        except (OSError, HttpError, LookupError, TypeError) as error:
             why = reason(error)
             raise StartError(f"{self._server.url}{path} gave no answer", why, _TODO) from error
 

@@ -2,11 +2,11 @@
 
 A real gateway in an event loop, a prefill and a decode worker in processes of their own, whose engines compute nothing,
 and KV over ZeroMQ on loopback. While it streams, messages that are answered at once go back and forth: from a stranger
-to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: Failed). A worker
-that computes answers after its step; here there are none. ``--encrypted`` gives all of them keys, and KV is encrypted.
-Round trips are first measured with nothing else going on, and beside as many processes that only copy memory as threads
-work while KV streams: what the machine's scheduler alone makes of a round trip when there are fewer cores than that.
-"""
+to the coordinator (Rejoin), from the coordinator to each worker (a request that cannot be served: RequestFailed). A
+worker that computes answers after its step; here there are none. ``--encrypted`` gives all of them keys, and KV is
+encrypted. Round trips are first measured with nothing else going on, and beside as many processes that only copy memory
+as threads work while KV streams: what the machine's scheduler alone makes of a round trip when there are fewer cores
+than that."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from common.net.hosts import host_id
 from common.net.keys import Party
 from common.net.messages import (
     PROTOCOL,
-    Failed,
     Generate,
     Heartbeat,
     Hello,
@@ -48,6 +47,7 @@ from common.net.messages import (
     Measured,
     Peer,
     Prefill,
+    RequestFailed,
     Role,
     Timing,
     Tokens,
@@ -56,7 +56,7 @@ from common.net.messages import (
 from common.net.sockets import Channels, identity, receive, send
 from common.worker.loop import TRIAL_S, WorkerSettings
 from coordinator.cluster.gateway import Gateway, Loss
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from decode.role import DecodeWorker
 from prefill.role import PrefillWorker
 
@@ -129,7 +129,7 @@ class House:
     def __init__(self, key_file: Path | None) -> None:
         self.registry = Registry(None)
         self.gateway = Gateway(self.registry, "127.0.0.1", 0, channels=channels_of("coordinator", key_file))
-        self.workers: dict[Role, Worker] = {}
+        self.workers: dict[Role, WorkerHandle] = {}
         self.complete = asyncio.Event()
         self.streamed = 0
         self.wanted = 0
@@ -147,7 +147,7 @@ class House:
 
     # -- what the gateway tells ---------------------------------------------------------------------------------------
 
-    def joined(self, worker: Worker) -> None:
+    def joined(self, worker: WorkerHandle) -> None:
         self.workers[worker.role] = worker
         if len(self.workers) == 2:
             self._lease()
@@ -155,13 +155,13 @@ class House:
                 self._probe(role)
             self.complete.set()
 
-    def failed(self, worker: Worker, message: Failed) -> None:
+    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         role, began = self._asked.pop(message.request)
         ended = time.monotonic()
         self.trips[role].append((ended, ended - began))
         self._timers[role] = self._loop.call_later(PROBE_S, self._probe, role)
 
-    def measured(self, worker: Worker, message: Measured) -> None:
+    def measured(self, worker: WorkerHandle, message: Measured) -> None:
         self.streamed += message.bytes
         if self.streamed >= self.wanted:
             self._timers["stall"].cancel()
@@ -171,20 +171,20 @@ class House:
         if self.streamed + (TRIALS - 1) * message.bytes < self.wanted:
             self._trial()
 
-    def lost(self, worker: Worker, how: Loss) -> None:
+    def lost(self, worker: WorkerHandle, how: Loss) -> None:
         raise RuntimeError(f"{worker.hello.name} is gone")
 
     def died(self, worker: Incarnation) -> None: ...
 
     def returned(self, worker: Incarnation) -> None: ...
 
-    def left(self, worker: Worker) -> None: ...
+    def left(self, worker: WorkerHandle) -> None: ...
 
-    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+    def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
 
-    def timing(self, worker: Worker, message: Timing) -> None: ...
+    def timing(self, worker: WorkerHandle, message: Timing) -> None: ...
 
-    def beat(self, worker: Worker) -> None: ...
+    def beat(self, worker: WorkerHandle) -> None: ...
 
     # -- what it says -------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ from common.net.wire import encode, seal, unseal
 from common.worker.loop import TIMER_S, Worker
 from common.worker.step_times import Pace
 from coordinator.cluster.gateway import Gateway
-from coordinator.cluster.registry import Refused, Registry
+from coordinator.cluster.registry import JoinRefused, Registry
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
@@ -87,7 +87,7 @@ from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.peer_proof import proof, proves
 from kvtransfer.plan import Outbox
-from kvtransfer.session import Limits, ReceiverSession, SenderSession
+from kvtransfer.session import ReceiverSession, SenderSession, TransferLimits
 
 BLOCK_SIZE, CHUNK = 16, 512
 TIMES = FailureTimes()
@@ -184,7 +184,7 @@ class Watch:
         router = Router(registry)
         self.dispatcher = Dispatcher(self.gateway, router, Admission(100, 1 << 20), Metrics("", registry), self._loop)
         joined = registry.join(_hello(), self.gateway.clock())
-        assert not isinstance(joined, Refused)
+        assert not isinstance(joined, JoinRefused)
         self.worker = joined
         registry.welcome(self.worker)
         tickets = {}
@@ -316,7 +316,7 @@ def acks(wire: Wire, shape: Shape) -> float:
     book, received = CreditBook(), 0
     for transfer in there:
         book.open(transfer, DECODE)
-    session = SenderSession(there[0], shape.layout, shape.prompt, 0.0, Limits())
+    session = SenderSession(there[0], shape.layout, shape.prompt, 0.0, TransferLimits())
 
     def once() -> None:
         nonlocal received
@@ -346,7 +346,7 @@ def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
     def all_of(messages: list[tuple[Message, Any]]) -> float:
         return sum(microseconds(partial(wire.there, message, kind)) for message, kind in messages)
 
-    return all_of(once) + (1 + seconds / Limits().renew_s) * all_of(announced)
+    return all_of(once) + (1 + seconds / TransferLimits().renew_s) * all_of(announced)
 
 
 def proofs() -> float:
@@ -363,8 +363,8 @@ def timers(shape: Shape, seconds: float) -> float:
     """Both sessions look at their timers in every turn of their workers' loops: after each step and message, and every
     TIMER_S, at most for as long as the request is there."""
     transfer = transfers(1)[0]
-    sender = SenderSession(transfer, shape.layout, shape.prompt, 0.0, Limits())
-    receiver = ReceiverSession(transfer, shape.layout, shape.prompt, 0, 0.0, Limits())
+    sender = SenderSession(transfer, shape.layout, shape.prompt, 0.0, TransferLimits())
+    receiver = ReceiverSession(transfer, shape.layout, shape.prompt, 0, 0.0, TransferLimits())
 
     def once() -> None:
         sender.tick(0.0)

@@ -26,7 +26,7 @@ from common.core.sequence import Sequence as Tokens
 from common.engine.scheduler import Planner, Sampled
 from common.kv.cache import KvCache
 from common.net.messages import PROTOCOL, Hello, Role
-from coordinator.cluster.registry import Refused, Registry
+from coordinator.cluster.registry import JoinRefused, Registry
 from coordinator.routing.router import Need, NoWorkers, Placement, Promise, Router, Wait
 from decode.chunk_budget import Chunks
 
@@ -282,7 +282,7 @@ class World:
             limits.max_num_batched_tokens, "cpu", "float32",
         )  # fmt: skip
         joined = self._registry.join(hello, 0.0)
-        assert not isinstance(joined, Refused), joined
+        assert not isinstance(joined, JoinRefused), joined
         self._registry.welcome(joined)
         cache = KvCache(limits.kv_blocks, limits.block_size, model_fingerprint=MODEL, kv_dtype="float32")
         planner = Planner(cache, max_tokens=limits.max_num_batched_tokens, max_sequences=limits.max_num_seqs)

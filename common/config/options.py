@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionKind:
     """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none).
     ``between``: its flag takes several words, too, which are one text with this between them; it is given several times
     where a word that follows a flag is a positional one. In a file it may be a list."""
@@ -69,7 +69,7 @@ def parse_number(text: str) -> int:
     return int(value)
 
 
-def count(least: int = 0, most: int | None = None) -> Kind:
+def count(least: int = 0, most: int | None = None) -> OptionKind:
     """A whole number from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
@@ -80,10 +80,10 @@ def count(least: int = 0, most: int | None = None) -> Kind:
 
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     suffixes = " (32k is 32,000, 32K is 32,768)" if most is None or most >= 1 << 16 else ""
-    return Kind("N", f"a whole number {bounds}{suffixes}", parse)
+    return OptionKind("N", f"a whole number {bounds}{suffixes}", parse)
 
 
-def decimal(least: float, most: float, metavar: str = "X") -> Kind:
+def decimal(least: float, most: float, metavar: str = "X") -> OptionKind:
     """A number from ``least`` to ``most``."""
 
     def parse(text: str) -> float:
@@ -92,10 +92,10 @@ def decimal(least: float, most: float, metavar: str = "X") -> Kind:
             raise ValueError(text)
         return value
 
-    return Kind(metavar, f"a number from {least:g} to {most:g}", parse)
+    return OptionKind(metavar, f"a number from {least:g} to {most:g}", parse)
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> OptionKind:
     """One of a few words."""
 
     def parse(text: str) -> str:
@@ -103,7 +103,7 @@ def one_of(*choices: str) -> Kind:
             raise ValueError(text)
         return text.lower()
 
-    return Kind("{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", parse)
+    return OptionKind("{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", parse)
 
 
 def _parse_text(text: str) -> str:
@@ -215,25 +215,27 @@ def _parse_origin(word: object) -> str:
     return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
 
 
-TEXT = Kind("TEXT", "some text", _parse_text)
-LIST = Kind("TEXT", "some text", _parse_text, ",")
-KEY = Kind("TEXT", "printable ASCII characters", parse_key)
-ORIGINS = Kind(
+TEXT = OptionKind("TEXT", "some text", _parse_text)
+LIST = OptionKind("TEXT", "some text", _parse_text, ",")
+KEY = OptionKind("TEXT", "printable ASCII characters", parse_key)
+ORIGINS = OptionKind(
     "ORIGINS", "origins such as https://a.example,http://b.example:3000 (or a JSON list), or *", _parse_origins, "\n"
 )
-PAIRS = Kind("NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n")
-SIZE = Kind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
+PAIRS = OptionKind(
+    "NAME=VALUE", "NAME=VALUE, several as several words (in a variable or file: lines)", _parse_pairs, "\n"
+)
+SIZE = OptionKind("SIZE", "a size in bytes such as 4GiB or 512MB, more than 0", count(1).parse)
 SECONDS = decimal(0, 1e6, "SECONDS")
 DEADLINE = decimal(0.001, 1e6, "SECONDS")
-RATE = Kind("X", "a number more than 0, or inf", _parse_rate)
-FLAGS = Kind("FLAGS", "flags, as one word", _parse_text)
-RATES = Kind("X,X", "finite numbers of more than 0 with commas between, such as 0.5,1,2", _parse_rates)
-NUMBERS = Kind("X,X", "numbers from 0 up with commas between, such as 50,95,99", _parse_numbers)
-JSON_OBJECT = Kind("JSON", "a JSON object", _parse_object)
-SWITCH = Kind("", "true or false", _parse_switch)
+RATE = OptionKind("X", "a number more than 0, or inf", _parse_rate)
+FLAGS = OptionKind("FLAGS", "flags, as one word", _parse_text)
+RATES = OptionKind("X,X", "finite numbers of more than 0 with commas between, such as 0.5,1,2", _parse_rates)
+NUMBERS = OptionKind("X,X", "numbers from 0 up with commas between, such as 50,95,99", _parse_numbers)
+JSON_OBJECT = OptionKind("JSON", "a JSON object", _parse_object)
+SWITCH = OptionKind("", "true or false", _parse_switch)
 PORT = count(0, 65535)
-CPUS = Kind("CORES", "core numbers such as 0-3,5", _parse_cpus)
-ADDRESS = Kind("HOST:PORT", "an address such as 10.0.0.1:8001", _parse_address)
+CPUS = OptionKind("CORES", "core numbers such as 0-3,5", _parse_cpus)
+ADDRESS = OptionKind("HOST:PORT", "an address such as 10.0.0.1:8001", _parse_address)
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Option:
     """One option of one command, as its dataclass field declares it."""
 
     name: str
-    kind: Kind
+    kind: OptionKind
     default: Any
     help: str
     group: str
@@ -280,7 +282,7 @@ class Option:
 def option(
     default: T,
     help: str,
-    kind: Kind,
+    kind: OptionKind,
     group: str,
     *,
     aliases: tuple[str, ...] = (),

@@ -2,8 +2,8 @@
 
 A decode step is short: what Python does between two kernels, on caches that the weights have just swept, took a tenth
 of it. So everything from token ids to logits is one call into C, which stops between the halves of a layer only where
-somebody waits for its keys and values. :meth:`common.engine.runner.Engine.shorten` tries whether the logits are those
-of the model, bit for bit.
+somebody waits for its keys and values. :meth:`common.engine.runner.ModelEngine.shorten` tries whether the logits are
+those of the model, bit for bit.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class PagedAttention:
         return self.backend.attend(self._plan, layer, query, params)
 
 
-class Engine:
+class ModelEngine:
     """Runs steps. ``notes`` are the choices that were made automatically, each with its reason."""
 
     def __init__(
@@ -272,7 +272,7 @@ def load_engine(
     trust_remote_code: bool = False,
     attention: str | None = None,
     quantization: Literal["none", "int8"] = "none",
-) -> Engine:
+) -> ModelEngine:
     """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
 
     ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): oneDNN packs weights
@@ -310,7 +310,7 @@ def load_engine(
     store = KvStore(KvMemory(KvLayout(seen.layers, chosen, block_size), plan.blocks))
     backend = select_backend("cpu", store, attention)
     fingerprint = _fingerprint(checkpoint, weights, rotary, quantization)
-    engine = Engine(model, store, backend, fingerprint, checkpoint.vocab_size, plan.max_model_len)
+    engine = ModelEngine(model, store, backend, fingerprint, checkpoint.vocab_size, plan.max_model_len)
     engine.warm_up_rows, engine.max_num_seqs = min(max_batched_tokens, _WARM_UP_ROWS), max_num_seqs
     engine.notes = [f"dtype {chosen}: {reason}", *plan.notes, _kernels_note(backend), *notes]
     if fused:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from common.core.errors import StartError, TandemError, reason
 
 
-class Refused(TandemError):
+class HttpError(TandemError):
     """The server answered with an error; the text is its message. ``status`` is that of HTTP, 0 if it broke off."""
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -31,7 +31,7 @@ class Refused(TandemError):
 PAGE_S = 10.0
 
 
-class Server:
+class HttpClient:
     """The server at ``url``, whose path is what stands before the paths of the interface; its ``/v1`` may be left out.
     ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for bytes, and ``PAGE_S`` those
     of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
@@ -70,7 +70,7 @@ class Server:
             connection.close()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON body of the answer to a POST; Refused with the server's reason, OSError when none answers."""
+        """The JSON body of the answer to a POST; HttpError with the server's reason, OSError when none answers."""
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
             headers = {"Content-Type": "application/json", **self._headers}
@@ -82,7 +82,7 @@ class Server:
         finally:
             connection.close()
         if response.status != 200:
-            raise Refused(_message(answer) or f"HTTP status {response.status}", response.status)
+            raise HttpError(_message(answer) or f"HTTP status {response.status}", response.status)
         return answer
 
     def model(self) -> str:
@@ -116,10 +116,10 @@ class Server:
             response = connection.getresponse()
             if response.status != 200:
                 why = _message(_parse(response.read())) or f"HTTP status {response.status}"
-                raise Refused(why, response.status)
+                raise HttpError(why, response.status)
             yield from _events(response)
         except (OSError, http.client.HTTPException) as error:
-            raise Refused(f"the connection broke: {str(error) or type(error).__name__}") from error
+            raise HttpError(f"the connection broke: {str(error) or type(error).__name__}") from error
         finally:
             connection.close()
 
@@ -135,11 +135,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             return
         chunk = _parse(data)
         if not isinstance(chunk, dict):
-            raise Refused("the server sent something that is no JSON object")
+            raise HttpError("the server sent something that is no JSON object")
         if "error" in chunk:
-            raise Refused(_message(chunk) or "the server gave up")
+            raise HttpError(_message(chunk) or "the server gave up")
         yield chunk
-    raise Refused("the answer was cut: the server went away")
+    raise HttpError("the answer was cut: the server went away")
 
 
 def shown(url: str) -> str:

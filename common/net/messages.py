@@ -5,7 +5,7 @@ carry no class names. Adding a field with a default at the end stays compatible;
 :class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Turned: by them those of
 another version are told that they are.
 
-    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, Failed, Cached, Measured, Renewed, Goodbye
+    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, Renewed, Goodbye
     coordinator ──► worker   Welcome, Turned, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
                              Measure, Drain
     coordinator ──► heart    Ask
@@ -165,7 +165,7 @@ class Timing(Message, tag="timing"):
     link: Short = ""
 
 
-class Failed(Message, tag="failed"):
+class RequestFailed(Message, tag="failed"):
     """A worker gives one request up. ``code`` is one of FAILURES; ``retriable`` if another worker may succeed."""
 
     request: Id
@@ -208,7 +208,7 @@ class Renewed(Message, tag="renewed"):
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
 
 
-FromWorker = Hello | Heartbeat | Tokens | Timing | Failed | Cached | Measured | Renewed | Goodbye
+FromWorker = Hello | Heartbeat | Tokens | Timing | RequestFailed | Cached | Measured | Renewed | Goodbye
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 

@@ -34,13 +34,13 @@ from common.net.messages import (
     MAX_TEXT,
     Cached,
     Drain,
-    Failed,
     Goodbye,
     Hello,
     Lease,
     NameTaken,
     Rejoin,
     Renewed,
+    RequestFailed,
     Turned,
     Welcome,
 )
@@ -66,7 +66,7 @@ LONELY_S = 5.0
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine; the one with a model is :class:`common.engine.runner.Engine`."""
+    """What a worker needs of an engine; the one with a model is :class:`common.engine.runner.ModelEngine`."""
 
     layout: KvLayout
     fingerprint: str
@@ -348,7 +348,7 @@ class Worker(abc.ABC):
     def fail(self, transfer: TransferId, code: str, detail: str, *, retriable: bool) -> None:
         """Gives a request up and tells the coordinator why."""
         self.abort(transfer)
-        self.membership.send(Failed(transfer.request, transfer.attempt, code, detail[:MAX_TEXT], retriable))
+        self.membership.send(RequestFailed(transfer.request, transfer.attempt, code, detail[:MAX_TEXT], retriable))
 
     def count(self, name: str, by: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by

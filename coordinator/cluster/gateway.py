@@ -30,7 +30,6 @@ from common.net.messages import (
     AnyMessage,
     Ask,
     Cached,
-    Failed,
     FromWorker,
     Goodbye,
     Heartbeat,
@@ -40,6 +39,7 @@ from common.net.messages import (
     NameTaken,
     Rejoin,
     Renewed,
+    RequestFailed,
     Role,
     Timing,
     Tokens,
@@ -50,7 +50,7 @@ from common.net.peer_ban_list import STRIKES, Strikes
 from common.net.socket_monitor import EVENT
 from common.net.sockets import BEAT_SUFFIX, Channels, is_local, send
 from common.net.wire import MAX_REPORT_BYTES, decode
-from coordinator.cluster.registry import Refused, Registry, Worker, WorkerState, name_taken, other_protocol
+from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, WorkerState, name_taken, other_protocol
 
 log = logging.getLogger("tandem.gateway")
 
@@ -83,29 +83,29 @@ class Loss(Enum):
     GIVEN_UP = "it is silent, hangs, or makes no sense"
 
 
-class Events(Protocol):
+class GatewayEvents(Protocol):
     """Who hears what happened."""
 
-    def joined(self, worker: Worker) -> None: ...
+    def joined(self, worker: WorkerHandle) -> None: ...
 
-    def lost(self, worker: Worker, how: Loss) -> None:
+    def lost(self, worker: WorkerHandle, how: Loss) -> None:
         """Of one that is missing ``died`` or ``returned`` tells later whether it died."""
 
     def died(self, worker: Incarnation) -> None: ...
 
     def returned(self, worker: Incarnation) -> None: ...
 
-    def left(self, worker: Worker) -> None: ...
+    def left(self, worker: WorkerHandle) -> None: ...
 
-    def tokens(self, worker: Worker, message: Tokens) -> None: ...
+    def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
 
-    def timing(self, worker: Worker, message: Timing) -> None: ...
+    def timing(self, worker: WorkerHandle, message: Timing) -> None: ...
 
-    def failed(self, worker: Worker, message: Failed) -> None: ...
+    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None: ...
 
-    def measured(self, worker: Worker, message: Measured) -> None: ...
+    def measured(self, worker: WorkerHandle, message: Measured) -> None: ...
 
-    def beat(self, worker: Worker) -> None: ...
+    def beat(self, worker: WorkerHandle) -> None: ...
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class _Missing:
     """A worker whose connection was closed, and how many looks ago that was or its heart was heard, which is ``alive``:
     it will say Hello when its step is over."""
 
-    worker: Worker
+    worker: WorkerHandle
     looks: int = 0
     alive: bool = False
 
@@ -159,11 +159,11 @@ class Gateway:
         """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
         self._asks = 0
         self._replace: Replace | None = None
-        self._losing: dict[Incarnation, Worker] = {}
+        self._losing: dict[Incarnation, WorkerHandle] = {}
         """Workers that cannot be reached any more, until what they said before has been read."""
         self._missing: dict[Incarnation, _Missing] = {}
         """Workers that have lost their connection and not said Hello again."""
-        self._events: Events | None = None
+        self._events: GatewayEvents | None = None
         self.clock = self.channels.clock
         try:
             self._socket, bound = self.channels.router(address, near=near)
@@ -175,7 +175,7 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
 
-    def start(self, events: Events, loop: asyncio.AbstractEventLoop) -> None:
+    def start(self, events: GatewayEvents, loop: asyncio.AbstractEventLoop) -> None:
         """Begins to read, in ``loop``."""
         self._events, self._loop = events, loop
         self.channels.watch(self._socket, loop, self._wake)
@@ -207,7 +207,7 @@ class Gateway:
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    def send(self, worker: Worker, message: Message) -> bool:
+    def send(self, worker: WorkerHandle, message: Message) -> bool:
         """False when the worker cannot be reached; it is then gone, and ``events`` hears of it in the next turn."""
         if worker.state is WorkerState.GONE:
             return False
@@ -220,21 +220,21 @@ class Gateway:
         return reached
 
     def ask(self) -> int:
-        """Asks every worker's heart whether it beats; ``Worker.answered`` reaches the number of the question. Who goes
-        on beating without an answer is asked again: a heart that dials anew hears nothing."""
+        """Asks every worker's heart whether it beats; ``WorkerHandle.answered`` reaches the number of the question. Who
+        goes on beating without an answer is asked again: a heart that dials anew hears nothing."""
         self._asks += 1
         for worker in self.registry:
             self._ask(worker)
         self._rearm()
         return self._asks
 
-    def _ask(self, worker: Worker) -> None:
+    def _ask(self, worker: WorkerHandle) -> None:
         send(self._socket, Ask(self._asks), worker.route + BEAT_SUFFIX.encode())
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
 
-    def _lose(self, worker: Worker) -> None:
+    def _lose(self, worker: WorkerHandle) -> None:
         log.warning("worker %s is gone: its connection is closed", worker.hello.name)
         self._remove(worker)
         if self._loop is not None:  # later, because the sender may be in mid-decision
@@ -242,7 +242,7 @@ class Gateway:
             self._loop.call_soon(self._lost, worker)
             self._loop.call_later(PROBES_S[0], self._probe)  # others may have died with it
 
-    def _lost(self, worker: Worker) -> None:
+    def _lost(self, worker: WorkerHandle) -> None:
         """Its last words may still be unread: tokens, or that it leaves."""
         self._read()
         self._rearm()
@@ -250,7 +250,7 @@ class Gateway:
             self.registry.misses(worker, self.clock())
             self._miss(worker)
 
-    def _miss(self, worker: Worker) -> None:
+    def _miss(self, worker: WorkerHandle) -> None:
         if self._events is not None:
             self._missing[worker.id] = _Missing(worker)
             self._events.lost(worker, Loss.MISSING)
@@ -270,7 +270,7 @@ class Gateway:
             missing.alive = True
             self._events.returned(missing.worker.id)
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: WorkerHandle) -> None:
         self.registry.gone(worker)
         self._losing.pop(worker.id, None)
         self.sent.pop(worker.id, None)
@@ -367,7 +367,7 @@ class Gateway:
             self._told_refusals_at = now_s
             self._refusals.clear()
 
-    def _refuse(self, frame: bytes, refused: Refused, *, told: bool = False) -> None:
+    def _refuse(self, frame: bytes, refused: JoinRefused, *, told: bool = False) -> None:
         """``told``: the reason is sent to strangers too, since it says nothing of what is served here."""
         said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
         if said in self._refusals or len(self._refusals) < MOST_REASONS:
@@ -405,8 +405,8 @@ class Gateway:
 
     def _deliver(
         self,
-        worker: Worker,
-        message: Tokens | Heartbeat | Timing | Failed | Cached | Measured | Renewed | Goodbye,
+        worker: WorkerHandle,
+        message: Tokens | Heartbeat | Timing | RequestFailed | Cached | Measured | Renewed | Goodbye,
         now_s: float,
     ) -> None:
         events = self._events
@@ -430,7 +430,7 @@ class Gateway:
                     events.beat(worker)
             case Timing():
                 events.timing(worker, message)
-            case Failed():
+            case RequestFailed():
                 events.failed(worker, message)
             case Measured():
                 events.measured(worker, message)
@@ -455,7 +455,7 @@ class Gateway:
         except WireError:
             return False
         if reason := other_protocol(hello.protocol):
-            self._refuse(frame, Refused(reason), told=True)
+            self._refuse(frame, JoinRefused(reason), told=True)
         return reason is not None
 
     def _asks_back(self, frame: bytes, data: bytes) -> bool:
@@ -491,10 +491,10 @@ class Gateway:
         before = self.registry.get(hello.incarnation)
         self._check_holder(hello)
         if (away := self._away(hello.name)) is not None:
-            self._refuse(frame, Refused(name_taken(away), for_now=True))
+            self._refuse(frame, JoinRefused(name_taken(away), for_now=True))
             return
         worker = self.registry.join(hello, now_s, frame)
-        if isinstance(worker, Refused):
+        if isinstance(worker, JoinRefused):
             self._refuse(frame, worker)
             return
         assert self._events is not None
@@ -508,7 +508,7 @@ class Gateway:
             log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
             self._events.joined(worker)
 
-    def _known(self, incarnation: Incarnation) -> Worker | None:
+    def _known(self, incarnation: Incarnation) -> WorkerHandle | None:
         """The worker of that incarnation that is here, or was a moment ago."""
         if (missing := self._missing.get(incarnation)) is not None:
             return missing.worker
@@ -520,7 +520,7 @@ class Gateway:
         if holder is not None and holder.id != hello.incarnation:
             self.send(holder, _NOBODY)
 
-    def _away(self, name: WorkerName) -> Worker | None:
+    def _away(self, name: WorkerName) -> WorkerHandle | None:
         """The worker of that name that has lost its connection, if its heart has been heard since."""
         held = (missing.worker for missing in self._missing.values() if missing.alive)
         return next((worker for worker in held if worker.hello.name == name), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.core.ids import Incarnation, WorkerName
 from common.kv.layout import CHAIN_STEP
 from common.net.messages import Measured
-from coordinator.cluster.registry import Worker
+from coordinator.cluster.registry import WorkerHandle
 
 RATE_TOKENS = 1024
 LATENCY_TOKENS = CHAIN_STEP
@@ -27,8 +27,8 @@ MAX_PEERS = 4
 class Trial:
     """Hand ``tokens`` tokens from ``prefill`` to ``decode``."""
 
-    prefill: Worker
-    decode: Worker
+    prefill: WorkerHandle
+    decode: WorkerHandle
     tokens: int
 
 
@@ -52,7 +52,7 @@ class Links:
     def __init__(self) -> None:
         self._links: dict[Incarnation, dict[Incarnation, Link]] = {}
 
-    def trials(self, joined: Worker, workers: Iterable[Worker]) -> list[Trial]:
+    def trials(self, joined: WorkerHandle, workers: Iterable[WorkerHandle]) -> list[Trial]:
         """What to try now that ``joined`` is ready beside ``workers``."""
         others = [worker for worker in workers if worker.ready and worker is not joined]
         if joined.role == "prefill":
@@ -63,7 +63,7 @@ class Links:
             pairs = []
         return [Trial(*pair, tokens) for pair in pairs[:MAX_PEERS] if (tokens := _rate_tokens(*pair))]
 
-    def measured(self, prefill: Worker, decode: Worker, message: Measured) -> Trial | None:
+    def measured(self, prefill: WorkerHandle, decode: WorkerHandle, message: Measured) -> Trial | None:
         """Notes a result; the trial that should follow it, if any."""
         links = self._links.setdefault(prefill.id, {})
         link = links.get(decode.id)
@@ -77,17 +77,17 @@ class Links:
             link.latency_us = message.seconds * 1e6
         return None
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: WorkerHandle) -> None:
         self._links.pop(worker.id, None)
         for links in self._links.values():
             links.pop(worker.id, None)
 
-    def of(self, prefill: Worker) -> list[Link]:
+    def of(self, prefill: WorkerHandle) -> list[Link]:
         """What was measured about the links of one prefill worker."""
         return [link for link in self._links.get(prefill.id, {}).values() if link.measured]
 
 
-def _rate_tokens(prefill: Worker, decode: Worker) -> int:
+def _rate_tokens(prefill: WorkerHandle, decode: WorkerHandle) -> int:
     """Tokens of a rate trial, in whole steps; 0 when a pool is too small to spare any."""
     smallest = min(worker.hello.kv_blocks * worker.hello.block_size for worker in (prefill, decode))
     return min(RATE_TOKENS, smallest // MAX_POOL_SHARE // CHAIN_STEP * CHAIN_STEP)

@@ -45,7 +45,7 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerHandle:
     """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
     Ask that it answered. ``route`` is the identity of its control socket. ``heard_at`` is when it joined or its heart
     last beat: whatever else it says proves that it lives, but not that we would hear if it did not."""
@@ -98,7 +98,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class JoinRefused:
     """A worker was not taken in, and why. ``for_now``: only as long as another one has its name."""
 
     reason: str
@@ -115,22 +115,22 @@ class Registry:
         """Names of the workers that have been ready at least once."""
         self.expected: dict[Role, int] = {"prefill": 0, "decode": 0, "colocated": 0}
         """How many of each must have been ready once before the system is."""
-        self._workers: dict[Incarnation, Worker] = {}
+        self._workers: dict[Incarnation, WorkerHandle] = {}
         self._last: dict[Role, Hello] = {}
         """Of each role, who went last, if it did not leave but its connection broke."""
         self.lags = Lags(self.times.sweep_s)
         self.hung = Hung(self.times.lease_s, self.lags)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def get(self, incarnation: Incarnation) -> Worker | None:
+    def get(self, incarnation: Incarnation) -> WorkerHandle | None:
         return self._workers.get(incarnation)
 
-    def ready(self, role: Role) -> list[Worker]:
+    def ready(self, role: Role) -> list[WorkerHandle]:
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
 
     def hellos(self) -> list[Hello]:
@@ -149,44 +149,44 @@ class Registry:
         """Whether any worker that does the work of ``role`` has been ready."""
         return any(self.seen[each] for each in (role, _COLOCATED))
 
-    def named(self, name: WorkerName) -> Worker | None:
+    def named(self, name: WorkerName) -> WorkerHandle | None:
         """The worker of that name."""
         return next((worker for worker in self if worker.hello.name == name), None)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def join(self, hello: Hello, now_s: float, route: bytes = b"") -> Worker | Refused:
+    def join(self, hello: Hello, now_s: float, route: bytes = b"") -> WorkerHandle | JoinRefused:
         """A worker says Hello over ``route``; saying it twice starts it anew. The name of a worker that is here cannot
         be taken: of a process that has died the name is free when its connection has broken, or was silent for long
         enough."""
         if reason := self._objection(hello):
-            return Refused(reason)
+            return JoinRefused(reason)
         if (holder := self.named(hello.name)) is not None and holder.id != hello.incarnation:
-            return Refused(name_taken(holder), for_now=True)
+            return JoinRefused(name_taken(holder), for_now=True)
         if reason := self._disagreement(hello):
-            return Refused(reason)
+            return JoinRefused(reason)
         self.hung.came(hello)
         if (again := self.get(hello.incarnation)) is not None:
             self.gone(again)
         if self.fingerprint is None:
             self.fingerprint = _checkpoint(hello.fingerprint)
-        worker = Worker(hello, joined_at=now_s, heard_at=now_s, route=route)
+        worker = WorkerHandle(hello, joined_at=now_s, heard_at=now_s, route=route)
         self._workers[hello.incarnation] = worker
         return worker
 
-    def welcome(self, worker: Worker) -> None:
+    def welcome(self, worker: WorkerHandle) -> None:
         """The worker has been told that it is registered: it may get work."""
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
 
-    def spoke(self, worker: Worker, now_s: float) -> None:
+    def spoke(self, worker: WorkerHandle, now_s: float) -> None:
         """It has said something, which counts for a heartbeat as long as none has come: a heart dials when its worker
         is welcome, and over a slow line that takes longer than it may be silent. One that a lease later was never heard
         has a connection that carries nothing."""
         if worker.beat is None and now_s - worker.joined_at < self.times.lease_s:
             worker.heard_at = max(worker.heard_at, now_s)
 
-    def beat(self, worker: Worker, beat: Heartbeat, now_s: float) -> None:
+    def beat(self, worker: WorkerHandle, beat: Heartbeat, now_s: float) -> None:
         worker.beat, worker.heard_at = beat, max(worker.heard_at, now_s)
         if beat.draining:
             self.drains(worker)
@@ -198,16 +198,16 @@ class Registry:
         ):
             worker.cut_off_since = now_s
 
-    def leased(self, worker: Worker, now_s: float) -> None:
+    def leased(self, worker: WorkerHandle, now_s: float) -> None:
         """It was sent a lease, which it answers in the next turn of its loop."""
         if worker.owes_since is None:
             worker.owes_since = now_s
 
-    def renewed(self, worker: Worker) -> None:
+    def renewed(self, worker: WorkerHandle) -> None:
         """It has answered."""
         worker.owes_since = worker.cut_off_since = None
 
-    def hangs(self, worker: Worker) -> bool:
+    def hangs(self, worker: WorkerHandle) -> bool:
         """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
         return worker.beat is not None and self.endless(worker.beat)
 
@@ -220,35 +220,35 @@ class Registry:
         """Whether the turn that it tells of will never end."""
         return beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
 
-    def misses(self, worker: Worker, now_s: float) -> None:
+    def misses(self, worker: WorkerHandle, now_s: float) -> None:
         """Its connection broke: it has died, or a lease to say Hello."""
         self._last[worker.role] = worker.hello
         self.hung.add(Hang.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
 
-    def give_up(self, worker: Worker, now_s: float) -> None:
+    def give_up(self, worker: WorkerHandle, now_s: float) -> None:
         """It hangs in the turn that it told of last."""
         self.gone(worker)
         turn_s = worker.beat.turn_ms / 1000 if worker.beat else 0.0
         self.hung.add(Hang.of(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
 
-    def drains(self, worker: Worker) -> None:
+    def drains(self, worker: WorkerHandle) -> None:
         """The worker has said that it takes nothing new. Idempotent."""
         if worker.ready:
             worker.move(WorkerState.DRAINING)
 
-    def cached(self, worker: Worker, message: Cached) -> None:
+    def cached(self, worker: WorkerHandle, message: Cached) -> None:
         """Prefix keys entered and left the worker's cache; ValueError if they are not whole keys."""
         worker.cached.difference_update(_keys(message.removed))
         worker.cached.update(_keys(message.added))
 
-    def gone(self, worker: Worker) -> None:
+    def gone(self, worker: WorkerHandle) -> None:
         """The worker is lost or has left."""
         if worker.state is not WorkerState.GONE:
             worker.move(WorkerState.GONE)
         self._workers.pop(worker.id, None)
         self._last.pop(worker.role, None)
 
-    def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[Worker, str]]:
+    def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[WorkerHandle, str]]:
         """Removes and returns workers that have been silent too long, or whose control connection carries nothing while
         their hearts beat on another; each with which it is and for how long, in words. To be called every
         ``times.sweep_s``, when what had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken
@@ -325,7 +325,7 @@ class Registry:
         return _difference(hello, others[0]) if others else None
 
 
-def name_taken(holder: Worker) -> str:
+def name_taken(holder: WorkerHandle) -> str:
     """Why nobody else can have the name of ``holder``, as long as that lives."""
     hello = holder.hello
     return (

@@ -21,7 +21,7 @@ LARGE_BUDGET = 64 << 20
 RETRY_S = 1.0
 
 
-class Kind(Enum):
+class BodyKind(Enum):
     """The kind of a body, by its size so far."""
 
     SMALL = "small"
@@ -29,11 +29,11 @@ class Kind(Enum):
     LARGE = "large"
 
 
-def kind_of(size: int) -> Kind:
+def kind_of(size: int) -> BodyKind:
     """The kind of a body of ``size`` bytes."""
     if size <= INLINE_BYTES:
-        return Kind.SMALL
-    return Kind.LARGE if size > LARGE_BYTES else Kind.ORDINARY
+        return BodyKind.SMALL
+    return BodyKind.LARGE if size > LARGE_BYTES else BodyKind.ORDINARY
 
 
 class Bodies:
@@ -41,11 +41,11 @@ class Bodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self.budgets = {
-            Kind.SMALL: SMALL_BUDGET,
-            Kind.ORDINARY: ORDINARY_BUDGET,
-            Kind.LARGE: max(LARGE_BUDGET, 2 * max_body_bytes),
+            BodyKind.SMALL: SMALL_BUDGET,
+            BodyKind.ORDINARY: ORDINARY_BUDGET,
+            BodyKind.LARGE: max(LARGE_BUDGET, 2 * max_body_bytes),
         }
-        self.held = dict.fromkeys(Kind, 0)
+        self.held = dict.fromkeys(BodyKind, 0)
 
     @contextlib.contextmanager
     def share(self) -> Iterator[BodyShare]:

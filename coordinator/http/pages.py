@@ -15,7 +15,7 @@ from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import parse_chat, token_ids
 from coordinator.api.service import ServedModel, product_version
 from coordinator.cluster.link_stats import Links
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
 from coordinator.http.middleware import json_response
 from coordinator.requests.spec import ChatBody, Json
@@ -264,13 +264,13 @@ async def scale(request: web.Request) -> web.Response:
     return json_response({"prefill": prefill, "decode": decode})
 
 
-def _avoided(prefill: Worker, breakers: Breakers, registry: Registry) -> list[str]:
+def _avoided(prefill: WorkerHandle, breakers: Breakers, registry: Registry) -> list[str]:
     return [
         each.hello.name for each in registry if breakers.state(Pair(prefill.id, each.id)) is not BreakerState.CLOSED
     ]
 
 
-def _worker(worker: Worker, links: Links, avoids: list[str], now_s: float) -> Json:
+def _worker(worker: WorkerHandle, links: Links, avoids: list[str], now_s: float) -> Json:
     """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom
     it gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another.
     ``turn_ms``: how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that

@@ -31,7 +31,6 @@ from common.core.ids import (
 from common.core.request import FinishReason, Request, SamplingParams
 from common.net.messages import (
     Abort,
-    Failed,
     Generate,
     Lease,
     Logprobs,
@@ -40,6 +39,7 @@ from common.net.messages import (
     Message,
     Peer,
     Prefill,
+    RequestFailed,
     Resend,
     Reserve,
     Role,
@@ -48,7 +48,7 @@ from common.net.messages import (
 )
 from coordinator.cluster.gateway import Gateway, Loss
 from coordinator.cluster.link_stats import Links, Trial
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission, RetryBudget
 from coordinator.requests.errors import (
@@ -377,7 +377,7 @@ class Dispatcher:
         else:
             self._setback(ticket)
 
-    def _request(self, ticket: Ticket, decode: Worker, now: float) -> Request:
+    def _request(self, ticket: Ticket, decode: WorkerHandle, now: float) -> Request:
         return Request(
             id=ticket.id,
             prompt=ticket.prompt,
@@ -390,7 +390,7 @@ class Dispatcher:
             ended=tuple(choice for choice, finish in enumerate(ticket.life.finish) if finish),
         )
 
-    def _send(self, ticket: Ticket, worker: Worker, message: Message) -> bool:
+    def _send(self, ticket: Ticket, worker: WorkerHandle, message: Message) -> bool:
         reached = self.gateway.send(worker, message)
         if reached:
             ticket.sent[worker.id] = self.gateway.sent[worker.id]
@@ -424,7 +424,7 @@ class Dispatcher:
         ticket: Ticket,
         *,
         free: bool = False,
-        shun: Worker | None = None,
+        shun: WorkerHandle | None = None,
         delay_s: float = 0.0,
     ) -> None:
         """The attempt is lost: try again within the budget, else fail. ``shun``: whose fault it was, if it lives on;
@@ -444,7 +444,7 @@ class Dispatcher:
         ticket.not_before = self._clock() + delay_s
         self.pump_soon()
 
-    def _failed_by(self, worker: Worker, ticket: Ticket, *, delay_s: float = 0.0) -> None:
+    def _failed_by(self, worker: WorkerHandle, ticket: Ticket, *, delay_s: float = 0.0) -> None:
         """``worker`` failed the request, and lives on. That it fails whatever it is given says nothing about a request,
         so it costs the budget nothing, once for each such worker."""
         peer = Alone(worker.id)
@@ -458,7 +458,7 @@ class Dispatcher:
 
     # -- what workers say -----------------------------------------------------------------------------------------
 
-    def joined(self, worker: Worker) -> None:
+    def joined(self, worker: WorkerHandle) -> None:
         self.returned(worker.id)
         if self.router.missing_role() is None:
             for ticket in self.tickets.values():
@@ -474,12 +474,12 @@ class Dispatcher:
         if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill, token), tokens)):
             self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode, token), tokens))
 
-    def measured(self, worker: Worker, message: Measured) -> None:
+    def measured(self, worker: WorkerHandle, message: Measured) -> None:
         decode = self.registry.get(message.decode)
         if decode is not None and (trial := self.links.measured(worker, decode, message)) is not None:
             self._try(trial)
 
-    def lost(self, worker: Worker, how: Loss) -> None:
+    def lost(self, worker: WorkerHandle, how: Loss) -> None:
         """It is gone without a word. What it was doing moves on: at once if it lives, else when it is known who else
         does. Requests that may be why it and others before it died wait until it is known whether it did."""
         tickets = self._bereaved(worker)
@@ -491,7 +491,7 @@ class Dispatcher:
         self._look_for_answers()
         self.pump_soon()
 
-    def _lost_by_a_crash(self, worker: Worker, tickets: Sequence[Ticket]) -> None:
+    def _lost_by_a_crash(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Only who lived when it got a request can have died of it."""
         dead_before = {ticket.id for ticket in tickets if worker.answered < ticket.asked}
         suspects = [each for each in tickets if each.id not in dead_before and each.life.bereaved(worker.id)]
@@ -551,13 +551,13 @@ class Dispatcher:
                 self.fail(ticket, given_up())
         self.pump_soon()
 
-    def left(self, worker: Worker) -> None:
+    def left(self, worker: WorkerHandle) -> None:
         """It was told to leave and had no time to finish: what it was doing moves on, at the cost of a pause."""
         for ticket in self._bereaved(worker):
             self._setback(ticket, free=True)
         self.pump_soon()
 
-    def _bereaved(self, worker: Worker) -> list[Ticket]:
+    def _bereaved(self, worker: WorkerHandle) -> list[Ticket]:
         """Forgets a worker that is gone; the requests that cannot go on without it."""
         self.router.forget(worker)
         self.links.forget(worker)
@@ -567,7 +567,7 @@ class Dispatcher:
             log.info("requests of %s that are placed again: %d", worker.hello.name, len(tickets))
         return tickets
 
-    def tokens(self, worker: Worker, message: Tokens) -> None:
+    def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
         """One step's spans; WireError if the columns do not match."""
         ids = _checked_ids(message)
         now = self._clock()
@@ -581,7 +581,7 @@ class Dispatcher:
 
     def _span(
         self,
-        worker: Worker,
+        worker: WorkerHandle,
         ticket: Ticket,
         message: Tokens,
         index: int,
@@ -657,12 +657,12 @@ class Dispatcher:
             log.exception("the end of an answer could not be written")
             ticket.client.failed(ticket, internal())
 
-    def _ask_again(self, worker: Worker, ticket: Ticket, choice: int, start: int, now: float) -> None:
+    def _ask_again(self, worker: WorkerHandle, ticket: Ticket, choice: int, start: int, now: float) -> None:
         if now - ticket.asked_at >= RESEND_EVERY_S:
             ticket.asked_at = now
             self.gateway.send(worker, Resend(ticket.id, ticket.life.attempt, choice, start))
 
-    def timing(self, worker: Worker, message: Timing) -> None:
+    def timing(self, worker: WorkerHandle, message: Timing) -> None:
         if "kv_bytes" in message.values:  # also when its request has ended meanwhile
             self.metrics.transferred(message)
         ticket = self.tickets.get(message.request)
@@ -682,7 +682,7 @@ class Dispatcher:
                 self.pump_soon()
             ticket.pair = None
 
-    def failed(self, worker: Worker, message: Failed) -> None:
+    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         ticket = self.tickets.get(message.request)
         if message.code == "transfer_failed":
             self.metrics.transfer_failed(message.code)
@@ -703,7 +703,7 @@ class Dispatcher:
         else:
             self.fail(ticket, worker_error(message))
 
-    def beat(self, worker: Worker) -> None:
+    def beat(self, worker: WorkerHandle) -> None:
         """Looks for requests that the worker should have and does not: it is asked for their last words, and if none
         come they are placed anew.
 
@@ -729,7 +729,7 @@ class Dispatcher:
             elif ticket.n > 1:
                 self._ask_for_the_silent(worker, ticket)
 
-    def _ask_for_the_end(self, worker: Worker, ticket: Ticket) -> None:
+    def _ask_for_the_end(self, worker: WorkerHandle, ticket: Ticket) -> None:
         """It may have finished what it does not list, and its last words were lost: it can say them again for a while.
         Beats count again once it has acted on that, which a worker in a long step has not."""
         life = ticket.life
@@ -739,7 +739,7 @@ class Dispatcher:
             ):
                 return
 
-    def _ask_for_the_silent(self, worker: Worker, ticket: Ticket) -> None:
+    def _ask_for_the_silent(self, worker: WorkerHandle, ticket: Ticket) -> None:
         """Choices that got nothing for a heartbeat's time: their last words may be lost, and while any other goes on,
         even one that was ended from this side, heartbeats list the request. One that waits for a slot or for blocks has
         nothing to answer. No number of messages is noted: beats count whether the worker has acted on these or not,
@@ -752,7 +752,7 @@ class Dispatcher:
             if not finish and self._clock() - heard_at > self.times.heartbeat_s:
                 self.gateway.send(worker, Resend(ticket.id, life.attempt, choice, len(life.output[choice])))
 
-    def _should_have(self, ticket: Ticket, worker: Worker) -> bool:
+    def _should_have(self, ticket: Ticket, worker: WorkerHandle) -> bool:
         """Decode has a request from its reservation to its end, prefill until the first token."""
         life = ticket.life
         if worker.id == life.prefill:
@@ -782,7 +782,7 @@ class Dispatcher:
         finally:
             self._next_tick()
 
-    def _look_for_stalls(self, worker: Worker, now: float) -> None:
+    def _look_for_stalls(self, worker: WorkerHandle, now: float) -> None:
         """Streams of a worker that lives, has them, and is silent about them."""
         beat, on = worker.beat, self._on.get(worker.id)
         if beat is None or not on:
@@ -845,7 +845,7 @@ class Dispatcher:
         return inf if ticket.client.told else self.times.lease_s + WORKERLESS_WAIT_S
 
 
-def _sampling_on(decode: Worker, ticket: Ticket) -> SamplingParams:
+def _sampling_on(decode: WorkerHandle, ticket: Ticket) -> SamplingParams:
     """An answer without a limit gets as long as this worker can hold."""
     sampling, need = ticket.sampling, ticket.need()
     if (missing := need.output - need.room(decode.hello)) <= 0:
@@ -856,7 +856,7 @@ def _sampling_on(decode: Worker, ticket: Ticket) -> SamplingParams:
     return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
-def _peer(worker: Worker, token: bytes) -> Peer:
+def _peer(worker: WorkerHandle, token: bytes) -> Peer:
     hello = worker.hello
     return Peer(hello.name, hello.incarnation, hello.data_address, hello.host_id, hello.dtype, token)
 

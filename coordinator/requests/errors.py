@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.core.errors import RequestError
-from common.net.messages import Failed, Hello
+from common.net.messages import Hello, RequestFailed
 from coordinator.routing.router import Need
 
 RETRY_JITTER = 0.2
@@ -80,7 +80,7 @@ def outgrown(tokens: int) -> RequestError:
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
-def worker_error(message: Failed) -> RequestError:
+def worker_error(message: RequestFailed) -> RequestError:
     match message.code:
         case "too_long":
             return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")

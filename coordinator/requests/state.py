@@ -34,7 +34,7 @@ itself, if something between here and there does not like its message."""
 CLEARED_TOKENS = 16
 """Output that a request gets from workers that live on clears it."""
 
-Verdict = Literal["retry", "spent"]
+RetryVerdict = Literal["retry", "spent"]
 
 
 class State(Enum):
@@ -245,7 +245,7 @@ class Life:
         """Whether it has lost more attempts than it may."""
         return self.retries > MAX_RETRIES or self.migrations > MAX_MIGRATIONS
 
-    def setback(self, *, on_trial: bool = False, free: bool = False) -> Verdict:
+    def setback(self, *, on_trial: bool = False, free: bool = False) -> RetryVerdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
         the old one is void; ``spent``: it must fail. ``on_trial``: whether it is refused for the crash of a worker is
         not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, or not

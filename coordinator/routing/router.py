@@ -17,7 +17,7 @@ from common.core.ids import Incarnation
 from common.kv.layout import KvDtype
 from common.kv.prefix import ChainKey
 from common.net.messages import Hello, Role
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.routing.breakers import Alone, Breakers, Pair
 from coordinator.routing.paths import Path
 
@@ -86,7 +86,7 @@ class Need:
         shared, partial = divmod(self.tokens, size)
         return min(length, (hello.kv_blocks - shared) // self.choices * size - partial)
 
-    def cached_on(self, worker: Worker, computed_in: KvDtype | None = None) -> int:
+    def cached_on(self, worker: WorkerHandle, computed_in: KvDtype | None = None) -> int:
         """Tokens of which ``worker`` has KV that was computed in ``computed_in`` (default: its own element type)."""
         return worker.cached_prefix(self.chains.get(computed_in or worker.hello.dtype, ()), self.tokens - 1)
 
@@ -104,8 +104,8 @@ class Placement:
     """Where a request goes; ``why`` is for people."""
 
     path: Path
-    prefill: Worker | None
-    decode: Worker
+    prefill: WorkerHandle | None
+    decode: WorkerHandle
     why: str
 
 
@@ -157,7 +157,7 @@ class Router:
     accounts: dict[Incarnation, Account] = field(default_factory=dict)
     breakers: Breakers = field(default_factory=Breakers)
 
-    def account(self, worker: Worker) -> Account:
+    def account(self, worker: WorkerHandle) -> Account:
         account = self.accounts.get(worker.id)
         if account is None:
             account = self.accounts[worker.id] = Account()
@@ -178,7 +178,7 @@ class Router:
             return NoWorkers("decode")
         return Wait("another suspect is on every worker" if need.apart_from else "every worker is too small")
 
-    def _ready(self, role: Role, need: Need) -> list[Worker]:
+    def _ready(self, role: Role, need: Need) -> list[WorkerHandle]:
         """The workers of ``role`` to choose from: those that could hold the request to its end, or else those that hold
         most of it and enough. One that keeps failing has room for everything: it is left out, rather than sorted last,
         as long as there is another."""
@@ -235,7 +235,7 @@ class Router:
         ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
         return ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
 
-    def _pair(self, need: Need, decodes: list[Worker]) -> Placement | Wait | NoWorkers:
+    def _pair(self, need: Need, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
         fitting = self._least_loaded_first(need, decodes)
         if not fitting:
             return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
@@ -268,14 +268,14 @@ class Router:
         queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
         return Placement("disagg", prefill, decode, queued)
 
-    def _whole(self, need: Need, workers: list[Worker]) -> Placement | Wait:
+    def _whole(self, need: Need, workers: list[WorkerHandle]) -> Placement | Wait:
         fitting = [worker for worker in workers if self._fits(need, worker)]
         if not fitting:
             return Wait(f"no colocated worker can promise {need.tokens} tokens and their output now")
         worker, before, cached = self._nearest(need, fitting)
         return Placement("colocated", None, worker, f"{before} tokens queued, {cached} of {need.tokens} cached")
 
-    def _fits(self, need: Need, worker: Worker) -> bool:
+    def _fits(self, need: Need, worker: WorkerHandle) -> bool:
         account, hello = self.account(worker), worker.hello
         if not _holds(need, worker):
             return False
@@ -285,12 +285,14 @@ class Router:
         blocks = need.blocks(hello.block_size, self.horizon)
         return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots
 
-    def _least_loaded_first(self, need: Need, decodes: list[Worker]) -> list[Worker]:
+    def _least_loaded_first(self, need: Need, decodes: list[WorkerHandle]) -> list[WorkerHandle]:
         """The decode workers that ``need`` fits on, the least loaded first."""
         fitting = [worker for worker in decodes if self._fits(need, worker)]
         return sorted(fitting, key=lambda worker: (worker.id in need.shun, *self._load(need, worker)))
 
-    def _reachable(self, need: Need, decodes: list[Worker], prefills: list[Worker]) -> tuple[Worker, list[Worker]]:
+    def _reachable(
+        self, need: Need, decodes: list[WorkerHandle], prefills: list[WorkerHandle]
+    ) -> tuple[WorkerHandle, list[WorkerHandle]]:
         """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
         no such pair. A pair that failed this very request is good enough where the decode worker may not prefill by
         itself."""
@@ -301,7 +303,7 @@ class Router:
                     return decode, able
         return decodes[0], []
 
-    def _load(self, need: Need, worker: Worker) -> tuple[float, float]:
+    def _load(self, need: Need, worker: WorkerHandle) -> tuple[float, float]:
         """How full the fuller of slots and pool would be with ``need``, of which nothing counts that is cached there;
         and how much is not. Not the room that is left: pools of workers that are equally fast differ in size by chance,
         and the largest would get everything."""
@@ -312,10 +314,10 @@ class Router:
         sequences = account.sequences + need.choices * missing
         return max(blocks / hello.kv_blocks, sequences / hello.max_num_seqs), missing
 
-    def _nearest(self, need: Need, workers: list[Worker]) -> tuple[Worker, int, int]:
+    def _nearest(self, need: Need, workers: list[WorkerHandle]) -> tuple[WorkerHandle, int, int]:
         """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
 
-        def cost(worker: Worker) -> tuple[bool, int, int]:
+        def cost(worker: WorkerHandle) -> tuple[bool, int, int]:
             cached = need.cached_on(worker)
             account = self.account(worker)
             return worker.id in need.shun, account.prefill_tokens + need.tokens - cached, account.sequences
@@ -323,7 +325,7 @@ class Router:
         best = min(workers, key=cost)
         return best, self.account(best).prefill_tokens, need.cached_on(best)
 
-    def _better_local(self, need: Need, decode: Worker, queued_tokens: int) -> str | None:
+    def _better_local(self, need: Need, decode: WorkerHandle, queued_tokens: int) -> str | None:
         """``auto``: why the decode worker should prefill by itself, or None if it should not."""
         cached = need.cached_on(decode)
         missing = need.tokens - cached
@@ -335,7 +337,7 @@ class Router:
             return f"{decode.hello.name} is idle and {queued_tokens} tokens are queued for prefill"
         return None
 
-    def _spare(self, need: Need, decodes: Sequence[Worker], queued_tokens: int) -> Worker | None:
+    def _spare(self, need: Need, decodes: Sequence[WorkerHandle], queued_tokens: int) -> WorkerHandle | None:
         """The first of ``decodes`` that can compute the prompt sooner than prefill gets to it: that computes no other,
         and whose slots are not all taken by streams, which have to share its steps."""
         for worker in decodes:
@@ -378,18 +380,18 @@ class Router:
         promise.decode.streams -= promise.streams
         promise.blocks = promise.sequences = promise.streams = 0
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: WorkerHandle) -> None:
         """A worker is gone, and with it its account and its breakers."""
         self.accounts.pop(worker.id, None)
         self.breakers.forget(worker.id)
 
 
-def _holds(need: Need, worker: Worker) -> bool:
+def _holds(need: Need, worker: WorkerHandle) -> bool:
     """Whether ``worker`` could hold enough of ``need`` if it had nothing else."""
     return _room(need, worker) >= need.least
 
 
-def _room(need: Need, worker: Worker) -> int:
+def _room(need: Need, worker: WorkerHandle) -> int:
     """Output per choice that ``worker`` has room for; all of it or none, for a prefill worker."""
     if worker.role == "prefill":
         return need.output if need.tokens <= _most_tokens(worker.hello) else -1

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from common.config.chat import ChatConfig
 from common.core.errors import StartError
-from common.net.http_client import Refused, Server
+from common.net.http_client import HttpClient, HttpError
 
 Messages = list[dict[str, str]]
 
 
 def run(config: ChatConfig, prompt: str | None) -> int:
     """One answer to ``prompt`` (or to what is piped in), or a conversation; the exit code."""
-    server = Server(config.url, config.api_key)
+    server = HttpClient(config.url, config.api_key)
     conversation = _Conversation(server, server.model(), config)
     if prompt is None and sys.stdin.isatty():
         return conversation.hold()
@@ -31,7 +31,7 @@ def run(config: ChatConfig, prompt: str | None) -> int:
 class _Conversation:
     """The messages so far, and how the next answer is asked for."""
 
-    def __init__(self, server: Server, model: str, config: ChatConfig) -> None:
+    def __init__(self, server: HttpClient, model: str, config: ChatConfig) -> None:
         self._server, self._model = server, model
         self._console = Console(highlight=False)
         self._settings: dict[str, Any] = {
@@ -48,7 +48,7 @@ class _Conversation:
             raise StartError("there is nothing to ask", "the prompt is empty", 'say tandem chat "your question"')
         try:
             self._answer(prompt, sys.stdout.isatty())
-        except Refused as error:
+        except HttpError as error:
             todo = error.todo("change the question or the flags" if error.status == 400 else "see the server's log")
             raise StartError("there is no answer", str(error), todo) from error
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ class _Conversation:
                 continue
             try:
                 self._answer(prompt, True)
-            except Refused as error:
+            except HttpError as error:
                 self._console.print(f"[red]{error}[/]")
             except KeyboardInterrupt:
                 self._console.print("\n[dim]stopped[/]")

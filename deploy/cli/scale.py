@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.config.scale import ScaleConfig
 from common.core.errors import StartError, reason
-from common.net.http_client import Refused, Server, shown
+from common.net.http_client import HttpClient, HttpError, shown
 
 PATIENCE_S = 1800.0
 """Loading a model, and draining a worker, may take long."""
@@ -19,13 +19,13 @@ def run(config: ScaleConfig) -> int:
         raise StartError("--decode 0 would serve nobody", why, "give --decode 1 or more")
     wish = {"prefill": config.prefill, "decode": config.decode}
     try:
-        pools = Server(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
+        pools = HttpClient(config.url, config.api_key, PATIENCE_S).post("/admin/scale", wish)
     except OSError as error:
         why = reason(error)
         raise StartError(
             f"cannot reach {shown(config.url)}", why, "start it with `tandem up`, or give --url"
         ) from error
-    except Refused as error:
+    except HttpError as error:
         raise StartError(
             "the pools were not changed as asked", str(error), error.todo("see GET /admin/workers")
         ) from error

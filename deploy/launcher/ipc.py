@@ -30,7 +30,7 @@ class Wish(msgspec.Struct, frozen=True, tag=True):
     decode: int | None
 
 
-class Hang(msgspec.Struct, frozen=True, tag=True):
+class HangReport(msgspec.Struct, frozen=True, tag="Hang"):
     """The worker ``name``, process ``pid``, hangs and holds nothing any more. No answer: who is back says Hello."""
 
     name: str
@@ -97,13 +97,13 @@ class Asker:
 
     def replace(self, name: str, pid: int, why: str) -> None:
         """Has the launcher replace a worker that hangs; returns at once."""
-        self._keep(asyncio.create_task(self._say(Hang(name, pid, why))))
+        self._keep(asyncio.create_task(self._say(HangReport(name, pid, why))))
 
     def tell_backlog(self, deep: bool) -> None:
         """Tells the launcher that prompts begin to pile up, or no longer do; returns at once."""
         self._keep(asyncio.create_task(self._say(Piling(deep))))
 
-    async def _say(self, message: Wish | Hang | Piling) -> None:
+    async def _say(self, message: Wish | HangReport | Piling) -> None:
         if self._opened is None:
             self._opened = asyncio.create_task(self._open())
         writer = await asyncio.shield(self._opened)
@@ -146,8 +146,8 @@ async def serve(line: socket.socket, launcher: Launcher) -> None:
 
     try:
         async for raw in reader:
-            said = msgspec.json.decode(raw, type=Wish | Hang | Piling)
-            if isinstance(said, Hang):
+            said = msgspec.json.decode(raw, type=Wish | HangReport | Piling)
+            if isinstance(said, HangReport):
                 launcher.replace(said.name, said.pid, said.why)
             elif isinstance(said, Piling):
                 launcher.place_coordinator(said.deep)

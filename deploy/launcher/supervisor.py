@@ -30,7 +30,7 @@ from common.config.worker import WorkerConfig
 from common.core.errors import StartError
 from common.core.ids import WorkerName
 from common.net.hosts import bracketed
-from common.net.http_client import Server
+from common.net.http_client import HttpClient
 from common.net.messages import Role
 from common.platform.core_lease import Lending, LentCores
 from common.platform.log import setup_logging
@@ -258,7 +258,7 @@ class Supervisor:
         self._screen.serving(Serving(config.served_name, self._url, workers, links, self._keyed, config.chat))
 
     async def _until_ready(self) -> None:
-        server, reason = Server(self._url, timeout_s=2.0), ""
+        server, reason = HttpClient(self._url, timeout_s=2.0), ""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
@@ -288,7 +288,7 @@ class Supervisor:
         config = self._config
         key = config.admin_api_key or next(iter(config.api_keys()), None)
         try:
-            code, body = Server(self._url, key, timeout_s=2.0).get("/admin/workers")
+            code, body = HttpClient(self._url, key, timeout_s=2.0).get("/admin/workers")
         except OSError:
             return ()
         workers: list[dict[str, Any]] = body["workers"] if code == 200 else []

@@ -26,7 +26,7 @@ import pytest
 
 from bench.micro.handoff_cost import cpu_seconds
 from common import builtin
-from common.net.http_client import Refused, Server
+from common.net.http_client import HttpClient, HttpError
 from deploy.launcher.supervisor import ONE_SIGNAL_S
 from tests import leaked_keys
 from tests.e2e.spawner import Spawner
@@ -57,12 +57,12 @@ class Up:
     def said(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def server(self) -> Server:
+    def server(self) -> HttpClient:
         """The server, once the first screen is out."""
         wait_for(lambda: "try: tandem chat" in self.said or self.process.poll() is not None, START_S)
         found = re.search(r"serving \S+ on (http://\S+)", self.said)
         assert found is not None, self.said
-        return Server(found[1], timeout_s=60.0)
+        return HttpClient(found[1], timeout_s=60.0)
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -81,25 +81,25 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def ask(server: Server, tokens: int) -> Iterator[dict[str, Any]]:
+def ask(server: HttpClient, tokens: int) -> Iterator[dict[str, Any]]:
     messages = [{"role": "user", "content": "Hello"}]
     return server.chat({"model": server.model(), "messages": messages, "max_tokens": tokens, "ignore_eos": True})
 
 
-def workers(server: Server) -> dict[str, dict[str, Any]]:
+def workers(server: HttpClient) -> dict[str, dict[str, Any]]:
     """The workers that are ready, by name."""
     status, body = server.get("/admin/workers")
     assert status == 200
     return {worker["id"]: worker for worker in body["workers"] if worker["state"] == "ready"}
 
 
-def send_prompt(server: Server) -> None:
+def send_prompt(server: HttpClient) -> None:
     """A long one that nobody has cached; returns when it has been computed."""
     prompt = [random.randrange(1000, 2000) for _ in range(1500)]
     server.post("/v1/completions", {"model": server.model(), "prompt": prompt, "max_tokens": 1})
 
 
-def borrowed_s(server: Server) -> float:
+def borrowed_s(server: HttpClient) -> float:
     """Seconds for which workers have had each other's cores so far."""
     with urllib.request.urlopen(f"{server.url}/metrics") as page:
         found = re.search(r"^tandem_borrowed_core_seconds_total (\S+)", page.read().decode(), re.M)
@@ -107,7 +107,7 @@ def borrowed_s(server: Server) -> float:
     return float(found[1])
 
 
-def long_prompt_was_helped_with(server: Server) -> bool:
+def long_prompt_was_helped_with(server: HttpClient) -> bool:
     """Sends a prompt that nobody has cached; whether prefill has had the core of decode so far."""
     send_prompt(server)
     return borrowed_s(server) > 0
@@ -338,7 +338,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Up]) -> None:
     up.process.send_signal(signal.SIGTERM)
     up.process.wait(10)
     assert not any(child.is_running() for child in family)
-    with pytest.raises(Refused):
+    with pytest.raises(HttpError):
         list(running)
 
 
@@ -374,7 +374,7 @@ def test_it_grows_and_shrinks_under_load_without_a_failed_request(start_quickly:
         while not over.is_set():
             try:
                 answered.append(len(list(ask(server, 100))))
-            except Refused as error:
+            except HttpError as error:
                 failed.append(str(error))
 
     def scale(*words: str) -> subprocess.CompletedProcess[str]:

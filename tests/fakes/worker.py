@@ -23,7 +23,6 @@ from common.net.messages import (
     PROTOCOL,
     Abort,
     Drain,
-    Failed,
     Generate,
     Goodbye,
     Heartbeat,
@@ -36,6 +35,7 @@ from common.net.messages import (
     Prefill,
     Rejoin,
     Renewed,
+    RequestFailed,
     Resend,
     Reserve,
     Role,
@@ -90,7 +90,7 @@ class FakeWorker:
     turn_ms: int = -1
     drop: set[type[Message]] = field(default_factory=set)
     deaf: bool = False
-    refuse: Failed | None = None
+    refuse: RequestFailed | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)
     turned: str = ""

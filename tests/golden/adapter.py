@@ -104,7 +104,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     refuse, "retriable" whether others could do better, "slow" how many seconds they wait after each token, "draining"
     whether the server shuts down, "full" whether as many requests wait as may, "template" the chat template ("":
     none), "workers" more options of fake workers by role, "trouble" what goes wrong (:mod:`tests.golden.troubles`)."""
-    from common.net.messages import Failed, Generate, Prefill
+    from common.net.messages import Generate, Prefill, RequestFailed
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
     from tests.unit.coordinator.house import open_house, until
@@ -113,7 +113,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     code, slow, draining = options.pop("fails", ""), options.pop("slow", 0.0), options.pop("draining", False)
     retriable, template = options.pop("retriable", False), options.pop("template", None)
     full, more, wrong = options.pop("full", False), options.pop("workers", {}), options.pop("trouble", "")
-    refuse = Failed(bytes(16), 0, code, "5 tokens fit", retriable) if code else None  # type: ignore[arg-type]
+    refuse = RequestFailed(bytes(16), 0, code, "5 tokens fit", retriable) if code else None  # type: ignore[arg-type]
     if template is not None:
         model = _with_template(model, template)
 

@@ -27,14 +27,14 @@ from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.links.faulty import FaultRates, FaultyLink
 from kvtransfer.receiver import Landed, Receiver
 from kvtransfer.sender import FirstTokens, Lost, Sender
-from kvtransfer.session import Limits
+from kvtransfer.session import TransferLimits
 from tests.simulation.clock import Clock, Process
 from tests.simulation.network import Network, Rates, SimulatedChannels
 
 LAYERS = (LayerLayout(2, 4, 4), LayerLayout(1, 8, 2))
 FRAME_BYTES, TOKENS, SLOTS = 2048, 90, 4
 LEASE_S = 0.5
-LIMITS = Limits(frame_bytes=FRAME_BYTES)
+LIMITS = TransferLimits(frame_bytes=FRAME_BYTES)
 HELD_S = 10.0
 """The longest that anything is held for a peer that is dead, or has given up."""
 TURN_S = 0.1

@@ -12,10 +12,10 @@ from common.kv.layout import KvLayout, LayerLayout
 from common.net.messages import Accept, Ack, Commit
 from kvtransfer.frames import UNSAID, FrameHeader, Rectangle
 from kvtransfer.plan import Outbox
-from kvtransfer.session import Limits, ReceiverSession, SenderSession, TransferState, Verdict
+from kvtransfer.session import FrameVerdict, ReceiverSession, SenderSession, TransferLimits, TransferState
 
 TRANSFER = TransferId(RequestId(b"r" * 16), 1)
-LIMITS = Limits(no_progress_s=5.0, frame_bytes=1000)
+LIMITS = TransferLimits(no_progress_s=5.0, frame_bytes=1000)
 
 
 def make_layout(layers: int, block_size: int = 16) -> KvLayout:
@@ -150,8 +150,8 @@ def deliver(
     """What :class:`kvtransfer.receiver.Receiver` does with a message, without sockets and bytes."""
     if isinstance(message, FrameHeader):
         verdict = receiver.judge(message, now)
-        assert verdict is not Verdict.STRANGE
-        if verdict is Verdict.TAKE:
+        assert verdict is not FrameVerdict.STRANGE
+        if verdict is FrameVerdict.TAKE:
             receiver.took(message, hash(message.cells) & 0xFFFF | 1, now)
             for layer in message.cells.layers:
                 for token in message.cells.tokens:
@@ -189,7 +189,7 @@ def test_a_commit_with_one_wrong_figure_is_refused(case: tuple[int, int, int, li
 def test_who_does_not_answer_is_sent_everything_once_more_and_then_one_frame_at_a_time() -> None:
     layout = make_layout(1)
     size = layout.range_bytes(0, 1, 1)
-    sender = SenderSession(TRANSFER, layout, 8, 0.0, Limits(frame_bytes=size))
+    sender = SenderSession(TRANSFER, layout, 8, 0.0, TransferLimits(frame_bytes=size))
     sender.granted(0, "zmq", 1 << 20, 0.0)
     for token in range(8):
         sender.computed(token + 1, 1)

@@ -43,7 +43,6 @@ from common.net.messages import (
     Cancel,
     Commit,
     Drain,
-    Failed,
     FromWorker,
     Generate,
     Goodbye,
@@ -63,6 +62,7 @@ from common.net.messages import (
     Rejoin,
     Released,
     Renewed,
+    RequestFailed,
     Resend,
     Reserve,
     Timing,
@@ -253,7 +253,7 @@ EXAMPLES: list[Message] = [
     Heartbeat(**_BEAT),
     Tokens(_ID, (0,), (1,), (4,), (2,), (1,), (9,), pack_tokens([7, 9]), (_LOGPROBS, None)),
     Timing(_ID, 1, {"queue_ms": 1.5, "cached_tokens": 32.0}, "shm"),  # type: ignore[arg-type]
-    Failed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
+    RequestFailed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
     Cached(b"a" * 16, b"b" * 16),
     Measured("0123456789abcdef", "shm", 65_536, 0.002),  # type: ignore[arg-type]
     Renewed("0123456789abcdef"),  # type: ignore[arg-type]
@@ -495,7 +495,7 @@ def test_the_largest_reports_of_a_worker_are_below_their_limit() -> None:
             Heartbeat(**_BEAT), live=bytes(16 * MAX_HELD), resting=bytes(16 * MAX_HELD), counters=counters
         ),
         Cached(keys, keys),
-        Failed(_ID, 1, "engine_error", "x" * MAX_TEXT, True),  # type: ignore[arg-type]
+        RequestFailed(_ID, 1, "engine_error", "x" * MAX_TEXT, True),  # type: ignore[arg-type]
     ):
         assert decode(encode(message), FromWorker, MAX_REPORT_BYTES) == message
         assert len(encode(message)) < 0.75 * MAX_REPORT_BYTES

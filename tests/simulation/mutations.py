@@ -24,7 +24,7 @@ from common.worker.loop import Worker
 from common.worker.membership import Membership
 from coordinator.cluster import gateway
 from coordinator.cluster.registry import Registry
-from coordinator.cluster.registry import Worker as Member
+from coordinator.cluster.registry import WorkerHandle as Member
 from coordinator.requests.admission import RetryBudget
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined

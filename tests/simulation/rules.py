@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.core.ids import RequestId
-from common.net.messages import Failed, Tokens
+from common.net.messages import RequestFailed, Tokens
 from coordinator.cluster.gateway import Loss
-from coordinator.cluster.registry import Worker
+from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.record import Ticket
@@ -62,7 +62,7 @@ class CheckedDispatcher(Dispatcher):
         """Nobody is sent where it is cut short while another that is not avoided holds more of it."""
         need, decode = self._need(ticket), placement.decode
 
-        def room(worker: Worker) -> int:
+        def room(worker: WorkerHandle) -> int:
             return min(need.output, need.room(worker.hello))
 
         others = [each for each in self.registry.ready(decode.role) if each.id not in need.apart_from]
@@ -89,7 +89,7 @@ class CheckedDispatcher(Dispatcher):
             self._failures.pop(ticket.pair, None)
         super()._note_hand_off(ticket)
 
-    def failed(self, worker: Worker, message: Failed) -> None:
+    def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
         ticket = self.tickets.get(message.request)
         pair = ticket and ticket.pair
         super().failed(worker, message)
@@ -98,7 +98,7 @@ class CheckedDispatcher(Dispatcher):
             if not _too_many(failures):  # those that were on their way then say nothing new
                 failures.append(self._clock())
 
-    def lost(self, worker: Worker, how: Loss) -> None:
+    def lost(self, worker: WorkerHandle, how: Loss) -> None:
         for pair in [pair for pair in self._failures if worker.id in pair]:
             del self._failures[pair]
         super().lost(worker, how)

@@ -15,7 +15,6 @@ from common.core.request import FinishReason, Request, SamplingParams
 from common.net.messages import (
     PROTOCOL,
     Cached,
-    Failed,
     FromWorker,
     Goodbye,
     Heartbeat,
@@ -25,6 +24,7 @@ from common.net.messages import (
     Peer,
     Prefill,
     Renewed,
+    RequestFailed,
     Reserve,
     Timing,
     Tokens,
@@ -53,7 +53,7 @@ class Bench:
         self.routes: dict[str, bytes] = {}
         self.streams: dict[tuple[bytes, int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[bytes, int, int], FinishReason] = {}
-        self.failed: dict[tuple[bytes, int], Failed] = {}
+        self.failed: dict[tuple[bytes, int], RequestFailed] = {}
         self.timings: list[Timing] = []
         self.measured: list[Measured] = []
         self.cached: list[Cached] = []
@@ -106,7 +106,7 @@ class Bench:
                 self.renewed += 1
             case Tokens():
                 self._spans(message)
-            case Failed():
+            case RequestFailed():
                 self.failed[message.request, message.attempt] = message
             case Timing():
                 self.timings.append(message)

@@ -22,7 +22,7 @@ from common.net.sockets import DROPPED_PARTS, Channels, receive, send
 from common.net.wire import seal
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
 from kvtransfer.peer_proof import proof, proven, proves
-from kvtransfer.receiver import Failed, Receiver
+from kvtransfer.receiver import Receiver, TransferFailed
 from kvtransfer.sender import Lost, Sender
 from tests.fakes.oracle import OracleEngine
 from tests.unit.door import QUIET_S, WAIT_S, until
@@ -126,7 +126,7 @@ def test_who_has_read_an_announcement_and_repeats_it_cannot_ship(first: bool) ->
             send(thief, forged)
         ended: list[Any] = []
         until(lambda: ended.extend(receiver.pump(time.monotonic, 0.01)) or ended, "it is cut off")
-        assert isinstance(ended[0], Failed) and receiver.strikes.cut_off == 1
+        assert isinstance(ended[0], TransferFailed) and receiver.strikes.cut_off == 1
     finally:
         for socket in (thief, sender):
             socket.close(0)

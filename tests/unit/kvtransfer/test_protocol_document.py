@@ -18,10 +18,10 @@ from kvtransfer.frames import HEADER_BYTES
 from kvtransfer.session import (
     RECEIVER_MOVES,
     SENDER_MOVES,
-    Limits,
     Moves,
     ReceiverSession,
     SenderSession,
+    TransferLimits,
     TransferState,
 )
 from tests.chaos.cells import CELLS
@@ -54,7 +54,7 @@ def test_the_diagrams_are_the_tables() -> None:
 
 def test_each_machine_has_its_own_way_to_accepted() -> None:
     """A sender that was never asked to commit, and a receiver that waits for itself, are broken."""
-    layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), Limits()
+    layout, limits = KvLayout((LayerLayout(1, 4, 4),), "float32", 16), TransferLimits()
     sender = SenderSession(TRANSFER, layout, 16, 0.0, limits)
     receiver = ReceiverSession(TRANSFER, layout, 16, 0, 0.0, limits)
     for session, forbidden in ((sender, TransferState.ACCEPTED), (receiver, TransferState.COMMITTING)):

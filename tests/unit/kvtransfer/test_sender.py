@@ -24,7 +24,7 @@ from kvtransfer.links import zeromq
 from kvtransfer.links.base import Payload, SendLink
 from kvtransfer.peer_proof import proof
 from kvtransfer.sender import Lost, Sender
-from kvtransfer.session import Limits
+from kvtransfer.session import TransferLimits
 from tests.pace import scaled
 
 LAYOUT = KvLayout(tuple(LayerLayout(2, 16, 16) for _ in range(4)), "float32", 16)
@@ -61,7 +61,7 @@ class Meeting:
             new_incarnation(),
             "elsewhere",
             transport="zmq",
-            limits=Limits(frame_bytes=FRAME_BYTES),
+            limits=TransferLimits(frame_bytes=FRAME_BYTES),
             queue_bytes=2 * QUEUE_BYTES,  # of which one line may have half
         )
         self.router, address = self.there.router("tcp://127.0.0.1:*")
@@ -334,5 +334,5 @@ def test_frames_behind_others_on_the_line_are_not_repeated(meeting: Meeting) -> 
             landed[header.transfer] += header.size_bytes
             ack = Ack(*header.transfer, header.number, landed[header.transfer], 1 << 30)
             meeting.router.send_multipart([identity, encode(ack)])
-    assert meeting.now - began > 10 * Limits().resend_s
+    assert meeting.now - began > 10 * TransferLimits().resend_s
     assert meeting.link.handed_bytes == len(transfers) * KV_BYTES, "each frame left once"

@@ -21,8 +21,8 @@ from common.net.sockets import Channels, receive, send
 from kvtransfer.links import shm
 from kvtransfer.links.shm import PoolDoor
 from kvtransfer.peer_proof import proof
-from kvtransfer.receiver import Failed, Landed, Receiver
-from kvtransfer.session import Limits
+from kvtransfer.receiver import Landed, Receiver, TransferFailed
+from kvtransfer.session import TransferLimits
 from kvtransfer.source_pools import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
 from tests.pace import scaled
 
@@ -41,7 +41,7 @@ class Meeting:
         self.line = self.channels.dealer(self.receiver.address, b"sender", to="decode")
         self.door: Any = None
         self.transfers = 0
-        self.ended: list[Landed | Failed] = []
+        self.ended: list[Landed | TransferFailed] = []
 
     def stand_still(self) -> None:
         """There is a door, and its owner is stopped: the kernel lets visitors wait."""
@@ -141,7 +141,7 @@ def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
     meeting.now += KNOCK_S + 0.1
     assert out_of_reach(meeting, meeting.answer(transfer))
     if meeting.transport == "shm":
-        assert [end.transfer for end in meeting.ended if isinstance(end, Failed)] == [transfer]
+        assert [end.transfer for end in meeting.ended if isinstance(end, TransferFailed)] == [transfer]
     meeting.open_door()
     meeting.now += PAUSE_S / 2
     assert out_of_reach(meeting, meeting.answer(meeting.announce())), "not at once"
@@ -186,7 +186,7 @@ def granted(meeting: Meeting) -> TransferId:
 
 
 def test_a_pool_whose_owner_has_died_is_held_no_longer_than_its_hand_offs_may_be_silent(meeting: Meeting) -> None:
-    lease_s = Limits().lease_s
+    lease_s = TransferLimits().lease_s
     before = mapped_pools()
     meeting.open_door()
     transfer = granted(meeting)
@@ -207,12 +207,12 @@ def test_a_pool_is_kept_between_two_hand_offs_and_mapped_again_after_a_long_rest
     before = mapped_pools()
     meeting.open_door()
     meeting.receiver.cancel(granted(meeting), "no longer wanted")
-    meeting.now += Limits().lease_s / 2
+    meeting.now += TransferLimits().lease_s / 2
     meeting.receiver.pump(meeting._clock, 1.0)
     assert mapped_pools() == before + 1
     for _ in range(2):
         meeting.receiver.cancel(granted(meeting), "no longer wanted")
-        meeting.now += Limits().lease_s + 0.1
+        meeting.now += TransferLimits().lease_s + 0.1
         meeting.receiver.pump(meeting._clock, 1.0)
         assert mapped_pools() == before
 

@@ -17,7 +17,7 @@ import pytest
 
 from bench.goals.mocks import MockWorker, hello_of
 from common.net.messages import Role
-from coordinator.cluster.registry import Worker
+from coordinator.cluster.registry import WorkerHandle
 from tests.chaos.house import state_of
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
@@ -107,7 +107,7 @@ async def test_mock_workers_answer_their_leases(
     renewed, answered, both = registry.renewed, set(), {worker.id for worker in registry}
     assert len(both) == 2
 
-    def note(worker: Worker) -> None:
+    def note(worker: WorkerHandle) -> None:
         answered.add(worker.id)
         renewed(worker)
 

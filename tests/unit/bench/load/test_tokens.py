@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.load.tokens import PIECE_CHARACTERS, ServerTokenizer, ordinary_ids, pieces
-from common.net.http_client import Refused
+from common.net.http_client import HttpError
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ class Small:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         assert path == "/tokenize" and not body["add_special_tokens"]
         if len(body["prompt"]) > 2 * PIECE_CHARACTERS:
-            raise Refused("too long", 400)
+            raise HttpError("too long", 400)
         return {"tokens": [hash(word) for word in body["prompt"].split()]}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoint.files import open_checkpoint
 from common.core.sequence import Batch, Segment
-from common.engine.runner import Engine, load_engine, sequence_of
+from common.engine.runner import ModelEngine, load_engine, sequence_of
 from common.kv.cache import BlockCopy
 from tests.models import KINDS, SERVED
 from tests.reference import Reference
@@ -28,14 +28,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-MakeEngine = Callable[..., Engine]
+MakeEngine = Callable[..., ModelEngine]
 
 
 @pytest.fixture
 def make_engine(checkpoint: Callable[[str], Path]) -> Iterator[MakeEngine]:
-    engines: list[Engine] = []
+    engines: list[ModelEngine] = []
 
-    def make(kind: str, dtype: str = "float32", block_size: int = 16) -> Engine:
+    def make(kind: str, dtype: str = "float32", block_size: int = 16) -> ModelEngine:
         engines.append(
             load_engine(
                 open_checkpoint(str(checkpoint(kind))), dtype=dtype, max_model_len=MAX_LEN,
@@ -53,7 +53,7 @@ def make_engine(checkpoint: Callable[[str], Path]) -> Iterator[MakeEngine]:
 class Runner:
     """Runs sequences over random block tables, chunk by chunk, and keeps the logits of every last row."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: ModelEngine, seed: int) -> None:
         self.engine, self.rng = engine, random.Random(seed)
         self.free = list(range(engine.memory.blocks))
         self.rng.shuffle(self.free)

@@ -14,18 +14,18 @@ from common.core.errors import StartError
 from common.core.ids import BlockId, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
-from common.engine.runner import Engine, load_engine, sequence_of
+from common.engine.runner import ModelEngine, load_engine, sequence_of
 from common.model.load import detach_from_files
 from tests.reference import Reference, greedy
 
 
-def load(path: Path, **options: Any) -> Engine:
+def load(path: Path, **options: Any) -> ModelEngine:
     fields = {"num_kv_blocks": 64, "dtype": "float32", "max_batched_tokens": 64, "max_num_seqs": 4, "batch_hint": 4}
     return load_engine(open_checkpoint(str(path)), **(fields | options))
 
 
 @pytest.fixture
-def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[ModelEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = load(checkpoint("llama"), max_model_len=512)
@@ -46,7 +46,7 @@ def blocks(first: int, count: int = 4) -> list[BlockId]:
     return [BlockId(block) for block in range(first, first + count)]
 
 
-def run(engine: Engine, sequences: list[Sequence], steps: int, tables: list[list[BlockId]] | None = None) -> None:
+def run(engine: ModelEngine, sequences: list[Sequence], steps: int, tables: list[list[BlockId]] | None = None) -> None:
     for _ in range(steps):
         chosen = tables or [blocks(4 * index) for index in range(len(sequences))]
         result = engine.step(Batch(tuple(whole(s) for s in sequences), tuple(chosen)))
@@ -59,7 +59,7 @@ def run(engine: Engine, sequences: list[Sequence], steps: int, tables: list[list
 PROMPTS = [list(range(10, 10 + n)) for n in (1, 16, 33)]
 
 
-def test_greedy_and_sampled_tokens_are_right(engine: Engine, checkpoint: Callable[[str], Path]) -> None:
+def test_greedy_and_sampled_tokens_are_right(engine: ModelEngine, checkpoint: Callable[[str], Path]) -> None:
     reference = Reference(checkpoint("llama"), 512)
     mixed = [
         greedy(20, logprobs=2),
@@ -72,7 +72,7 @@ def test_greedy_and_sampled_tokens_are_right(engine: Engine, checkpoint: Callabl
         reference.check(seq.tokens[: seq.prompt_length], seq.output, sampling)
 
 
-def test_several_choices_come_from_one_row(engine: Engine) -> None:
+def test_several_choices_come_from_one_row(engine: ModelEngine) -> None:
     sampling = SamplingParams(5, 3, temperature=1.5, logprobs=0)
     together = engine.step(Batch((whole(sequence(PROMPTS[1], sampling, n=4)),), (blocks(0),)))
     assert len(together.tokens[0]) == len(together.logprobs[0]) == 4
@@ -81,20 +81,20 @@ def test_several_choices_come_from_one_row(engine: Engine) -> None:
     assert alone.tokens[0] == [together.tokens[0][2]]
 
 
-def test_a_chunk_that_wants_no_token_gets_none(engine: Engine) -> None:
+def test_a_chunk_that_wants_no_token_gets_none(engine: ModelEngine) -> None:
     result = engine.step(Batch((Segment(sequence(PROMPTS[2]), 0, 20),), (blocks(0),)))
     assert result.tokens == [[]] and result.logprobs == [[]] and not result.errors
     assert engine.step(Batch((), ())).tokens == []
 
 
-def test_layers_are_announced_in_order_with_their_kv_in_the_pool(engine: Engine) -> None:
+def test_layers_are_announced_in_order_with_their_kv_in_the_pool(engine: ModelEngine) -> None:
     seen: list[tuple[int, bool]] = []
     engine.on_layer = lambda layer: seen.append((layer, bool(engine.store.k(layer)[5].any())))
     engine.step(Batch((Segment(sequence(PROMPTS[1]), 0, 16),), ([BlockId(5)],)))
     assert seen == [(0, True), (1, True), (2, True)]
 
 
-def test_an_impossible_token_fails_its_own_request_only(engine: Engine) -> None:
+def test_an_impossible_token_fails_its_own_request_only(engine: ModelEngine) -> None:
     layers: list[int] = []
     engine.on_layer = layers.append
     good, bad, other = sequence(PROMPTS[0]), sequence([1, 2, 99_999]), sequence(PROMPTS[2])
@@ -107,7 +107,7 @@ def test_an_impossible_token_fails_its_own_request_only(engine: Engine) -> None:
     assert list(engine.step(Batch((whole(bad),), (blocks(4),))).errors) == [0]
 
 
-def test_not_a_number_fails_its_own_request_only(engine: Engine) -> None:
+def test_not_a_number_fails_its_own_request_only(engine: ModelEngine) -> None:
     poisoned, good = sequence(PROMPTS[1]), sequence(PROMPTS[2])
     run(engine, [poisoned, good], 1)
     engine.store.v(1)[blocks(0)[0], 3] = torch.nan
@@ -120,12 +120,12 @@ def test_not_a_number_fails_its_own_request_only(engine: Engine) -> None:
     assert not engine.step(Batch((whole(fresh),), (table,))).errors
 
 
-def test_warm_up_leaves_no_trace(engine: Engine) -> None:
+def test_warm_up_leaves_no_trace(engine: ModelEngine) -> None:
     engine.warm_up()
     assert not engine.store.memory.raw.any()
 
 
-def test_it_says_what_it_chose(engine: Engine) -> None:
+def test_it_says_what_it_chose(engine: ModelEngine) -> None:
     text = "\n".join(engine.notes)
     assert "dtype float32: asked for" in text and "KV pool" in text and "attention " in text
     assert (engine.vocab_size, engine.max_model_len, engine.layout.block_size) == (512, 512, 16)
@@ -163,7 +163,7 @@ def test_missing_weights_are_not_made_up(checkpoint: Callable[[str], Path], tmp_
         load(path)
 
 
-def test_no_weight_stays_in_the_file(engine: Engine) -> None:
+def test_no_weight_stays_in_the_file(engine: ModelEngine) -> None:
     assert detach_from_files(engine.model) == 0
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint.files import open_checkpoint
 from common.engine.runner import load_engine
-from coordinator.cluster.registry import Refused, Registry
+from coordinator.cluster.registry import JoinRefused, Registry
 from tests.unit.coordinator.cluster.test_registry import hello, join
 
 SHARDS = [f"model-0000{shard}-of-00002.safetensors" for shard in (1, 2)]
@@ -61,7 +61,7 @@ def test_one_other_bit_of_the_weights_is_refused_at_registration(shard: str, sha
     registry = Registry(open_checkpoint(str(sharded)).fingerprint)
     join(registry, fingerprint=fingerprint(sharded))
     verdict = registry.join(hello("d1", "i1", fingerprint=fingerprint(other)), 0.0)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, JoinRefused)
     assert verdict.reason.startswith("fingerprint ") and "of d0 (m), whose weight files differ" in verdict.reason
 
 
@@ -74,4 +74,4 @@ def test_workers_that_hold_the_same_weights_in_other_types_agree(sharded: Path, 
     registry = Registry(open_checkpoint(str(sharded)).fingerprint)
     join(registry, fingerprint=plain)
     verdict = registry.join(hello("d1", "i1", fingerprint=rounded), 0.0)
-    assert isinstance(verdict, Refused) and "fingerprint" in verdict.reason and "weight files" not in verdict.reason
+    assert isinstance(verdict, JoinRefused) and "fingerprint" in verdict.reason and "weight files" not in verdict.reason

@@ -10,7 +10,7 @@ from common.core.ids import Incarnation, RequestId, TransferId, pack_transfers
 from common.core.sequence import Batch, StepResult
 from common.net.messages import Generate, Lease, Reserve, Welcome
 from common.worker.membership import Membership
-from kvtransfer.session import Limits
+from kvtransfer.session import TransferLimits
 from tests.fakes.oracle import OracleEngine
 from tests.unit.workers import Bench, make_request
 
@@ -40,7 +40,7 @@ def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> Non
         pair.tell(name, Welcome(Incarnation("other"), 20, 4_000, 500))
     pair.until(lambda: pair.beats >= 40, deadline_s=4)  # of two hearts that beat twice a second: 16
     prefill, decode = pair.workers["prefill-0"], pair.workers["decode-1"]
-    told = Limits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
+    told = TransferLimits(no_progress_s=0.5, renew_s=0.02, lease_s=4.0)
     assert prefill.sender._limits == decode.receiver._limits == told  # type: ignore[attr-defined]
     assert decode.receiver._sources.lease_s == 4.0  # type: ignore[attr-defined]
     request = make_request(50, 4)

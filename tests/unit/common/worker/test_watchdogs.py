@@ -13,11 +13,11 @@ from common.net.messages import Heartbeat
 from common.worker.step_times import FIRST_STEP_S, REMEMBERED, Pace
 from coordinator.cluster.registry import HANG_STEPS, Registry
 from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE, RetryBudget
-from kvtransfer.session import Limits, SenderSession, TransferState
+from kvtransfer.session import SenderSession, TransferLimits, TransferState
 from tests.unit.coordinator.cluster.test_registry import join
 
 LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
-LIMITS = Limits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
+LIMITS = TransferLimits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
 
 
 def test_a_step_is_expected_to_take_what_its_like_took() -> None:
@@ -73,7 +73,7 @@ def test_all_times_of_failures_follow_from_one() -> None:
     assert (quick.heartbeat_s, quick.sweep_s, quick.silence_s, quick.lease_s) == (0.125, 0.0625, 0.4375, 2.0)
     assert patient.heartbeat_s == usual.heartbeat_s, "routing lives on what heartbeats tell"
     assert patient.silence_s + patient.sweep_s == 60.0
-    limits = Limits()
+    limits = TransferLimits()
     assert (limits.no_progress_s, limits.renew_s, limits.lease_s) == (2.0, 0.5, 8.0)
 
 

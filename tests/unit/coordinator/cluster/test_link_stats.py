@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.core.ids import Incarnation
 from common.net.messages import Measured
 from coordinator.cluster.link_stats import LATENCY_TOKENS, MAX_PEERS, Links, Trial
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from tests.unit.coordinator.cluster.test_registry import join
 
 
@@ -13,11 +13,11 @@ def pairs(trials: list[Trial]) -> list[tuple[str, str]]:
     return [(trial.prefill.hello.name, trial.decode.hello.name) for trial in trials]
 
 
-def prefill(registry: Registry, number: int) -> Worker:
+def prefill(registry: Registry, number: int) -> WorkerHandle:
     return join(registry, f"p{number}", f"prefill {number}", "prefill")
 
 
-def decode(registry: Registry, number: int) -> Worker:
+def decode(registry: Registry, number: int) -> WorkerHandle:
     return join(registry, f"d{number}", f"decode {number}", "decode")
 
 

@@ -17,7 +17,7 @@ from common.core.timeouts import FailureTimes
 from common.kv.prefix import chain_root, extend_chain
 from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from coordinator.cluster.lags import Lags
-from coordinator.cluster.registry import Refused, Registry, Worker, WorkerState
+from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, WorkerState
 
 TIMES = FailureTimes()
 
@@ -48,9 +48,9 @@ def hello(name: str = "d0", incarnation: str = "i0", role: Role = "decode", **ch
     return msgspec.structs.replace(base, **changes)
 
 
-def join(registry: Registry, *args: Any, now: float = 0.0, **changes: Any) -> Worker:
+def join(registry: Registry, *args: Any, now: float = 0.0, **changes: Any) -> WorkerHandle:
     verdict = registry.join(hello(*args, **changes), now)
-    assert isinstance(verdict, Worker), verdict
+    assert isinstance(verdict, WorkerHandle), verdict
     registry.welcome(verdict)
     return verdict
 
@@ -67,7 +67,7 @@ _NOWHERE = ("tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://[::ffff:0.0.0.0]:1", "tcp:
 def test_a_worker_is_ready_once_it_was_welcomed() -> None:
     registry = Registry("f")
     verdict = registry.join(hello(), 0.0)
-    assert isinstance(verdict, Worker) and verdict.state is WorkerState.JOINING
+    assert isinstance(verdict, WorkerHandle) and verdict.state is WorkerState.JOINING
     assert registry.ready("decode") == []
     registry.welcome(verdict)
     assert registry.ready("decode") == [verdict]
@@ -108,7 +108,7 @@ def test_a_worker_that_differs_is_refused_in_words(changes: dict[str, Any], word
     registry = Registry("f")
     join(registry)
     verdict = registry.join(hello(**{"name": "d1", "incarnation": "i1", **changes}), 0.0)
-    assert isinstance(verdict, Refused) and words in verdict.reason
+    assert isinstance(verdict, JoinRefused) and words in verdict.reason
     assert len(registry) == 1
 
 
@@ -117,14 +117,14 @@ def test_what_a_worker_of_the_same_files_has_made_otherwise_is_named() -> None:
     join(registry, fingerprint="f.w")
     for fingerprint, words in (("f.v", "whose weight files differ"), ("f.w.8", "with another --quantization")):
         verdict = registry.join(hello("d1", "i1", fingerprint=fingerprint), 0.0)
-        assert isinstance(verdict, Refused) and words in verdict.reason
+        assert isinstance(verdict, JoinRefused) and words in verdict.reason
 
 
 def test_both_ends_of_a_hand_off_must_encrypt_alike() -> None:
     registry = Registry("f")
     join(registry, "p0", "i0", "prefill", kv_encryption="curve")
     verdict = registry.join(hello("d0", "i1", kv_encryption="none"), 0.0)
-    assert isinstance(verdict, Refused) and "--kv-encryption none, but curve of p0" in verdict.reason
+    assert isinstance(verdict, JoinRefused) and "--kv-encryption none, but curve of p0" in verdict.reason
     join(registry, "c0", "i2", "colocated", kv_encryption="none")  # hands nothing over
     decode = join(registry, "d0", "i3", kv_encryption="curve")
     registry.gone(decode)
@@ -136,7 +136,7 @@ def test_both_ends_of_a_hand_off_need_a_transport_in_common() -> None:
     registry = Registry("f")
     join(registry, "p0", "i0", "prefill", links=("shm",))
     verdict = registry.join(hello("d0", "i1", links=("zmq",)), 0.0)
-    assert isinstance(verdict, Refused) and "--kv-transport zmq, but shm of p0" in verdict.reason
+    assert isinstance(verdict, JoinRefused) and "--kv-transport zmq, but shm of p0" in verdict.reason
     join(registry, "d1", "i2", links=("shm", "zmq"))
     join(registry, "c0", "i3", "colocated", links=("zmq",))  # hands nothing over
 
@@ -154,9 +154,9 @@ def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_i
     hellos.append(hello("d0", "i1", "decode", host="vm", host_id=far, data_address=address))
     if first == "decode":
         hellos.reverse()
-    assert isinstance(registry.join(hellos[0], 0.0), Worker)
+    assert isinstance(registry.join(hellos[0], 0.0), WorkerHandle)
     verdict = registry.join(hellos[1], 0.0)
-    assert isinstance(verdict, Refused) and f"{address} of d0 on vm, which p0 on vm cannot reach" in verdict.reason
+    assert isinstance(verdict, JoinRefused) and f"{address} of d0 on vm, which p0 on vm cannot reach" in verdict.reason
     join(registry, "c0", "i2", "colocated", host_id=far)  # nobody dials it
     joined = hellos[0].host_id.replace("ipc:[1]", "ipc:[3]").replace("/0", "/1000")
     join(registry, "x0", "i3", hellos[1].role, host_id=joined)
@@ -164,7 +164,7 @@ def test_a_decode_worker_must_be_where_prefill_workers_of_other_hosts_can_dial_i
 
 def test_a_name_that_libzmq_cannot_carry_is_refused() -> None:
     verdict = Registry("f").join(hello("d" * 129, "i0"), 0.0)
-    assert isinstance(verdict, Refused) and "128" in verdict.reason
+    assert isinstance(verdict, JoinRefused) and "128" in verdict.reason
 
 
 def test_workers_may_hold_kv_in_types_and_blocks_of_their_own() -> None:
@@ -177,7 +177,7 @@ def test_workers_may_hold_kv_in_types_and_blocks_of_their_own() -> None:
 def test_without_a_model_of_its_own_the_registry_takes_the_first_workers() -> None:
     registry = Registry(None)
     join(registry, fingerprint="x")
-    assert isinstance(registry.join(hello("d1", "i1", fingerprint="y"), 0.0), Refused)
+    assert isinstance(registry.join(hello("d1", "i1", fingerprint="y"), 0.0), JoinRefused)
 
 
 def test_silence_is_the_end_and_our_own_lag_is_not_silence() -> None:
@@ -274,7 +274,9 @@ def test_who_joins_over_a_slow_line_speaks_before_its_heart_is_heard() -> None:
     assert TIMES.lease_s < gone_at <= TIMES.lease_s + TIMES.timeout_s
 
 
-def beaten(registry: Registry, worker: Worker, turn_ms: Callable[[float], int], answers_until: float) -> float | None:
+def beaten(
+    registry: Registry, worker: WorkerHandle, turn_ms: Callable[[float], int], answers_until: float
+) -> float | None:
     """For a minute a heart beats and leases are sent; when the worker was given up. It answers at the beginning of each
     of its turns, the running one of which has taken ``turn_ms``."""
     for step in range(1, 240):
@@ -334,12 +336,12 @@ def test_the_name_of_a_worker_that_is_here_cannot_be_taken(changes: dict[str, An
     old = join(registry)
     changed = msgspec.structs.replace(hello("d0", "i1"), **changes)
     verdict = registry.join(changed, 1.0)
-    assert isinstance(verdict, Refused) and verdict.for_now and "already" in verdict.reason
+    assert isinstance(verdict, JoinRefused) and verdict.for_now and "already" in verdict.reason
     assert old.ready and list(registry) == [old]
     registry.gone(old)
-    assert isinstance(registry.join(changed, 2.0), Worker), "a process that has died is followed by another"
+    assert isinstance(registry.join(changed, 2.0), WorkerHandle), "a process that has died is followed by another"
     late = registry.join(hello("d0", "i0"), 3.0)
-    assert isinstance(late, Refused) and late.for_now, "two processes must not push each other out"
+    assert isinstance(late, JoinRefused) and late.for_now, "two processes must not push each other out"
 
 
 def test_hello_again_starts_anew() -> None:

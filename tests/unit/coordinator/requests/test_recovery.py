@@ -18,13 +18,13 @@ from common.core.request import Request
 from common.core.timeouts import FailureTimes
 from common.net.messages import (
     Abort,
-    Failed,
     Generate,
     Goodbye,
     Lease,
     Prefill,
     Rejoin,
     Renewed,
+    RequestFailed,
     Resend,
     Reserve,
     Role,
@@ -33,7 +33,7 @@ from common.net.messages import (
     Welcome,
 )
 from common.net.wire import MAX_REPORT_BYTES, seal
-from coordinator.cluster.registry import Worker
+from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import dispatcher as dispatch
 from coordinator.requests.record import Ticket
 from coordinator.requests.state import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
@@ -285,7 +285,7 @@ async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
 @pytest.mark.parametrize("policy", ["wait", "reject"])
 async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> None:
     async with open_house(model, "decode", no_prefill_policy=policy) as house:
-        broken = Failed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
+        broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
         prefill = await house.add("prefill", refuse=broken)
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: prefill.got(Prefill), "it tries")
@@ -363,7 +363,7 @@ async def test_broken_connections_cost_no_attempt_while_their_workers_live(model
         await until(lambda: house.dispatcher.tickets, "it has come")
         [ticket] = house.dispatcher.tickets.values()
 
-        def runs_on() -> list[Worker]:
+        def runs_on() -> list[WorkerHandle]:
             known = house.dispatcher.registry
             return [each for each in known if each.id in ticket.life.workers and each.answered >= ticket.asked]
 
@@ -665,7 +665,7 @@ async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(mode
 
     async with open_house(model) as house:
         await house.add("decode", delay_s=0.2)  # longer than it takes prefill to say so
-        broken = Failed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
+        broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
         prefill = await house.add("prefill", refuse=broken)
         assert [await path() for _ in range(FAILURES + 1)] == ["local"] * (FAILURES + 1), "decode does it all"
         assert len(prefill.got(Prefill)) == FAILURES, "the last one did not even try"
@@ -690,7 +690,9 @@ async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: first.got(Lease) and listed(first) == {0}, "it is told that it may hold it")
         second = await house.add("colocated", name="b", delay_s=60.0)
-        first.say(Failed(first.got(Generate)[0].request.id, 0, "draining", "this worker is leaving", retriable=True))
+        first.say(
+            RequestFailed(first.got(Generate)[0].request.id, 0, "draining", "this worker is leaving", retriable=True)
+        )
         await until(lambda: second.got(Lease) and listed(second) == {1}, "the other may hold the next attempt")
         await until(lambda: listed(first) == set(), "the first may not")
         asked.cancel()
@@ -699,13 +701,13 @@ async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
 
 async def test_a_worker_that_refuses(model: Path) -> None:
     async with open_house(model) as house:
-        failure = Failed(RequestId(bytes(16)), 0, "no_memory", "full", retriable=True)
+        failure = RequestFailed(RequestId(bytes(16)), 0, "no_memory", "full", retriable=True)
         unwilling = await house.add("colocated", refuse=failure, name="a")
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: unwilling.got(Generate), "it was asked")
         unwilling.refuse = None
         assert (await asked)[0].status == 200
-        unwilling.refuse = Failed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
+        unwilling.refuse = RequestFailed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
         response, body = await house.post(CHAT, HELLO)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
 
@@ -752,7 +754,7 @@ async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
 async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
     """There are more of them than retries, and a request is the first to hear of it."""
     async with open_house(model) as house:
-        draining = Failed(RequestId(bytes(16)), 0, "draining", "this worker is leaving", retriable=True)
+        draining = RequestFailed(RequestId(bytes(16)), 0, "draining", "this worker is leaving", retriable=True)
         leaving = [await house.add("colocated", refuse=draining, name=f"a{index}") for index in range(MAX_RETRIES + 2)]
         await house.add("colocated", name="z")
         response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 2})

@@ -11,7 +11,7 @@ import pytest
 from common.core.ids import RequestId, new_incarnation, pack_tokens
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Generate, Reserve
-from coordinator.cluster.registry import Worker
+from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import dispatcher as dispatch
 from coordinator.requests.record import Ticket
 from coordinator.routing.router import HORIZON_TOKENS, Router
@@ -134,7 +134,7 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
         await until(lambda: ticket.stranded_at, "nobody holds enough of it")
         fits = Router._fits
 
-        def full(self: Router, need: Any, worker: Worker) -> bool:
+        def full(self: Router, need: Any, worker: WorkerHandle) -> bool:
             return worker.hello.kv_blocks < 30 and fits(self, need, worker)
 
         monkeypatch.setattr(Router, "_fits", full)

@@ -13,7 +13,7 @@ from common.core.ids import new_request_id
 from common.kv.layout import KvDtype
 from common.kv.prefix import chain_root, extend_chain
 from common.net.messages import Cached
-from coordinator.cluster.registry import Registry, Worker
+from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, Alone, Pair
 from coordinator.routing.router import (
     HELD_STEPS,
@@ -30,7 +30,7 @@ from coordinator.routing.router import (
 from tests.unit.coordinator.cluster.test_registry import join
 
 
-def house(prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: Any) -> tuple[Router, list[Worker]]:
+def house(prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: Any) -> tuple[Router, list[WorkerHandle]]:
     registry = Registry("f")
     workers = [join(registry, f"p{n}", f"p{n}", "prefill") for n in range(prefills)]
     workers += [join(registry, f"d{n}", f"d{n}", "decode") for n in range(decodes)]
@@ -51,7 +51,9 @@ def chains(tokens: int, *dtypes: KvDtype) -> dict[KvDtype, list[bytes]]:
     }
 
 
-def announce(router: Router, worker: Worker, keys: dict[KvDtype, list[bytes]], dtype: KvDtype = "float32") -> None:
+def announce(
+    router: Router, worker: WorkerHandle, keys: dict[KvDtype, list[bytes]], dtype: KvDtype = "float32"
+) -> None:
     router.registry.cached(worker, Cached(b"".join(keys[dtype]), b""))
 
 
@@ -306,7 +308,7 @@ LONG = Need(OVERFLOW_STEPS * 512, 10, 1)
 """As many tokens as have to stand before a prompt for a decode worker to compute it."""
 
 
-def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[Worker]]:
+def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[WorkerHandle]]:
     registry, room = Registry("f"), {"kv_blocks": 4000, "max_model_len": 64_000}
     workers = [join(registry, "p", "p", "prefill", **room)]
     workers += [join(registry, f"d{n}", f"d{n}", "decode", **room) for n in range(decodes)]
@@ -421,7 +423,7 @@ def test_the_ledger_never_promises_too_much_and_returns_to_zero(
         assert (account.blocks, account.sequences, account.prefill_tokens) == (0, 0, 0)
 
 
-def fail(router: Router, prefill: Worker, decode: Worker) -> None:
+def fail(router: Router, prefill: WorkerHandle, decode: WorkerHandle) -> None:
     for _ in range(FAILURES):
         router.breakers.failed(Pair(prefill.id, decode.id), new_request_id(), 0.0)
 

@@ -15,7 +15,7 @@ import pytest
 
 from common.core.errors import RequestError
 from coordinator.api.fields import MAX_CONTAINERS, JsonBudget, parse_json
-from coordinator.http.bodies import Bodies, Kind, kind_of
+from coordinator.http.bodies import Bodies, BodyKind, kind_of
 from coordinator.text.lanes import INLINE_BYTES, INLINE_OBJECTS, LARGE_BYTES, Bounds
 from tests.fakes.checkpoint import POSITIONS
 from tests.unit.coordinator.house import CHAT, HELLO, TEXT, Held, House, chat_of, until
@@ -138,12 +138,12 @@ async def test_bodies_in_memory_are_bounded_and_large_ones_apart(house: House) -
     bodies = house.services.bodies
     large, ordinary = ({"prompt": "x " * (size // 2)} for size in (LARGE_BYTES * 2, LARGE_BYTES // 16))
     with bodies.share() as share:
-        share.grow(bodies.budgets[Kind.LARGE])
+        share.grow(bodies.budgets[BodyKind.LARGE])
         response, body = await house.post("/tokenize", large)
         assert response.status == 429 and body["error"]["code"] == "server_is_overloaded"
         assert (await house.post("/tokenize", ordinary))[0].status == 200
         share.grow(LARGE_BYTES)
-        bodies.budgets[Kind.ORDINARY] = LARGE_BYTES
+        bodies.budgets[BodyKind.ORDINARY] = LARGE_BYTES
         assert (await house.post("/tokenize", ordinary))[0].status == 429
     assert (await house.post("/tokenize", large))[0].status == 400, "read, and too long for the context"
     assert (await house.post("/tokenize", ordinary))[0].status == 200
@@ -177,8 +177,8 @@ async def test_a_small_body_counts_while_it_is_unfinished(house: House) -> None:
     body = b'{"prompt": "x"}'
     writer.write(f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
     writer.write(body[:-2])
-    await until(lambda: bodies.held[Kind.SMALL] == len(body) - 2, "it counts")
-    bodies.budgets[Kind.SMALL] = 0
+    await until(lambda: bodies.held[BodyKind.SMALL] == len(body) - 2, "it counts")
+    bodies.budgets[BodyKind.SMALL] = 0
     assert (await house.post("/tokenize", {"prompt": "x"}))[0].status == 200, "it came in one piece"
     writer.write(body[-2:-1])
     assert b" 429 " in await reader.readline()

@@ -40,9 +40,9 @@ from kvtransfer.links import memory, nixl, shm, zeromq
 from kvtransfer.links.base import Payload, ReceiveLink, SendLink
 from kvtransfer.links.faulty import FaultRates, FaultyChannels, FaultyLink
 from kvtransfer.links.pull import PullReceiveLink, PullSendLink, Reading, T, signed
-from kvtransfer.receiver import Failed, Landed, Receiver
+from kvtransfer.receiver import Landed, Receiver, TransferFailed
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
-from kvtransfer.session import Limits
+from kvtransfer.session import TransferLimits
 from kvtransfer.source_pools import PAUSE_S
 from tests.pace import scaled
 
@@ -332,7 +332,7 @@ class Handoff:
     """A sender and a receiver on real sockets, and one transfer between them that is computed."""
 
     def __init__(
-        self, link: str, layout: KvLayout, tokens: int, limits: Limits, channels: Channels | None = None
+        self, link: str, layout: KvLayout, tokens: int, limits: TransferLimits, channels: Channels | None = None
     ) -> None:
         self.link = shm.NAME if link == "memory" else link
         self.doors = contextlib.ExitStack()
@@ -359,7 +359,7 @@ class Handoff:
         self.ahead_s += after_s
         self.attempts += 1
         self.transfer = TransferId(TRANSFER.request, self.attempts)
-        self.sent, self.received = list[Shipped | Lost](), list[Landed | Failed]()
+        self.sent, self.received = list[Shipped | Lost](), list[Landed | TransferFailed]()
         prefill, decode = self.peers
         self.receiver.expect(self.transfer, self.tokens, 0, self.table, prefill, self.clock())
         self.sender.open(self.transfer, decode, self.tokens, self.table, self.clock())
@@ -447,7 +447,7 @@ def test_what_lands_in_one_turn_is_acknowledged_together(
 ) -> None:
     monkeypatch.setattr(receiver, "ACKNOWLEDGED_BYTES", at_once)
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=committed)
         said, held = list[object](), Held(handoff.receiver._socket, FRAMES + committed)
@@ -471,7 +471,7 @@ def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str,
     """What changes after its copy is noticed where the sender takes its sums afterwards, with the commit; what was sent
     with its sum stays what it was."""
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff(link, layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff(link, layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     late = handoff.link == shm.NAME
     try:
         handoff.send(committed=False)
@@ -485,7 +485,7 @@ def test_bytes_that_change_after_their_copy_are_noticed_at_the_commit(link: str,
             handoff.source.raw[handoff.table[1], 100] ^= 1
         handoff.go()
         if late and changed:
-            assert isinstance(handoff.received[0], Failed) and "checksum" in handoff.received[0].reason
+            assert isinstance(handoff.received[0], TransferFailed) and "checksum" in handoff.received[0].reason
             assert isinstance(handoff.sent[0], Lost) and handoff.sent[0].told
         else:
             assert isinstance(handoff.received[0], Landed) and isinstance(handoff.sent[0], Shipped)
@@ -498,7 +498,7 @@ def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyP
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
     size = layout.range_bytes(0, 1, 64)
     monkeypatch.setattr(sender, "UNSUMMED_BYTES", size)
-    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=size // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=size // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=False)
         session = handoff.sender._outgoing[handoff.transfer].session
@@ -511,7 +511,7 @@ def test_no_more_than_some_bytes_wait_for_their_sums(monkeypatch: pytest.MonkeyP
 
 def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> None:
     layout = KvLayout((LayerLayout(4, 8, 8),) * FRAMES, "float32", 16)
-    handoff = Handoff("shm", layout, 64, Limits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
+    handoff = Handoff("shm", layout, 64, TransferLimits(frame_bytes=layout.range_bytes(0, 1, 64) // shm.ONE_PASS_GRAIN))
     try:
         handoff.send(committed=True)
         with mock.patch.object(handoff.receiver, "_reply"):  # lost
@@ -531,14 +531,14 @@ def test_who_repeats_what_was_accepted_has_the_answer_again_once_a_turn() -> Non
 @pytest.mark.parametrize("link", LINKS)
 def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(link: str, right: int) -> None:
     """Not even the first frame, although grants and announcements go on."""
-    limits = Limits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
+    limits = TransferLimits(no_progress_s=0.5, renew_s=0.1, resend_s=0.05, lease_s=5.0, frame_bytes=2048)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits)
     try:
         failing = handoff.sender._links[handoff.link] = Failing(handoff.sender._links[handoff.link], right)
         handoff.go()
         assert failing.left < 0, "it was spoiled"
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(sent, Lost) and not sent.told and isinstance(received, Failed) and received.told
+        assert isinstance(sent, Lost) and not sent.told and isinstance(received, TransferFailed) and received.told
     finally:
         handoff.close()
 
@@ -546,12 +546,12 @@ def test_a_hand_off_of_which_nothing_arrives_any_more_is_given_up_on_both_sides(
 @pytest.mark.parametrize("to", NOWHERE)
 @pytest.mark.parametrize("link", LINKS[1:])
 def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: str, to: str) -> None:
-    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, Limits(resend_s=0.05))
+    handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, TransferLimits(resend_s=0.05))
     try:
         handoff.sender._links[handoff.link] = Lying(handoff.sender._links[handoff.link], to)
         handoff.go()
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(received, Failed) and "make no sense" in received.reason and not received.told
+        assert isinstance(received, TransferFailed) and "make no sense" in received.reason and not received.told
         assert isinstance(sent, Lost) and sent.told
         assert handoff.receiver.strikes.cut_off == 1
     finally:
@@ -562,7 +562,7 @@ def test_a_sender_whose_directions_lead_nowhere_is_cut_off_at_the_third(link: st
 @pytest.mark.parametrize("link", LINKS)
 def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: str, fault: str) -> None:
     channels = FaultyChannels(FaultRates(**{fault: 0.3}), Random(5))
-    limits = Limits(resend_s=0.02, frame_bytes=512)
+    limits = TransferLimits(resend_s=0.02, frame_bytes=512)
     handoff = Handoff(link, KvLayout(LAYERS, "float32", 16), 96, limits, channels)
     try:
         handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
@@ -579,7 +579,7 @@ def test_frames_that_are_lost_repeated_or_late_arrive_once_and_in_order(link: st
 def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
     layout = KvLayout((LayerLayout(64, 256, 256), LayerLayout(1, 16, 16)), "float32", 128)
     assert layout.range_bytes(0, 1, layout.block_size) > MAX_FRAME_BYTES
-    handoff = Handoff(link, layout, 200, Limits())
+    handoff = Handoff(link, layout, 200, TransferLimits())
     try:
         handoff.source.raw[:] = np.random.default_rng(7).integers(0, 256, handoff.source.raw.shape, np.uint8)
         handoff.go()
@@ -768,7 +768,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
 def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, Limits())
+    handoff = Handoff("nixl", KvLayout(LAYERS, "float32", 16), 96, TransferLimits())
     start, starts = nixl.NixlPool.start, []
 
     def fails_once(pool: nixl.NixlPool, *arguments: Any) -> tuple[Any, str]:
@@ -780,7 +780,7 @@ def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_
     try:
         handoff.go()
         [sent], [received] = handoff.sent, handoff.received
-        assert isinstance(received, Failed) and "cannot be read" in received.reason and not received.told
+        assert isinstance(received, TransferFailed) and "cannot be read" in received.reason and not received.told
         assert isinstance(sent, Lost) and sent.told
         handoff.again(after_s=PAUSE_S)
         handoff.go()
