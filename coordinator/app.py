@@ -141,7 +141,7 @@ async def running(
     router = Router(registry, config.local_prefill, config.no_prefill_policy)
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
     dispatcher = Dispatcher(gateway, router, admission, metrics)
-    metrics.load = lambda: Load(len(dispatcher.tickets) - admission.requests, admission.requests)
+    metrics.load = lambda: Load(len(dispatcher.records) - admission.requests, admission.requests)
     metrics.bad_messages = lambda: gateway.bad_messages
     metrics.open_breakers = lambda: router.breakers.open
     metrics.cut_off_peers = lambda: gateway.strikes.cut_off
@@ -167,13 +167,13 @@ async def drain(services: Services, second: asyncio.Event) -> None:
     gets an error, and who has not read all of his answer then loses the rest."""
     dispatcher, answers = services.dispatcher, services.answers
     dispatcher.draining = True
-    log.info("draining: %d requests are running, %d answers are open", len(dispatcher.tickets), answers.count)
+    log.info("draining: %d requests are running, %d answers are open", len(dispatcher.records), answers.count)
     waits = [asyncio.ensure_future(event.wait()) for event in (answers.none, second)]
     await asyncio.wait(waits, timeout=services.config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-    for ticket in list(dispatcher.tickets.values()):
-        dispatcher.fail(ticket, shutting_down())
+    for record in list(dispatcher.records.values()):
+        dispatcher.fail(record, shutting_down())
 
 
 class _LagSampler:

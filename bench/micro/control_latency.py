@@ -147,7 +147,7 @@ class House:
 
     # -- what the gateway tells ---------------------------------------------------------------------------------------
 
-    def joined(self, worker: WorkerHandle) -> None:
+    def on_worker_joined(self, worker: WorkerHandle) -> None:
         self.workers[worker.role] = worker
         if len(self.workers) == 2:
             self._lease()
@@ -171,14 +171,14 @@ class House:
         if self.streamed + (TRIALS - 1) * message.bytes < self.wanted:
             self._trial()
 
-    def lost(self, worker: WorkerHandle, how: Loss) -> None:
+    def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
         raise RuntimeError(f"{worker.hello.name} is gone")
 
-    def died(self, worker: Incarnation) -> None: ...
+    def on_worker_died(self, worker: Incarnation) -> None: ...
 
-    def returned(self, worker: Incarnation) -> None: ...
+    def on_worker_reconnected(self, worker: Incarnation) -> None: ...
 
-    def left(self, worker: WorkerHandle) -> None: ...
+    def on_worker_left(self, worker: WorkerHandle) -> None: ...
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
 

@@ -80,8 +80,8 @@ from coordinator.cluster.registry import JoinRefused, Registry
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
-from coordinator.requests.record import Client, Ticket
-from coordinator.requests.state import Life, State
+from coordinator.requests.record import Client, RequestRecord
+from coordinator.requests.state import RequestState, State
 from coordinator.routing.router import Router
 from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
@@ -187,18 +187,18 @@ class Watch:
         assert not isinstance(joined, JoinRefused)
         self.worker = joined
         registry.welcome(self.worker)
-        tickets = {}
+        records = {}
         for transfer in transfers(live):
             now = self.gateway.clock()
             sampling, client = SamplingParams(max_tokens=64, seed=1), cast(Client, None)
-            ticket = Ticket(transfer.request, b"", sampling, 1, "", 0, {}, client, now, now, now + 600)
-            ticket.life.place("disagg", PREFILL, DECODE)
-            ticket.life.move(State.PREFILLING)
-            ticket.life.decoding()
-            tickets[ticket.id] = ticket
-            self.dispatcher.tickets[ticket.id] = ticket
-        self.tickets = self.dispatcher._on[DECODE] = tickets
-        self._beat = Heartbeat(DECODE, 9, b"".join(tickets), 9, 9, 9, 9, 9, 9, -1, False, COUNTERS, 40)
+            record = RequestRecord(transfer.request, b"", sampling, 1, "", 0, {}, client, now, now, now + 600)
+            record.life.place("disagg", PREFILL, DECODE)
+            record.life.move(State.PREFILLING)
+            record.life.decoding()
+            records[record.id] = record
+            self.dispatcher.records[record.id] = record
+        self.records = self.dispatcher._on[DECODE] = records
+        self._beat = Heartbeat(DECODE, 9, b"".join(records), 9, 9, 9, 9, 9, 9, -1, False, COUNTERS, 40)
 
     def heartbeat(self, wire: Wire) -> float:
         """One heartbeat: sent, understood, and compared with what the worker should have."""
@@ -218,8 +218,8 @@ class Watch:
         def once() -> None:
             now = self.gateway.clock()
             self.worker.heard_at = now
-            for ticket in self.tickets.values():
-                ticket.heard_at = now
+            for record in self.records.values():
+                record.heard_at = now
             self.gateway.registry.sweep(now)
             self.dispatcher.breakers.tick(now)
             self.dispatcher._look_for_stalls(self.worker, now)
@@ -283,7 +283,7 @@ def fencing(output_tokens: int) -> float:
     """Every span of a stream goes through the one door that knows attempts, repeats and gaps."""
 
     def stream() -> None:
-        life = Life(1)
+        life = RequestState(1)
         life.place("disagg", PREFILL, DECODE)
         life.move(State.PREFILLING)
         for position in range(output_tokens):

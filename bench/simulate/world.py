@@ -27,7 +27,7 @@ from common.engine.scheduler import Planner, Sampled
 from common.kv.cache import KvCache
 from common.net.messages import PROTOCOL, Hello, Role
 from coordinator.cluster.registry import JoinRefused, Registry
-from coordinator.routing.router import Need, NoWorkers, Placement, Promise, Router, Wait
+from coordinator.routing.router import Demand, NoWorkers, Placement, Promise, Router, Wait
 from decode.chunk_budget import Chunks
 
 TOKEN = 1
@@ -67,7 +67,7 @@ class _Job:
     ask: Ask
     record: Record
     request: Request
-    need: Need
+    demand: Demand
     placement: Placement | None = None
     promise: Promise | None = None
     prefill_began: float | None = None
@@ -143,7 +143,7 @@ class World:
         prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN + 1 + number] * ask.prompt_tokens
         sampling = SamplingParams(ask.output_tokens, 0, ignore_eos=True)
         request = Request(RequestId(number.to_bytes(16, "little")), pack_tokens(prompt), sampling)
-        job = _Job(ask, record, request, Need(len(prompt), ask.output_tokens, 1))
+        job = _Job(ask, record, request, Demand(len(prompt), ask.output_tokens, 1))
         self._jobs[request.id] = job
         self._queue.append(job)
         self._place()
@@ -152,13 +152,13 @@ class World:
         """As many of the queue, in order, as the router has a place for."""
         while self._queue:
             job = self._queue[0]
-            placed = self._router.place(job.need)
+            placed = self._router.place(job.demand)
             if isinstance(placed, Wait):
                 return
             if isinstance(placed, NoWorkers):
                 raise StartError("there is nobody to serve", f"no {placed.role} worker", "correct --systems")
             self._queue.popleft()
-            job.placement, job.promise = placed, self._router.promise(job.need, placed)
+            job.placement, job.promise = placed, self._router.promise(job.demand, placed)
             first = placed.prefill or placed.decode
             job.record.stages = {"path": placed.path, "prefill": first.hello.name, "decode": placed.decode.hello.name}
             worker = self._workers[first.id]

@@ -86,16 +86,16 @@ class Loss(Enum):
 class GatewayEvents(Protocol):
     """Who hears what happened."""
 
-    def joined(self, worker: WorkerHandle) -> None: ...
+    def on_worker_joined(self, worker: WorkerHandle) -> None: ...
 
-    def lost(self, worker: WorkerHandle, how: Loss) -> None:
-        """Of one that is missing ``died`` or ``returned`` tells later whether it died."""
+    def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
+        """Of one that is missing ``on_worker_died`` or ``on_worker_reconnected`` tells later whether it died."""
 
-    def died(self, worker: Incarnation) -> None: ...
+    def on_worker_died(self, worker: Incarnation) -> None: ...
 
-    def returned(self, worker: Incarnation) -> None: ...
+    def on_worker_reconnected(self, worker: Incarnation) -> None: ...
 
-    def left(self, worker: WorkerHandle) -> None: ...
+    def on_worker_left(self, worker: WorkerHandle) -> None: ...
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None: ...
 
@@ -253,7 +253,7 @@ class Gateway:
     def _miss(self, worker: WorkerHandle) -> None:
         if self._events is not None:
             self._missing[worker.id] = _Missing(worker)
-            self._events.lost(worker, Loss.MISSING)
+            self._events.on_worker_lost(worker, Loss.MISSING)
 
     def _look_for_missing(self) -> None:
         """Counts looks rather than time: while we are away nobody can come back."""
@@ -262,13 +262,13 @@ class Gateway:
             if missing.looks >= REJOIN_LOOKS:
                 del self._missing[missing.worker.id]
                 if not missing.alive and self._events is not None:
-                    self._events.died(missing.worker.id)
+                    self._events.on_worker_died(missing.worker.id)
 
     def _lives(self, missing: _Missing) -> None:
         missing.looks = 0
         if not missing.alive and self._events is not None:
             missing.alive = True
-            self._events.returned(missing.worker.id)
+            self._events.on_worker_reconnected(missing.worker.id)
 
     def _remove(self, worker: WorkerHandle) -> None:
         self.registry.gone(worker)
@@ -292,7 +292,7 @@ class Gateway:
             self._reply(worker.route, Rejoin())  # it may live, and have nothing to say
             self.sent.pop(worker.id, None)
             if self._events is not None:
-                self._events.lost(worker, Loss.GIVEN_UP)
+                self._events.on_worker_lost(worker, Loss.GIVEN_UP)
         for hang in self.registry.hung.overdue(now_s):
             if self._replace is not None:
                 self._replace(hang.name, hang.pid, hang.why(now_s))
@@ -349,7 +349,7 @@ class Gateway:
             self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
             self._remove(worker)
             if self._events is not None:
-                self._events.lost(worker, Loss.GIVEN_UP)
+                self._events.on_worker_lost(worker, Loss.GIVEN_UP)
 
     def _complain(self, now_s: float) -> None:
         """Tells of the rubbish that has come since the last time, and of handshakes that failed."""
@@ -425,7 +425,7 @@ class Gateway:
                     log.warning("worker %s is gone: one turn of its loop has taken %d ms so far", name, turn_ms)
                     self.registry.give_up(worker, now_s)
                     self._remove(worker)
-                    events.lost(worker, Loss.GIVEN_UP)
+                    events.on_worker_lost(worker, Loss.GIVEN_UP)
                 else:
                     events.beat(worker)
             case Timing():
@@ -444,7 +444,7 @@ class Gateway:
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
                 self._remove(worker)
-                events.left(worker)
+                events.on_worker_left(worker)
             case _:
                 assert_never(message)
 
@@ -485,7 +485,7 @@ class Gateway:
             self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
         if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
-            self._events.lost(losing, Loss.RECONNECTED)
+            self._events.on_worker_lost(losing, Loss.RECONNECTED)
         if (missing := self._missing.pop(hello.incarnation, None)) is not None:
             self._lives(missing)
         before = self.registry.get(hello.incarnation)
@@ -499,14 +499,14 @@ class Gateway:
             return
         assert self._events is not None
         if before is not None:
-            self._events.lost(before, Loss.RECONNECTED)
+            self._events.on_worker_lost(before, Loss.RECONNECTED)
         self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
         times = self.registry.times
         told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
         if self.send(worker, Welcome(self.incarnation, *told)):
             self.registry.welcome(worker)
             log.info("worker %s joins: %s, %d blocks of %d", hello.name, hello.role, hello.kv_blocks, hello.block_size)
-            self._events.joined(worker)
+            self._events.on_worker_joined(worker)
 
     def _known(self, incarnation: Incarnation) -> WorkerHandle | None:
         """The worker of that incarnation that is here, or was a moment ago."""

@@ -1,6 +1,6 @@
 """The client's end of a request: what happens with tokens when they arrive.
 
-A reply collects the tickets of one HTTP request. :class:`WholeReply` gathers, :class:`StreamReply` writes one chunk per
+A reply collects the records of one HTTP request. :class:`WholeReply` gathers, :class:`StreamReply` writes one chunk per
 token straight into the connection (no task is woken for a token). Both end in exactly one way: complete, or one error.
 """
 
@@ -13,7 +13,7 @@ from common.core.errors import RequestError
 from common.core.request import FinishReason
 from common.net.messages import Logprobs
 from coordinator.api.response_encoder import Choice, Shape, Usage, encode
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import Json, Options
 
 DONE = b"data: [DONE]\n\n"
@@ -25,7 +25,7 @@ def error_body(error: RequestError) -> Json:
 
 
 class Reply:
-    """Base of both replies, of ``count`` choices of all ``tickets``, in OpenAI's order.
+    """Base of both replies, of ``count`` choices of all ``records``, in OpenAI's order.
 
     ``make`` makes a choice from its index when its first tokens come: a request that is refused costs little."""
 
@@ -34,7 +34,7 @@ class Reply:
         self._count, self._make = count, make
         self._choices: dict[int, Choice] = {}
         self._completion_tokens = 0
-        self.tickets: list[Ticket] = []
+        self.records: list[RequestRecord] = []
         self.error: RequestError | None = None
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
@@ -48,14 +48,14 @@ class Reply:
         """Whether the client has seen anything of the answer."""
         return False
 
-    def expect(self, tickets: Sequence[Ticket]) -> None:
-        """The tickets whose tokens will come, in the order of their choices."""
-        self.tickets = list(tickets)
-        self._left = len(tickets)
+    def expect(self, records: Sequence[RequestRecord]) -> None:
+        """The records whose tokens will come, in the order of their choices."""
+        self.records = list(records)
+        self._left = len(records)
         at = 0
-        for ticket in tickets:
-            self._first[ticket.id] = at
-            at += ticket.n
+        for record in records:
+            self._first[record.id] = at
+            at += record.n
 
     def choice(self, index: int) -> Choice:
         """The choice at ``index``, made if it is new."""
@@ -66,21 +66,26 @@ class Reply:
     def usage(self) -> Usage:
         """What was used so far."""
         return Usage(
-            prompt=sum(ticket.prompt_length for ticket in self.tickets),
+            prompt=sum(record.prompt_length for record in self.records),
             completion=self._completion_tokens,
-            cached=sum(int(ticket.timings.get("cached_tokens", 0)) for ticket in self.tickets),
+            cached=sum(int(record.timings.get("cached_tokens", 0)) for record in self.records),
         )
 
     def metrics(self) -> Json:
         """The extra member ``tandem`` if it was asked for."""
-        return {"tandem": measured(self.tickets[0])} if self.options.return_metrics else {}
+        return {"tandem": measured(self.records[0])} if self.options.return_metrics else {}
 
     # -- from the dispatcher ------------------------------------------------------------------------------------------
 
     def tokens(
-        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
+        self,
+        record: RequestRecord,
+        choice: int,
+        ids: list[int],
+        logprobs: Sequence[Logprobs | None],
+        finish: FinishReason,
     ) -> bool:
-        mine = self.choice(self._first[ticket.id] + choice)
+        mine = self.choice(self._first[record.id] + choice)
         if mine.stopped or self.error is not None:
             return False
         self._feed(mine, ids, logprobs, finish)
@@ -95,13 +100,13 @@ class Reply:
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         """Takes and counts new tokens of ``choice``."""
 
-    def done(self, ticket: Ticket) -> None:
+    def done(self, record: RequestRecord) -> None:
         self._left -= 1
         if self._left == 0 and self.error is None:
             self._complete()
             self._settle()
 
-    def failed(self, ticket: Ticket, error: RequestError) -> None:
+    def failed(self, record: RequestRecord, error: RequestError) -> None:
         if self.error is None and not self.finished.done():
             self.error = error
             self._broken(error)
@@ -169,7 +174,7 @@ class StreamReply(Reply):
             chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
         if choice.finish_reason is not None:
             self._running -= 1
-            if self._running == 0:  # its finish chunk carries the metrics, which are complete when the ticket is done
+            if self._running == 0:  # its finish chunk carries the metrics, which are complete when the request is done
                 self._last = choice.index
             else:
                 chunks.append(self.shape.end(choice, self.usage() if continuous else None, {}))
@@ -186,21 +191,21 @@ class StreamReply(Reply):
             self._write(b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
 
 
-def measured(ticket: Ticket) -> Json:
+def measured(record: RequestRecord) -> Json:
     """``tandem`` of a response with ``return_metrics``: ms by stage. What of the time to first token was neither
     tokenising nor computing the prompt was waiting, here or on the worker. Null is what is not known:
     prefill tells of a hand-off when decode has taken it, which a short answer may not wait for."""
-    timings = ticket.timings
-    first = ticket.first_token_at if ticket.first_token_at is not None else ticket.arrived_at
-    ttft = (first - ticket.arrived_at) * 1000
-    tokenize = (ticket.tokenized_at - ticket.arrived_at) * 1000
+    timings = record.timings
+    first = record.first_token_at if record.first_token_at is not None else record.arrived_at
+    ttft = (first - record.arrived_at) * 1000
+    tokenize = (record.tokenized_at - record.arrived_at) * 1000
     prefill = min(timings.get("prefill_ms", 0.0), ttft - tokenize)
-    later = ticket.output_length - ticket.n
-    span = (max(ticket.last_token_at) - first) * 1000
-    placement = ticket.placement
-    told = ticket.path != "disagg" or "kv_bytes" in timings
+    later = record.output_length - record.n
+    span = (max(record.last_token_at) - first) * 1000
+    placement = record.placement
+    told = record.path != "disagg" or "kv_bytes" in timings
     on = placement.prefill or placement.decode if placement else None
-    decoder = placement.decode if placement and ticket.path != "prefill" else None
+    decoder = placement.decode if placement and record.path != "prefill" else None
     return {
         "queue_ms": round(ttft - tokenize - prefill, 3),
         "tokenize_ms": round(tokenize, 3),
@@ -210,8 +215,8 @@ def measured(ticket: Ticket) -> Json:
         "kv_bytes": int(timings.get("kv_bytes", 0)) if told else None,
         "decode_wait_ms": round(timings.get("decode_wait_ms", 0.0), 3),
         "ttft_ms": round(ttft, 3),
-        "itl_ms_mean": round(span * ticket.n / later, 3) if later > 0 else 0.0,
-        "path": ticket.path,
+        "itl_ms_mean": round(span * record.n / later, 3) if later > 0 else 0.0,
+        "path": record.path,
         "prefill": on.hello.name if on else None,
         "decode": decoder.hello.name if decoder else None,
         "why": placement.why if placement else "",

@@ -1,6 +1,6 @@
 """The endpoints that generate text.
 
-Owns the walk of one HTTP request: body, prompt, tickets, reply. What a body means is in :mod:`coordinator.api.openai`,
+Owns the walk of one HTTP request: body, prompt, records, reply. What a body means is in :mod:`coordinator.api.openai`,
 what an answer looks like in :mod:`coordinator.api.response_encoder`.
 """
 
@@ -25,7 +25,7 @@ from coordinator.http.middleware import REQUEST_ID, WRITTEN, json_response
 from coordinator.http.reply import Reply, StreamReply, WholeReply
 from coordinator.http.sse import KEEPALIVE_S, EventStream
 from coordinator.requests.errors import shutting_down
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.requests.spec import CompletionBody, Json, Options
 from coordinator.routing.router import Chains
 from coordinator.text.tokenizer import ChatText, StopStrings
@@ -116,31 +116,31 @@ async def _answer(
         return Choice(index, prompts[index // options.n], options, model.text, stops)
 
     reply = (StreamReply if options.stream else WholeReply)(options, shape, len(prompts) * options.n, choice)
-    tickets = []
+    records = []
     for prompt in prompts:
         most_output = services.dispatcher.router.most_output(len(prompt), options.n)
         sampling = model.sampling(options, len(prompt), prompt_field, most_output, len(prompts) * options.n)
         packed = pack_tokens(prompt)
         chains = await model.prefix_chains(packed, options.cache_salt)
-        tickets.append(_ticket(services, arrived_at, packed, sampling, chains, options, reply))
-    reply.expect(tickets)
+        records.append(_record(services, arrived_at, packed, sampling, chains, options, reply))
+    reply.expect(records)
     with services.answers:
         try:
             first_try = request.headers.get(RETRY_COUNT) == "0"
-            services.dispatcher.submit(tickets, first_try=first_try)
+            services.dispatcher.submit(records, first_try=first_try)
             if isinstance(reply, StreamReply):
                 return await _stream(request, reply)
             await reply.finished
-        finally:  # the client has left, or one ticket of several has failed
-            for ticket in tickets:
-                services.dispatcher.abort(ticket)
+        finally:  # the client has left, or one request of several has failed
+            for record in records:
+                services.dispatcher.abort(record)
         if reply.error is not None:
             raise reply.error
         assert isinstance(reply, WholeReply)
         return await deliver_whole(request, json_response(reply.body(), headers=_headers(request, reply)))
 
 
-def _ticket(
+def _record(
     services: Services,
     arrived_at: float,
     prompt: bytes,
@@ -148,8 +148,8 @@ def _ticket(
     chains: Chains,
     options: Options,
     reply: Reply,
-) -> Ticket:
-    return Ticket(
+) -> RequestRecord:
+    return RequestRecord(
         id=new_request_id(),
         prompt=prompt,
         sampling=sampling,
@@ -185,11 +185,11 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
 
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:
     """Where the (first) request went, or is going to."""
-    ticket = reply.tickets[0]
-    headers = {"x-request-id": request[REQUEST_ID], "x-tandem-path": ticket.path}
-    if (placement := ticket.placement) is not None:
+    record = reply.records[0]
+    headers = {"x-request-id": request[REQUEST_ID], "x-tandem-path": record.path}
+    if (placement := record.placement) is not None:
         headers["x-tandem-prefill"] = (placement.prefill or placement.decode).hello.name
-        headers["x-tandem-decode"] = "none" if ticket.path == "prefill" else placement.decode.hello.name
+        headers["x-tandem-decode"] = "none" if record.path == "prefill" else placement.decode.hello.name
     if reply.options.ignored:
         names = (name for name in reply.options.ignored if name.isascii() and name.isprintable())
         headers["x-tandem-ignored"] = ", ".join(names)[:1024]

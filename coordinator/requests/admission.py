@@ -158,7 +158,7 @@ class Admission:
         return sum(tokens for each, tokens in self._by_priority.items() if each <= priority) / self._rate
 
     def back(self, tokens: int, *, priority: int = 0) -> None:
-        """One request returns to the queue after a setback: it was admitted before and is not refused now."""
+        """One request returns to the queue for a retry: it was admitted before and is not refused now."""
         self.requests += 1
         self.tokens += tokens
         self._by_priority[priority] += tokens

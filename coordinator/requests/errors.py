@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.core.errors import RequestError
 from common.net.messages import Hello, RequestFailed
-from coordinator.routing.router import Need
+from coordinator.routing.router import Demand
 
 RETRY_JITTER = 0.2
 """Retry times are spread by up to this share in both directions, so that clients that were refused together do not
@@ -55,16 +55,16 @@ def given_up() -> RequestError:
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
-def too_large(need: Need, roomiest: Hello, prompt_tokens: int) -> RequestError:
+def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestError:
     """``roomiest``: the worker that has the most room for it."""
-    output = need.tokens + need.least - prompt_tokens
-    wanted = need.tokens + need.least
+    output = demand.tokens + demand.least - prompt_tokens
+    wanted = demand.tokens + demand.least
     if wanted > roomiest.max_model_len:
         text = f"This request needs {wanted} tokens ({prompt_tokens} of the prompt, {output} of output)"
         text += f", but no worker holds more than {roomiest.max_model_len}."
     else:
-        blocks = need.blocks(roomiest.block_size, need.least)
-        text = f"This request needs {blocks} KV blocks ({prompt_tokens} prompt tokens, {need.choices} x {output}"
+        blocks = demand.blocks(roomiest.block_size, demand.least)
+        text = f"This request needs {blocks} KV blocks ({prompt_tokens} prompt tokens, {demand.choices} x {output}"
         text += f" output tokens), but the largest worker has {roomiest.kv_blocks}."
     return RequestError(text, param="max_tokens", code="context_length_exceeded")
 

@@ -14,33 +14,38 @@ from common.core.errors import RequestError
 from common.core.ids import Incarnation, RequestId
 from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Logprobs
-from coordinator.requests.state import Life
+from coordinator.requests.state import RequestState
 from coordinator.routing.breakers import Pair
 from coordinator.routing.paths import Path
-from coordinator.routing.router import HORIZON_TOKENS, Chains, Need, Placement, Promise
+from coordinator.routing.router import HORIZON_TOKENS, Chains, Demand, Placement, Promise
 
 REMEMBERED_INTERVALS = 16
 
 
 class Client(Protocol):
-    """Who waits for the tokens of one or more tickets. Called in the event loop; must not wait."""
+    """Who waits for the tokens of one or more requests. Called in the event loop; must not wait."""
 
     @property
     def told(self) -> bool:
         """Whether anything of the answer has been seen already: an error can then only break it off."""
 
     def tokens(
-        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason
+        self,
+        record: RequestRecord,
+        choice: int,
+        ids: list[int],
+        logprobs: Sequence[Logprobs | None],
+        finish: FinishReason,
     ) -> bool:
         """New tokens of a choice; True if the choice ends with them for a reason of the client's (a stop string)."""
 
-    def done(self, ticket: Ticket) -> None: ...
+    def done(self, record: RequestRecord) -> None: ...
 
-    def failed(self, ticket: Ticket, error: RequestError) -> None: ...
+    def failed(self, record: RequestRecord, error: RequestError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestRecord:
     """One request on its way. Times are ``time.monotonic`` (uvloop's own clock counts whole ms)."""
 
     id: RequestId
@@ -56,7 +61,7 @@ class Ticket:
     deadline_at: float
     open_ended: bool = False
     """Its client has set no limit: ``sampling.max_tokens`` is what fitted when it came, and less is an answer."""
-    life: Life = field(init=False)
+    life: RequestState = field(init=False)
     order: int = 0
     queued: bool = False
     placement: Placement | None = None
@@ -75,15 +80,15 @@ class Ticket:
     was dead when it was given the request."""
     shortage: int = 0
     """The last time, until then, that the queue stood still for want of room."""
-    avoid: frozenset[Pair] = frozenset()
-    shun: frozenset[Incarnation] = frozenset()
+    excluded_pairs: frozenset[Pair] = frozenset()
+    excluded_workers: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
     """How many heartbeats in a row of each worker did not list it."""
     heard_at: float = 0.0
     """When its workers last gave a sign that it goes on."""
-    awaits: Incarnation | None = None
+    pending_crash_verdict: Incarnation | None = None
     """The worker that may have died of it: it is not tried again before that is known."""
-    hopes: bool = False
+    awaiting_reconnect: bool = False
     """It came when there were only workers that may have lost just their connection, or that may still find this
     coordinator, and waits until that is known."""
     placed_at: float | None = None
@@ -94,15 +99,15 @@ class Ticket:
     last_token_at: list[float] = field(init=False)
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_INTERVALS))
     asked_at: float = 0.0
-    stranded_at: float | None = None
+    unplaceable_since: float | None = None
     """Since when only workers that have left could hold it."""
-    settles: bool = False
+    accepts_truncation: bool = False
     """It has waited for them for long enough, and takes what room there is."""
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
 
     def __post_init__(self) -> None:
-        self.life = Life(self.n)
+        self.life = RequestState(self.n)
         self.last_token_at = [0.0] * self.n
 
     @property
@@ -127,7 +132,7 @@ class Ticket:
         running = (tokens for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish)
         return self.interval_s * max((self.sampling.max_tokens - len(tokens) for tokens in running), default=0)
 
-    def need(self) -> Need:
+    def demand(self) -> Demand:
         """What its choices that have not ended ask of workers."""
         lengths = [len(tokens) for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish]
         emitted, sampling = max(lengths, default=0), self.sampling
@@ -135,8 +140,12 @@ class Ticket:
         tokens, output = self.prompt_length + emitted, sampling.max_tokens - emitted
         enough = None
         if self.open_ended:
-            enough = 1 if self.settles else max(sampling.min_tokens - emitted, min(HORIZON_TOKENS, -(-output // 2)))
-        return Need(
-            tokens, output, len(lengths), self.chains, diverged, self.avoid, self.shun, enough=enough,
-            urgent=self.life.started or self.priority < 0,
+            enough = (
+                1
+                if self.accepts_truncation
+                else max(sampling.min_tokens - emitted, min(HORIZON_TOKENS, -(-output // 2)))
+            )
+        return Demand(
+            tokens, output, len(lengths), self.chains, diverged, self.excluded_pairs, self.excluded_workers,
+            enough=enough, urgent=self.life.started or self.priority < 0,
         )  # fmt: skip

@@ -5,7 +5,7 @@ truth about what the client has been told) and the budget of retries. Does not k
 
     QUEUED ──► PLACED ──► PREFILLING ──► SHIPPING ──► DECODING ──► DONE
       ▲           │            │             │            │    └──► ABORTED, FAILED (from every state)
-      └───────────┴────────────┴─────────────┴────────────┘  a setback: attempt + 1
+      └───────────┴────────────┴─────────────┴────────────┘  a retry: attempt + 1
 
 Tokens come as spans ``(attempt, start, ids)``. Only those of the current attempt count, only the part not seen yet is
 taken, and a gap is answered by asking for the missing part: retries can neither lose nor repeat a token.
@@ -82,7 +82,7 @@ class Contradiction:
     """The span repeats tokens otherwise than they were told before: who says so has gone astray."""
 
 
-class Life:
+class RequestState:
     """State, workers, accepted tokens and setbacks of one request with ``choices`` choices.
 
     ``prefill`` and ``decode`` are the incarnations that work on the current attempt; on the paths ``local`` and
@@ -180,7 +180,7 @@ class Life:
         """Whether it computed on so many workers that crashed that it is tried where no other suspect is."""
         return len(self.crashes) >= MAX_CRASHES
 
-    def bereaved(self, worker: Incarnation) -> bool:
+    def on_worker_lost(self, worker: Incarnation) -> bool:
         """``worker`` may have crashed; whether the request computed there and on others that did."""
         if not self._computed_by(worker):
             return False
@@ -192,19 +192,19 @@ class Life:
         self.breaks += 1
         return self.breaks <= MAX_BREAKS
 
-    def in_doubt(self, worker: Incarnation) -> bool:
+    def on_worker_unconfirmed(self, worker: Incarnation) -> bool:
         """The connection to ``worker`` broke, and whether it died will be told; whether that is free until then."""
         if self.breaks + len(self.uncharged) >= MAX_BREAKS:
             return False
         self.uncharged[worker] = self.started
         return True
 
-    def died(self, worker: Incarnation) -> None:
+    def on_worker_died(self, worker: Incarnation) -> None:
         """``worker`` does not come back: what it cost is charged. An attempt that goes on elsewhere does."""
         if (started := self.uncharged.pop(worker, None)) is not None:
             self._charge(started)
 
-    def returned(self, worker: Incarnation) -> None:
+    def on_worker_reconnected(self, worker: Incarnation) -> None:
         """``worker`` had lost its connection, and nothing else."""
         self.crashes.discard(worker)
         if self.uncharged.pop(worker, None) is not None:
@@ -245,7 +245,7 @@ class Life:
         """Whether it has lost more attempts than it may."""
         return self.retries > MAX_RETRIES or self.migrations > MAX_MIGRATIONS
 
-    def setback(self, *, on_trial: bool = False, free: bool = False) -> RetryVerdict:
+    def retry(self, *, on_trial: bool = False, free: bool = False) -> RetryVerdict:
         """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
         the old one is void; ``spent``: it must fail. ``on_trial``: whether it is refused for the crash of a worker is
         not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, or not

@@ -51,23 +51,23 @@ SLOT_SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a request asks of workers: ``tokens`` to compute first (prompt and, after a setback, accepted output),
+class Demand:
+    """What a request asks of workers: ``tokens`` to compute first (prompt and, on a retry, accepted output),
     at most ``output`` more per choice, for ``choices`` choices; ``enough``: so many of these that a worker is of use
     which holds no more, for a request whose client has set no limit (None: all). ``chains`` are its prefix keys.
     ``diverged``: its choices go on from different tokens, so one worker must compute each of them; a hand-off carries
     one prompt (what they have emitted counts as shared nevertheless: they fit one by one, and take turns).
-    ``avoid``: pairs whose hand-off of this very request has failed, ``shun``: workers that have failed it otherwise;
-    both are taken only if nothing else is possible. ``apart_from``: workers that are not to be taken at all.
-    ``urgent``: goes before what waits at a worker, so that it need not wait here until that is less."""
+    ``excluded_pairs``: pairs whose hand-off of this very request has failed, ``excluded_workers``: workers that have
+    failed it otherwise; both are taken only if nothing else is possible. ``apart_from``: workers that are not to be
+    taken at all. ``urgent``: goes before what waits at a worker, so that it need not wait here until that is less."""
 
     tokens: int
     output: int
     choices: int
     chains: Chains = field(default_factory=dict)
     diverged: bool = False
-    avoid: frozenset[Pair] = frozenset()
-    shun: frozenset[Incarnation] = frozenset()
+    excluded_pairs: frozenset[Pair] = frozenset()
+    excluded_workers: frozenset[Incarnation] = frozenset()
     apart_from: frozenset[Incarnation] = frozenset()
     enough: int | None = None
     urgent: bool = False
@@ -165,38 +165,38 @@ class Router:
 
     # -- choosing -------------------------------------------------------------------------------------------------
 
-    def place(self, need: Need) -> Placement | Wait | NoWorkers:
+    def place(self, demand: Demand) -> Placement | Wait | NoWorkers:
         """Where ``need`` should go now; promises nothing yet."""
-        colocated, decodes = self._ready("colocated", need), self._ready("decode", need)
+        colocated, decodes = self._ready("colocated", demand), self._ready("decode", demand)
         if decodes:
-            verdict = self._pair(need, decodes)
+            verdict = self._pair(demand, decodes)
             if isinstance(verdict, Placement) or not colocated:
                 return verdict
         if colocated:
-            return self._whole(need, colocated)
+            return self._whole(demand, colocated)
         if self.missing_role() == "decode":
             return NoWorkers("decode")
-        return Wait("another suspect is on every worker" if need.apart_from else "every worker is too small")
+        return Wait("another suspect is on every worker" if demand.apart_from else "every worker is too small")
 
-    def _ready(self, role: Role, need: Need) -> list[WorkerHandle]:
+    def _ready(self, role: Role, demand: Demand) -> list[WorkerHandle]:
         """The workers of ``role`` to choose from: those that could hold the request to its end, or else those that hold
         most of it and enough. One that keeps failing has room for everything: it is left out, rather than sorted last,
         as long as there is another."""
-        ready = [worker for worker in self.registry.ready(role) if worker.id not in need.apart_from]
-        able = [worker for worker in ready if _holds(need, worker)]
-        ranks = [(self.breakers.allows(Alone(each.id)), min(need.output, _room(need, each))) for each in able]
+        ready = [worker for worker in self.registry.ready(role) if worker.id not in demand.apart_from]
+        able = [worker for worker in ready if _holds(demand, worker)]
+        ranks = [(self.breakers.allows(Alone(each.id)), min(demand.output, _room(demand, each))) for each in able]
         best = max(ranks, default=None)
         return [worker for worker, rank in zip(able, ranks, strict=True) if rank == best]
 
-    def could_serve(self, need: Need) -> bool:
+    def could_serve(self, demand: Demand) -> bool:
         """Whether those that are ready could serve it if they had nothing else to do."""
 
         def able(role: Role) -> bool:
-            return any(_holds(need, worker) for worker in self.registry.ready(role))
+            return any(_holds(demand, worker) for worker in self.registry.ready(role))
 
         if able("colocated") or not able("decode"):
             return able("colocated")
-        on_decode = need.diverged or self.local_prefill == "always" or self.no_prefill == "local"
+        on_decode = demand.diverged or self.local_prefill == "always" or self.no_prefill == "local"
         return on_decode or able("prefill") or not self.registry.ready("prefill")
 
     def missing_role(self) -> Literal["prefill", "decode"] | None:
@@ -219,146 +219,158 @@ class Router:
         ready = self.registry.ready("prefill")
         return max((self.account(it).prefill_tokens / it.hello.max_num_batched_tokens for it in ready), default=0.0)
 
-    def roomiest(self, need: Need) -> Hello | None:
+    def roomiest(self, demand: Demand) -> Hello | None:
         """Of the workers that hold requests to their end, the one with the most room for this one; None if none is
         known."""
-        return max(self._holders(), key=need.room, default=None)
+        return max(self._holders(), key=demand.room, default=None)
 
     def most_output(self, tokens: int, choices: int) -> int | None:
         """What an answer without a limit may have per choice after a prompt of ``tokens``: as much as every worker
         holds that has room for an ordinary answer, so that it may go to any of them; None if no worker is known."""
-        need = Need(tokens, 0, choices)
-        rooms = [need.room(hello) for hello in self._holders()]
+        demand = Demand(tokens, 0, choices)
+        rooms = [demand.room(hello) for hello in self._holders()]
         return min((room for room in rooms if room >= min(max(rooms), self.horizon)), default=None)
 
     def _holders(self) -> list[Hello]:
         ready = [worker.hello for role in _HOLDERS for worker in self.registry.ready(role)]
         return ready or [hello for hello in self.registry.hellos() if hello.role in _HOLDERS]
 
-    def _pair(self, need: Need, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
-        fitting = self._least_loaded_first(need, decodes)
+    def _pair(self, demand: Demand, decodes: list[WorkerHandle]) -> Placement | Wait | NoWorkers:
+        fitting = self._least_loaded_first(demand, decodes)
         if not fitting:
-            return Wait(f"no decode worker can promise {need.tokens} tokens and their output now")
+            return Wait(f"no decode worker can promise {demand.tokens} tokens and their output now")
         decode = fitting[0]
         if self.local_prefill == "always":
             return Placement("local", None, decode, "local prefill: always")
-        if need.diverged:
+        if demand.diverged:
             return Placement("local", None, decode, "its choices have diverged")
-        if len(need.avoid) >= FAILED_PAIRS and self.no_prefill == "local":
-            return Placement("local", None, decode, f"its hand-offs over {len(need.avoid)} pairs have failed")
-        ready = self._ready("prefill", need)
+        if len(demand.excluded_pairs) >= FAILED_PAIRS and self.no_prefill == "local":
+            return Placement(
+                "local", None, decode, f"its hand-offs over {len(demand.excluded_pairs)} pairs have failed"
+            )
+        ready = self._ready("prefill", demand)
         there = bool(self.registry.ready("prefill"))
         if not there and self.no_prefill == "reject":
             return NoWorkers("prefill")
-        decode, prefills = self._reachable(need, fitting, ready)
+        decode, prefills = self._reachable(demand, fitting, ready)
         if not prefills:
             why = "every prefill worker is too small" if there else "no prefill worker is ready"
             if ready:
                 why = "hand-offs from every prefill worker keep failing"
             return Placement("local", None, decode, why) if self.no_prefill == "local" else Wait(why)
-        prefill, before, cached = self._nearest(need, prefills)
+        prefill, before, cached = self._nearest(demand, prefills)
         if self.local_prefill == "auto":
-            if better := self._better_local(need, decode, before):
+            if better := self._better_local(demand, decode, before):
                 return Placement("local", None, decode, better)
             queued, steps = f"{before} tokens are queued for prefill", before / prefill.hello.max_num_batched_tokens
-            if steps >= OVERFLOW_STEPS and (spare := self._spare(need, fitting, before)):
+            if steps >= OVERFLOW_STEPS and (spare := self._spare(demand, fitting, before)):
                 return Placement("local", None, spare, f"{queued}, {spare.hello.name} has none")
-            if steps >= HELD_STEPS and not need.urgent:
+            if steps >= HELD_STEPS and not demand.urgent:
                 return Wait(queued)
-        queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {need.tokens} cached there"
+        queued = f"{before} tokens queued on {prefill.hello.name}, {cached} of {demand.tokens} cached there"
         return Placement("disagg", prefill, decode, queued)
 
-    def _whole(self, need: Need, workers: list[WorkerHandle]) -> Placement | Wait:
-        fitting = [worker for worker in workers if self._fits(need, worker)]
+    def _whole(self, demand: Demand, workers: list[WorkerHandle]) -> Placement | Wait:
+        fitting = [worker for worker in workers if self._fits(demand, worker)]
         if not fitting:
-            return Wait(f"no colocated worker can promise {need.tokens} tokens and their output now")
-        worker, before, cached = self._nearest(need, fitting)
-        return Placement("colocated", None, worker, f"{before} tokens queued, {cached} of {need.tokens} cached")
+            return Wait(f"no colocated worker can promise {demand.tokens} tokens and their output now")
+        worker, before, cached = self._nearest(demand, fitting)
+        return Placement("colocated", None, worker, f"{before} tokens queued, {cached} of {demand.tokens} cached")
 
-    def _fits(self, need: Need, worker: WorkerHandle) -> bool:
+    def _fits(self, demand: Demand, worker: WorkerHandle) -> bool:
         account, hello = self.account(worker), worker.hello
-        if not _holds(need, worker):
+        if not _holds(demand, worker):
             return False
         if account.sequences == 0:
             return True  # more choices than slots take turns
         slots = int(hello.max_num_seqs * SLOT_SLACK)
-        blocks = need.blocks(hello.block_size, self.horizon)
-        return account.blocks + blocks <= hello.kv_blocks and account.sequences + need.choices <= slots
+        blocks = demand.blocks(hello.block_size, self.horizon)
+        return account.blocks + blocks <= hello.kv_blocks and account.sequences + demand.choices <= slots
 
-    def _least_loaded_first(self, need: Need, decodes: list[WorkerHandle]) -> list[WorkerHandle]:
+    def _least_loaded_first(self, demand: Demand, decodes: list[WorkerHandle]) -> list[WorkerHandle]:
         """The decode workers that ``need`` fits on, the least loaded first."""
-        fitting = [worker for worker in decodes if self._fits(need, worker)]
-        return sorted(fitting, key=lambda worker: (worker.id in need.shun, *self._load(need, worker)))
+        fitting = [worker for worker in decodes if self._fits(demand, worker)]
+        return sorted(fitting, key=lambda worker: (worker.id in demand.excluded_workers, *self._load(demand, worker)))
 
     def _reachable(
-        self, need: Need, decodes: list[WorkerHandle], prefills: list[WorkerHandle]
+        self, demand: Demand, decodes: list[WorkerHandle], prefills: list[WorkerHandle]
     ) -> tuple[WorkerHandle, list[WorkerHandle]]:
         """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
         no such pair. A pair that failed this very request is good enough where the decode worker may not prefill by
         itself."""
-        for avoid in (need.avoid,) if self.no_prefill == "local" else (need.avoid, frozenset[Pair]()):
+        for excluded_pairs in (
+            (demand.excluded_pairs,) if self.no_prefill == "local" else (demand.excluded_pairs, frozenset[Pair]())
+        ):
             for decode in decodes:
                 pairs = ((each, Pair(each.id, decode.id)) for each in prefills)
-                if able := [each for each, pair in pairs if self.breakers.allows(pair) and pair not in avoid]:
+                if able := [each for each, pair in pairs if self.breakers.allows(pair) and pair not in excluded_pairs]:
                     return decode, able
         return decodes[0], []
 
-    def _load(self, need: Need, worker: WorkerHandle) -> tuple[float, float]:
+    def _load(self, demand: Demand, worker: WorkerHandle) -> tuple[float, float]:
         """How full the fuller of slots and pool would be with ``need``, of which nothing counts that is cached there;
         and how much is not. Not the room that is left: pools of workers that are equally fast differ in size by chance,
         and the largest would get everything."""
         account, hello = self.account(worker), worker.hello
-        cached = max((need.cached_on(worker, dtype) for dtype in need.chains), default=0)
-        missing = 1 - cached / need.tokens
-        blocks = account.blocks + need.blocks(hello.block_size, self.horizon) - cached // hello.block_size
-        sequences = account.sequences + need.choices * missing
+        cached = max((demand.cached_on(worker, dtype) for dtype in demand.chains), default=0)
+        missing = 1 - cached / demand.tokens
+        blocks = account.blocks + demand.blocks(hello.block_size, self.horizon) - cached // hello.block_size
+        sequences = account.sequences + demand.choices * missing
         return max(blocks / hello.kv_blocks, sequences / hello.max_num_seqs), missing
 
-    def _nearest(self, need: Need, workers: list[WorkerHandle]) -> tuple[WorkerHandle, int, int]:
+    def _nearest(self, demand: Demand, workers: list[WorkerHandle]) -> tuple[WorkerHandle, int, int]:
         """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
 
         def cost(worker: WorkerHandle) -> tuple[bool, int, int]:
-            cached = need.cached_on(worker)
+            cached = demand.cached_on(worker)
             account = self.account(worker)
-            return worker.id in need.shun, account.prefill_tokens + need.tokens - cached, account.sequences
+            return (
+                worker.id in demand.excluded_workers,
+                account.prefill_tokens + demand.tokens - cached,
+                account.sequences,
+            )
 
         best = min(workers, key=cost)
-        return best, self.account(best).prefill_tokens, need.cached_on(best)
+        return best, self.account(best).prefill_tokens, demand.cached_on(best)
 
-    def _better_local(self, need: Need, decode: WorkerHandle, queued_tokens: int) -> str | None:
+    def _better_local(self, demand: Demand, decode: WorkerHandle, queued_tokens: int) -> str | None:
         """``auto``: why the decode worker should prefill by itself, or None if it should not."""
-        cached = need.cached_on(decode)
-        missing = need.tokens - cached
+        cached = demand.cached_on(decode)
+        missing = demand.tokens - cached
         if missing > LOCAL_MISSING_TOKENS:
             return None
-        if cached >= LOCAL_CACHED_SHARE * need.tokens:
-            return f"{cached} of {need.tokens} tokens are cached on {decode.hello.name}"
+        if cached >= LOCAL_CACHED_SHARE * demand.tokens:
+            return f"{cached} of {demand.tokens} tokens are cached on {decode.hello.name}"
         if self.account(decode).sequences == 0 and queued_tokens >= LOCAL_QUEUE_TOKENS:
             return f"{decode.hello.name} is idle and {queued_tokens} tokens are queued for prefill"
         return None
 
-    def _spare(self, need: Need, decodes: Sequence[WorkerHandle], queued_tokens: int) -> WorkerHandle | None:
+    def _spare(self, demand: Demand, decodes: Sequence[WorkerHandle], queued_tokens: int) -> WorkerHandle | None:
         """The first of ``decodes`` that can compute the prompt sooner than prefill gets to it: that computes no other,
         and whose slots are not all taken by streams, which have to share its steps."""
         for worker in decodes:
             account = self.account(worker)
-            if worker.id in need.shun or account.prefill_tokens or account.streams >= worker.hello.max_num_seqs:
+            if (
+                worker.id in demand.excluded_workers
+                or account.prefill_tokens
+                or account.streams >= worker.hello.max_num_seqs
+            ):
                 continue
-            if need.tokens - need.cached_on(worker) <= OVERFLOW_SHARE * queued_tokens:
+            if demand.tokens - demand.cached_on(worker) <= OVERFLOW_SHARE * queued_tokens:
                 return worker
         return None
 
     # -- the ledger -----------------------------------------------------------------------------------------------
 
-    def promise(self, need: Need, placement: Placement) -> Promise:
+    def promise(self, demand: Demand, placement: Placement) -> Promise:
         """Enters a placement into the ledger."""
         worker = placement.prefill or placement.decode
         promise = Promise(
             self.account(placement.decode),
             self.account(worker),
-            blocks=need.blocks(placement.decode.hello.block_size, self.horizon),
-            sequences=need.choices,
-            prefill_tokens=need.tokens - need.cached_on(worker),
+            blocks=demand.blocks(placement.decode.hello.block_size, self.horizon),
+            sequences=demand.choices,
+            prefill_tokens=demand.tokens - demand.cached_on(worker),
         )
         promise.decode.blocks += promise.blocks
         promise.decode.sequences += promise.sequences
@@ -386,16 +398,16 @@ class Router:
         self.breakers.forget(worker.id)
 
 
-def _holds(need: Need, worker: WorkerHandle) -> bool:
+def _holds(demand: Demand, worker: WorkerHandle) -> bool:
     """Whether ``worker`` could hold enough of ``need`` if it had nothing else."""
-    return _room(need, worker) >= need.least
+    return _room(demand, worker) >= demand.least
 
 
-def _room(need: Need, worker: WorkerHandle) -> int:
+def _room(demand: Demand, worker: WorkerHandle) -> int:
     """Output per choice that ``worker`` has room for; all of it or none, for a prefill worker."""
     if worker.role == "prefill":
-        return need.output if need.tokens <= _most_tokens(worker.hello) else -1
-    return need.room(worker.hello)
+        return demand.output if demand.tokens <= _most_tokens(worker.hello) else -1
+    return demand.room(worker.hello)
 
 
 def _most_tokens(hello: Hello) -> int:

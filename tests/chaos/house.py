@@ -497,7 +497,7 @@ class House:
         await self.poll(ready, within_s, f"every worker is ready (logs in {self.directory})")
 
     async def until_free(self, within_s: float = FREE_WITHIN_S) -> float:
-        """Until no ticket is left and no living worker holds anything; when the last one told so. Stuck if not."""
+        """Until no request is left and no living worker holds anything; when the last one told so. Stuck if not."""
         living = [worker for worker in self.workers.values() if worker.alive and not worker.stopped]
         await self.until(
             lambda: all(worker.holds == (0, 0) for worker in living if worker.alive),

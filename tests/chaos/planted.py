@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from coordinator.requests.dispatcher import Dispatcher
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from deploy.cli.main import main
 
 QUEUED = "queued requests are kept"
@@ -15,9 +15,9 @@ QUEUED = "queued requests are kept"
 def _keep_queued() -> None:
     abort = Dispatcher.abort
 
-    def abort_if_placed(self: Dispatcher, ticket: Ticket) -> None:
-        if not ticket.queued:
-            abort(self, ticket)
+    def abort_if_placed(self: Dispatcher, record: RequestRecord) -> None:
+        if not record.queued:
+            abort(self, record)
 
     Dispatcher.abort = abort_if_placed  # type: ignore[method-assign]
 

@@ -117,17 +117,17 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     if template is not None:
         model = _with_template(model, template)
 
-    def opened(ticket: Any) -> bool:
-        return getattr(ticket.client, "opened", True)
+    def opened(record: Any) -> bool:
+        return getattr(record.client, "opened", True)
 
     async with open_house(model, **options) as house, _longest_jitter():
-        tickets = house.dispatcher.tickets
+        records = house.dispatcher.records
 
         def script(request: Any, choice: int, position: int) -> int:
             """The second token waits until the first one is written: else how many are in the first chunk of a stream
             is chance."""
             patience = time.monotonic() + 10.0
-            while position and not all(map(opened, list(tickets.values()))) and time.monotonic() < patience:
+            while position and not all(map(opened, list(records.values()))) and time.monotonic() < patience:
                 time.sleep(0.0005)  # in the worker's own thread
             return formula(request, choice, position) if position < 8 else EOS
 
@@ -136,7 +136,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
 
             def waits() -> Any:
                 patience = time.monotonic() + 10.0
-                while not all(each.output_length for each in list(tickets.values())) and time.monotonic() < patience:
+                while not all(each.output_length for each in list(records.values())) and time.monotonic() < patience:
                     time.sleep(0.0005)  # in the worker's own thread
                 return timings()
 
@@ -173,7 +173,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
 
         async def metrics() -> str:
             workers = house.dispatcher.registry
-            await until(lambda: not tickets and all(each.beat for each in workers), "all is quiet")
+            await until(lambda: not records and all(each.beat for each in workers), "all is quiet")
             return house.services.metrics.page().decode()
 
         async with trouble(wrong, house):
@@ -503,7 +503,7 @@ def _other_outcome() -> Any:
     original = Metrics.ended
     renamed = {"aborted": "cancelled"}
     return mock.patch.object(
-        Metrics, "ended", lambda self, ticket, outcome: original(self, ticket, renamed.get(outcome, outcome))
+        Metrics, "ended", lambda self, record, outcome: original(self, record, renamed.get(outcome, outcome))
     )
 
 

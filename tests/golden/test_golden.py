@@ -124,10 +124,12 @@ def test_a_place_that_refuses_is_named_without_its_line() -> None:
     names = [place.name for place in refusals.places()]
     assert len(names) == len(set(names))
     assert (
-        "Dispatcher.died: quarantined()" in names
+        "Dispatcher.on_worker_died: quarantined()" in names
         and "quarantined: RequestError(500, server_error, request_quarantined)" in names
     )
-    assert any("no transcript reaches Dispatcher.died: quarantined()" in each for each in refusals.complaints(set()))
+    assert any(
+        "no transcript reaches Dispatcher.on_worker_died: quarantined()" in each for each in refusals.complaints(set())
+    )
 
 
 def test_only_the_adapter_imports_what_is_tested() -> None:

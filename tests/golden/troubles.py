@@ -77,27 +77,27 @@ async def _who_is_busy_dies(house: Any) -> None:
 async def _connections_of_who_is_busy_break(house: Any) -> None:
     dispatcher = house.dispatcher
     while True:
-        for ticket in list(dispatcher.tickets.values()):
+        for record in list(dispatcher.records.values()):
             for worker in list(dispatcher.registry):
-                if worker.id in ticket.life.workers and worker.answered >= ticket.asked:
+                if worker.id in record.life.workers and worker.answered >= record.asked:
                     dispatcher.gateway._lose(worker)
         await asyncio.sleep(0.002)
 
 
-def _is_decoding(tickets: dict[Any, Any]) -> bool:
-    return any(each.output_length and each.life.state.value == "decoding" for each in tickets.values())
+def _is_decoding(records: dict[Any, Any]) -> bool:
+    return any(each.output_length and each.life.state.value == "decoding" for each in records.values())
 
 
 async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
     from tests.unit.coordinator.house import until
 
-    tickets = house.dispatcher.tickets
+    records = house.dispatcher.records
     with mock.patch("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3):
-        await until(lambda: _is_decoding(tickets), "a request is decoded", 600.0)
+        await until(lambda: _is_decoding(records), "a request is decoded", 600.0)
         first = next(worker for worker in house.workers if worker.role == "decode")
         await house.add("decode", changes={"kv_blocks": 10})
         first.stop()
-        await until(lambda: not tickets, "it ends", 60.0)
+        await until(lambda: not records, "it ends", 60.0)
 
 
 FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {

@@ -11,7 +11,7 @@ from common.core.sequence import Sequence
 from common.net.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
 from common.net.wire import MAX_REPORT_BYTES, decode, encode
 from common.worker.token_spans import SpanWriter, stop_id
-from coordinator.requests.state import Accepted, Life, State
+from coordinator.requests.state import Accepted, RequestState, State
 
 LONGEST = 3 * MAX_SPANS
 
@@ -26,7 +26,7 @@ def shown(position: int) -> Logprobs:
 )
 def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], skipped: int) -> None:
     """``skipped``: tokens whose log-probabilities were told by another worker."""
-    writer, lives = SpanWriter(), [Life(1) for _ in spans]
+    writer, lives = SpanWriter(), [RequestState(1) for _ in spans]
     for number, (length, wanted) in enumerate(spans):
         output = list(range(length))
         logprobs = [shown(position) for position in output[skipped:]] if wanted else []
@@ -42,7 +42,7 @@ def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], 
         assert life.output == [list(range(length))] and life.finish == [FinishReason.LENGTH]
 
 
-def _take(message: Tokens, lives: list[Life], spans: list[tuple[int, bool]], skipped: int) -> None:
+def _take(message: Tokens, lives: list[RequestState], spans: list[tuple[int, bool]], skipped: int) -> None:
     ids, at = unpack_tokens(message.ids), 0
     for index, count in enumerate(message.counts):
         number = int.from_bytes(message.requests[16 * index : 16 * index + 16], "big")

@@ -28,11 +28,11 @@ from coordinator.cluster.registry import WorkerHandle as Member
 from coordinator.requests.admission import RetryBudget
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import quarantined
-from coordinator.requests.record import Ticket
-from coordinator.requests.state import Accepted, Gap, Life
+from coordinator.requests.record import RequestRecord
+from coordinator.requests.state import Accepted, Gap, RequestState
 from coordinator.routing import router
 from coordinator.routing.breakers import Breakers
-from coordinator.routing.router import Need, Router
+from coordinator.routing.router import Demand, Router
 from decode.reservations import Reservations
 from decode.role import DecodeWorker
 from kvtransfer.links import base, pull
@@ -74,16 +74,16 @@ def _hears_progress(self: SenderSession, step_s: float, now: float) -> None:
     self.progress_at = max(self.progress_at, now)
 
 
-def _without_fence(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+def _without_fence(self: RequestState, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
     return _ACCEPT(self, choice, self.attempt, start, ids, finish)
 
 
-def _takes_what_it_has(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+def _takes_what_it_has(self: RequestState, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
     known = len(self.output[choice]) if 0 <= choice < len(self.output) else 0
     return _ACCEPT(self, choice, attempt, max(start, known), ids, finish)
 
 
-def _skips_gaps(self: Life, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
+def _skips_gaps(self: RequestState, choice: int, attempt: int, start: int, ids: list[int], finish: Any) -> Any:
     found = _ACCEPT(self, choice, attempt, start, ids, finish)
     if not isinstance(found, Gap):
         return found
@@ -123,12 +123,12 @@ def _grants_to_the_only_one(self: Reservations, spare_blocks: int, asked_before:
     return _RESERVE(self, spare_blocks, asked_before) if not spare_blocks else None
 
 
-def _prefill_holds_all(need: Need, worker: Member) -> int:
-    return need.output if worker.role == "prefill" else _ROOM(need, worker)
+def _prefill_holds_all(demand: Demand, worker: Member) -> int:
+    return demand.output if worker.role == "prefill" else _ROOM(demand, worker)
 
 
-def _wants_all(self: Ticket) -> Need:
-    return replace(_NEED(self), enough=None)
+def _wants_all(self: RequestRecord) -> Demand:
+    return replace(_DEMAND(self), enough=None)
 
 
 def _misses_full(self: Router) -> Any:
@@ -146,11 +146,11 @@ def _hears_a_word(self: Registry, worker: Member) -> None:
     worker.heard_at = math.inf
 
 
-_ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, Life.accept, DecodeWorker._grant
+_ABORT, _ACCEPT, _GRANT = DecodeWorker.abort, RequestState.accept, DecodeWorker._grant
 _PARK, _ADMIT, _FORK = Planner._park, Planner._admit, KvCache.fork
 _CLOSE, _HEARD, _RESERVE = Worker.close, SenderSession.heard, Reservations.grant
 _OBJECTION = ReceiverSession.objection
-_ROOM, _NEED = router._room, Ticket.need
+_ROOM, _DEMAND = router._room, RequestRecord.demand
 _MISSING, _LOST = Router.missing_role, Dispatcher._lost_by_a_crash
 _START_HEART, _RENEWED = Membership._start_heart, Registry.renewed
 
@@ -160,14 +160,14 @@ def _leaves(self: Worker, *, crashed: bool = False) -> None:
 
 
 def _blames_all(self: Dispatcher, worker: Any) -> None:
-    for ticket in self._suspects.pop(worker, []):
-        self.fail(ticket, quarantined())
+    for record in self._suspects.pop(worker, []):
+        self.fail(record, quarantined())
 
 
-def _lost_though_dead_before(self: Dispatcher, worker: Member, tickets: Any) -> None:
-    for ticket in tickets:
-        ticket.asked = 0
-    _LOST(self, worker, tickets)
+def _lost_though_dead_before(self: Dispatcher, worker: Member, records: Any) -> None:
+    for record in records:
+        record.asked = 0
+    _LOST(self, worker, records)
 
 
 def _hangs_soon(self: Registry, worker: Member) -> bool:
@@ -208,9 +208,13 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "no expiry": (
         Mutation("a worker without a coordinator keeps all", Worker, "_expire", _nothing, ("for a dead coordinator",)),
     ),
-    "no fence": (Mutation("spans of an older attempt count", Life, "accept", _without_fence, ("older attempt",)),),
-    "take twice": (Mutation("known tokens are appended again", Life, "accept", _takes_what_it_has, (WRONG_TOKENS,)),),
-    "skip gaps": (Mutation("tokens after a hole are taken", Life, "accept", _skips_gaps, (WRONG_TOKENS,)),),
+    "no fence": (
+        Mutation("spans of an older attempt count", RequestState, "accept", _without_fence, ("older attempt",)),
+    ),
+    "take twice": (
+        Mutation("known tokens are appended again", RequestState, "accept", _takes_what_it_has, (WRONG_TOKENS,)),
+    ),
+    "skip gaps": (Mutation("tokens after a hole are taken", RequestState, "accept", _skips_gaps, (WRONG_TOKENS,)),),
     "visible early": (
         Mutation(
             "blocks are shared before their KV was verified",
@@ -289,7 +293,10 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
     ),
     "blame everybody": (
-        Mutation("all that met two crashes are refused", Dispatcher, "died", _blames_all, ("beside a poisonous one",)),
+        Mutation(
+            "all that met two crashes are refused", Dispatcher, "on_worker_died", _blames_all,
+            ("beside a poisonous one",),
+        ),
     ),
     "the dead die again": (
         Mutation(
@@ -317,7 +324,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "no limit is a limit": (
         Mutation(
-            "an answer without a limit wants all that fitted once", Ticket, "need", _wants_all, ("tokens ends with",)
+            "an answer without a limit wants all that fitted once",
+            RequestRecord, "demand", _wants_all, ("tokens ends with",),
         ),
     ),
     "outgrown for ever": (

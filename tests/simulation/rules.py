@@ -13,7 +13,7 @@ from coordinator.cluster.gateway import Loss
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE
 from coordinator.requests.dispatcher import Dispatcher
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import State
 from coordinator.routing.breakers import FAILURES, FIRST_COOL_DOWN_S, WITHIN_S, Alone, Pair
 from coordinator.routing.router import Placement
@@ -29,7 +29,7 @@ class CheckedDispatcher(Dispatcher):
         self._failures: dict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=FAILURES))
         super().start()
 
-    def _place(self, ticket: Ticket, placement: Placement) -> None:
+    def _place(self, ticket: RequestRecord, placement: Placement) -> None:
         names = {worker.hello.name for worker in (placement.prefill, placement.decode) if worker is not None}
         _record(ticket).attempts.append(Attempt(frozenset(names), self._clock()))
         self._look_at_breakers(placement)
@@ -41,9 +41,9 @@ class CheckedDispatcher(Dispatcher):
         """Requests that no worker has room for by the books of promises, and those that wait behind one."""
         holders = [*self.registry.ready("decode"), *self.registry.ready("colocated")]
 
-        def fits(ticket: Ticket) -> bool:
-            need = self._need(ticket)
-            return not holders or any(self.router._fits(need, worker) for worker in holders)
+        def fits(ticket: RequestRecord) -> bool:
+            demand = self._demand(ticket)
+            return not holders or any(self.router._fits(demand, worker) for worker in holders)
 
         queued = [ticket for _, _, ticket in sorted(self._queue) if ticket.queued]
         return {ticket.id for ticket in itertools.dropwhile(fits, queued)}
@@ -58,39 +58,39 @@ class CheckedDispatcher(Dispatcher):
             if since < FIRST_COOL_DOWN_S - 1e-6:
                 self.complain(f"a pair is tried {since:.2f} s after its third failure")
 
-    def _look_at_room(self, ticket: Ticket, placement: Placement) -> None:
+    def _look_at_room(self, ticket: RequestRecord, placement: Placement) -> None:
         """Nobody is sent where it is cut short while another that is not avoided holds more of it."""
-        need, decode = self._need(ticket), placement.decode
+        demand, decode = self._demand(ticket), placement.decode
 
         def room(worker: WorkerHandle) -> int:
-            return min(need.output, need.room(worker.hello))
+            return min(demand.output, demand.room(worker.hello))
 
-        others = [each for each in self.registry.ready(decode.role) if each.id not in need.apart_from]
+        others = [each for each in self.registry.ready(decode.role) if each.id not in demand.apart_from]
         most = max((room(each) for each in others if self.breakers.allows(Alone(each.id))), default=0)
-        if room(decode) < min(most, need.output):
+        if room(decode) < min(most, demand.output):
             self.complain(f"{room(decode)} tokens fit on {decode.hello.name}, {most} elsewhere")
 
     def _look_at_retries(self) -> None:
         """Retries do not crowd out everybody else."""
         again = sum(
             bool(ticket.life.attempt) and ticket.life.state in (State.PLACED, State.PREFILLING)
-            for ticket in self.tickets.values()
+            for ticket in self.records.values()
         )
-        if again > max(MIN_RETRIES, RETRY_SHARE * len(self.tickets)):
-            self.complain(f"{again} of {len(self.tickets)} requests are tried again at once")
+        if again > max(MIN_RETRIES, RETRY_SHARE * len(self.records)):
+            self.complain(f"{again} of {len(self.records)} requests are tried again at once")
 
-    def _take_off(self, ticket: Ticket) -> None:
+    def _take_off(self, ticket: RequestRecord) -> None:
         super()._take_off(ticket)
         for attempt in _record(ticket).attempts[-1:]:
             attempt.ended = min(attempt.ended, self._clock())
 
-    def _note_hand_off(self, ticket: Ticket) -> None:
+    def _note_hand_off(self, ticket: RequestRecord) -> None:
         if ticket.pair is not None and ticket.life.state is State.DECODING:
             self._failures.pop(ticket.pair, None)
         super()._note_hand_off(ticket)
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
-        ticket = self.tickets.get(message.request)
+        ticket = self.records.get(message.request)
         pair = ticket and ticket.pair
         super().failed(worker, message)
         if ticket is not None and pair and ticket.pair is None and message.code == "transfer_failed":
@@ -98,12 +98,12 @@ class CheckedDispatcher(Dispatcher):
             if not _too_many(failures):  # those that were on their way then say nothing new
                 failures.append(self._clock())
 
-    def lost(self, worker: WorkerHandle, how: Loss) -> None:
+    def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
         for pair in [pair for pair in self._failures if worker.id in pair]:
             del self._failures[pair]
-        super().lost(worker, how)
+        super().on_worker_lost(worker, how)
 
-    def _span(self, worker: Any, ticket: Ticket, message: Tokens, index: int, *rest: Any) -> None:
+    def _span(self, worker: Any, ticket: RequestRecord, message: Tokens, index: int, *rest: Any) -> None:
         attempt, before = ticket.life.attempt, ticket.output_length
         super()._span(worker, ticket, message, index, *rest)
         if ticket.output_length > before and message.attempts[index] != attempt:
@@ -114,7 +114,7 @@ def _too_many(failures: Sequence[float]) -> bool:
     return len(failures) == FAILURES and failures[-1] - failures[0] <= WITHIN_S
 
 
-def _record(ticket: Ticket) -> Record:
+def _record(ticket: RequestRecord) -> Record:
     client: Any = ticket.client
     record: Record = client.record
     return record

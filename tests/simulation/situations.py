@@ -16,7 +16,7 @@ from common.core.sequence import Batch
 from common.net.messages import Role
 from coordinator.requests.dispatcher import WORKERLESS_WAIT_S
 from coordinator.requests.state import MAX_CRASHES, State
-from coordinator.routing.router import FAILED_PAIRS, Need
+from coordinator.routing.router import FAILED_PAIRS, Demand
 from tests.fakes.oracle import oracle_stream
 from tests.simulation.history import History
 from tests.simulation.liveness import (
@@ -96,8 +96,8 @@ class OneFault(History):
         return any(transfer.request in ours for transfer in worker.worker.holdings())
 
     def _streams(self, worker: SimulatedWorker) -> bool:
-        tickets = self.system.coordinator.dispatcher.tickets.values()
-        lives = [ticket.life for ticket in tickets if ticket.life.decode == worker.worker.incarnation]
+        records = self.system.coordinator.dispatcher.records.values()
+        lives = [ticket.life for ticket in records if ticket.life.decode == worker.worker.incarnation]
         return any(life.state is State.DECODING for life in lives)
 
     def _lasts(self) -> None:
@@ -305,8 +305,8 @@ class Disconnected(OneFault):
 
     def _moved_to(self) -> list[SimulatedWorker]:
         """Decode workers on which streams go on that began elsewhere."""
-        tickets = self.system.coordinator.dispatcher.tickets.values()
-        moved = {each.life.decode for each in tickets if each.life.migrations and each.life.state is State.DECODING}
+        records = self.system.coordinator.dispatcher.records.values()
+        moved = {each.life.decode for each in records if each.life.migrations and each.life.state is State.DECODING}
         return [worker for worker in self.system.workers.values() if worker.worker.incarnation in moved]
 
     def _judge(self) -> None:
@@ -489,8 +489,8 @@ class Crowded(OneFault):
 
     def _faults(self) -> None:
         def many() -> bool:
-            tickets = self.system.coordinator.dispatcher.tickets.values()
-            return sum(ticket.life.state is State.PREFILLING for ticket in tickets) >= 20
+            records = self.system.coordinator.dispatcher.records.values()
+            return sum(ticket.life.state is State.PREFILLING for ticket in records) >= 20
 
         def kill() -> None:
             self.system.kill_worker(self.names[0], 3.0)
@@ -544,10 +544,10 @@ class Resized(OneFault):
         holders = shapes["decode"] + shapes["colocated"]
         missing = [role for role, names in self._by_role().items() if names and names <= {*self.struck}]
         for client in self.system.clients:
-            need = Need(len(client.prompt), client.sampling.max_tokens, client.n)
-            length, wanted = len(client.prompt) + len(client.output[0]), len(client.prompt) + need.output
-            fits = [all(need.output <= each.room(need) for each in some) for some in (holders, [first])]
-            somewhere = any(need.output <= each.room(need) for each in holders)
+            demand = Demand(len(client.prompt), client.sampling.max_tokens, client.n)
+            length, wanted = len(client.prompt) + len(client.output[0]), len(client.prompt) + demand.output
+            fits = [all(demand.output <= each.room(demand) for each in some) for some in (holders, [first])]
+            somewhere = any(demand.output <= each.room(demand) for each in holders)
             allowed = {"done"}
             if not somewhere and (not client.open_ended or length >= max(each.holds for each in holders)):
                 allowed |= {"failed: worker_lost", "failed: context_length_exceeded"}

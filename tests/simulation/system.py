@@ -29,9 +29,9 @@ from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import Registry
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.routing.breakers import BreakerState
-from coordinator.routing.router import HORIZON_TOKENS, Need, NoPrefillPolicy, Router
+from coordinator.routing.router import HORIZON_TOKENS, Demand, NoPrefillPolicy, Router
 from decode.role import DecodeWorker
 from kvtransfer.links.memory import Pools
 from prefill.role import PrefillWorker
@@ -74,12 +74,12 @@ class Shape(NamedTuple):
         """Tokens of one request."""
         return min(self.length, self.blocks * self.block_size)
 
-    def room(self, need: Need) -> int:
+    def room(self, demand: Demand) -> int:
         """Output of each choice after the prompt: the first block that is not full, and those after it, are each
         choice's own."""
-        shared = need.tokens // self.block_size if need.choices > 1 else 0
-        each = (self.blocks - shared) // need.choices * self.block_size
-        return min(self.length, each + shared * self.block_size) - need.tokens
+        shared = demand.tokens // self.block_size if demand.choices > 1 else 0
+        each = (self.blocks - shared) // demand.choices * self.block_size
+        return min(self.length, each + shared * self.block_size) - demand.tokens
 
 
 class SimulatedEngine(OracleEngine):
@@ -337,7 +337,7 @@ class SimulatedClient:
     """Whether an answer that is shorter is one, too."""
     output: list[list[int]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    ticket: Ticket | None = None
+    ticket: RequestRecord | None = None
     last_at: float = 0.0
     deadline_at: float = 0.0
     ended_at: float = 0.0
@@ -375,7 +375,7 @@ class SimulatedClient:
             limit = max(1, min(self.sampling.max_tokens, most))
             self.sampling = msgspec.structs.replace(self.sampling, max_tokens=limit)
         chains = {"float32": extend_chain(chain_root(salt, "oracle", "float32"), [], self.prompt)}
-        ticket = Ticket(
+        ticket = RequestRecord(
             id=self.id, prompt=pack_tokens(self.prompt), sampling=self.sampling,
             n=self.n, cache_salt=salt, priority=self.priority, chains=chains, client=self, arrived_at=now,
             tokenized_at=now, deadline_at=now + timeout_s, open_ended=self.open_ended,
@@ -400,7 +400,7 @@ class SimulatedClient:
     # -- as the coordinator sees it -----------------------------------------------------------------------------------
 
     def tokens(
-        self, ticket: Ticket, choice: int, ids: list[int], logprobs: Seq[Logprobs | None], finish: FinishReason
+        self, ticket: RequestRecord, choice: int, ids: list[int], logprobs: Seq[Logprobs | None], finish: FinishReason
     ) -> bool:
         complain, output, stream = self.system.complain, self.output[choice], self.streams[choice]
         if self.over:
@@ -430,14 +430,14 @@ class SimulatedClient:
     def told(self) -> bool:
         return any(self.output)
 
-    def done(self, ticket: Ticket) -> None:
+    def done(self, ticket: RequestRecord) -> None:
         self._end("done")
         for choice, output in enumerate(self.output):
             wanted = min(len(self.streams[choice]), self.stop_after.get(choice, 1 << 30))
             if len(output) < wanted and not self.open_ended:
                 self.system.complain(f"request {self.number}/{choice} is done after {len(output)} of {wanted} tokens")
 
-    def failed(self, ticket: Ticket, error: RequestError) -> None:
+    def failed(self, ticket: RequestRecord, error: RequestError) -> None:
         self._end(f"failed: {error.code}")
 
     def _end(self, how: str) -> None:
@@ -633,7 +633,7 @@ class System:
         """What is not over yet, by its name."""
         dispatcher = self.coordinator.dispatcher
         left = {
-            "tickets": dict(dispatcher.tickets), "queued requests": self.coordinator.admission.requests,
+            "tickets": dict(dispatcher.records), "queued requests": self.coordinator.admission.requests,
             "queued tokens": self.coordinator.admission.tokens,
             "suspects": dispatcher._suspects, "waiting for answers": dispatcher._asked_for,
             "lost or missing": self.coordinator.gateway._losing | self.coordinator.gateway._missing,

@@ -48,18 +48,18 @@ class Door:
     def port(self) -> int:
         return int(self.gateway.address.rpartition(":")[2])
 
-    def joined(self, worker: Any) -> None:
+    def on_worker_joined(self, worker: Any) -> None:
         self.joins += 1
 
     def beat(self, worker: Any) -> None:
         self.beats += 1
 
-    def lost(self, worker: Any, how: Any) -> None:
+    def on_worker_lost(self, worker: Any, how: Any) -> None:
         self.lost_workers.append(worker.hello.name)
 
-    def died(self, worker: Incarnation) -> None: ...
+    def on_worker_died(self, worker: Incarnation) -> None: ...
 
-    def returned(self, worker: Incarnation) -> None: ...
+    def on_worker_reconnected(self, worker: Incarnation) -> None: ...
 
     def dial(self, party: Party | None, name: bytes, cluster: Path | None = None) -> zmq.Socket[Any]:
         path = cluster or self.cluster

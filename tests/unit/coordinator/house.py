@@ -93,8 +93,8 @@ class House:
         return response, [json.loads(event) for event in events[:-1]]
 
     async def idle(self) -> None:
-        """Nothing is left: no ticket, no promise, nothing on any living worker."""
-        await until(lambda: not self.dispatcher.tickets, "all tickets end")
+        """Nothing is left: no request, no promise, nothing on any living worker."""
+        await until(lambda: not self.dispatcher.records, "all requests end")
         assert self.dispatcher.admission.requests == self.dispatcher.admission.tokens == 0
         for account in self.dispatcher.router.accounts.values():
             assert (account.blocks, account.sequences, account.prefill_tokens, account.streams) == (0, 0, 0, 0)

@@ -96,7 +96,7 @@ async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tup
     await until(lambda: decode._streams, "decode has the request")
     asked.cancel()
     await until(lambda: not decode._streams, "it was told that nobody wants it any more")
-    assert house.dispatcher.tickets == {}
+    assert house.dispatcher.records == {}
 
 
 async def test_mock_workers_answer_their_leases(

@@ -182,12 +182,12 @@ async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
     text, options = TextModel(model, vocab_size=VOCAB), parse_chat({**HELLO, "logprobs": True}).options
     shape = ChatShape(Head("id", 0, "tiny", "print"), options, text)
     reply = WholeReply(options, shape, 1, lambda index: Choice(index, [1], options, text, None))
-    ticket: Any = SimpleNamespace(id=b"id", n=1, prompt_length=1, timings={})
-    reply.expect([ticket])
+    record: Any = SimpleNamespace(id=b"id", n=1, prompt_length=1, timings={})
+    reply.expect([record])
     known = Logprobs(-0.5, pack_tokens(list(range(20))), tuple(-0.1 * at for at in range(20)))
     began = time.thread_time()
     for _ in range(1000):
-        reply.tokens(ticket, 0, [9], [known], FinishReason.RUNNING)
+        reply.tokens(record, 0, [9], [known], FinishReason.RUNNING)
     until_the_end = time.thread_time() - began
     body = encode(reply.body())
     assert len(body) > 1_000_000

@@ -43,7 +43,7 @@ async def _leave_unread(house: House) -> tuple[asyncio.StreamReader, asyncio.Str
     asked = {"prompt": ["x"] * 3, "n": 16, "logprobs": 20, "max_tokens": 900, "ignore_eos": True, "seed": 1}
     connection = await _ask_and_read_no_more(house, asked)
     await until(lambda: house.workers[0].busy, "it runs")
-    await until(lambda: not house.dispatcher.tickets, "it is computed", 20)
+    await until(lambda: not house.dispatcher.records, "it is computed", 20)
     return connection
 
 

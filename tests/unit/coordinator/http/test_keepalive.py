@@ -218,4 +218,4 @@ async def test_a_waiting_stream_is_never_silent_for_longer_than_the_interval(gat
     rest = await reader.readuntil(b"data: [DONE]\n\n")
     assert rest.count(b"data: ") == TOKENS + 3
     writer.close()
-    await until(lambda: not gate.house.dispatcher.tickets, "the request ends")
+    await until(lambda: not gate.house.dispatcher.records, "the request ends")

@@ -61,7 +61,7 @@ async def test_what_does_not_fit_now_waits_in_order_of_priority(model: Path) -> 
         await house.add("decode", step_s=0.02, changes={"kv_blocks": 3})
         asked = {"prompt": [50] * 16, "max_tokens": 16}
         running = asyncio.create_task(house.post(TEXT, asked))
-        await until(lambda: house.dispatcher.tickets, "the first is placed")
+        await until(lambda: house.dispatcher.records, "the first is placed")
         done: list[str] = []
 
         async def later(name: str, priority: int) -> None:
@@ -90,7 +90,7 @@ async def test_of_many_prompts_decode_takes_some_and_the_rest_goes_where_one_is_
 async def test_requests_wait_for_the_workers_of_a_coordinator_that_has_just_started(model: Path, roles: Any) -> None:
     async with open_house(model) as house:
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "n": 2, "max_tokens": 4}))
-        await until(lambda: house.dispatcher.tickets, "it waits")
+        await until(lambda: house.dispatcher.records, "it waits")
         assert (await house.get("/ready"))[0].status == 503
         for role in roles:
             await house.add(role)
@@ -108,7 +108,7 @@ async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
             began = time.monotonic()
             first = asyncio.create_task(house.post(CHAT, HELLO))
             if not later:
-                await until(lambda: house.dispatcher.tickets, "it waits")
+                await until(lambda: house.dispatcher.records, "it waits")
                 assert (await house.post(CHAT, HELLO))[0].status == 429, "no more than may queue"
             response, body = await first
             assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
@@ -119,7 +119,7 @@ async def test_they_wait_a_bounded_time_and_later_ones_not_at_all(
 async def test_a_drain_does_not_wait_for_workers_that_may_join(model: Path) -> None:
     async with open_house(model) as house:
         asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.tickets, "it waits")
+        await until(lambda: house.dispatcher.records, "it waits")
         began = time.monotonic()
         await drain(house.services, asyncio.Event())
         assert (await asked)[0].status == 503 and time.monotonic() - began < 2.0
@@ -128,9 +128,9 @@ async def test_a_drain_does_not_wait_for_workers_that_may_join(model: Path) -> N
 async def test_a_client_that_hangs_up_while_it_waits_for_workers_leaves_the_queue(model: Path) -> None:
     async with open_house(model, max_queued_requests=1) as house:
         asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.tickets, "it waits")
+        await until(lambda: house.dispatcher.records, "it waits")
         asked.cancel()
-        await until(lambda: not house.dispatcher.tickets, "its place is free", 1.0)
+        await until(lambda: not house.dispatcher.records, "its place is free", 1.0)
         assert house.dispatcher.admission.requests == 0
 
 

@@ -35,7 +35,7 @@ from common.net.messages import (
 from common.net.wire import MAX_REPORT_BYTES, seal
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import dispatcher as dispatch
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.requests.state import MAX_BREAKS, MAX_MIGRATIONS, MAX_RETRIES, State
 from coordinator.routing.breakers import FAILURES
 from coordinator.routing.router import Router
@@ -119,9 +119,9 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
         undisturbed = await ask()
         first.script = talk_no_further
         disturbed = asyncio.create_task(ask())
-        await until(lambda: house.dispatcher.tickets, "it runs")
-        [ticket] = house.dispatcher.tickets.values()
-        await until(lambda: len(ticket.life.output[0]) == said, "its first part is here")
+        await until(lambda: house.dispatcher.records, "it runs")
+        [record] = house.dispatcher.records.values()
+        await until(lambda: len(record.life.output[0]) == said, "its first part is here")
         await house.add("decode", script=talk)
         first.stop()
         assert await disturbed == undisturbed
@@ -196,18 +196,18 @@ async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(mode
         asked = asyncio.create_task(house.post(TEXT, {"prompt": "wait", "max_tokens": 50, "ignore_eos": True}))
         await until(lambda: any(worker.busy for worker in house.workers), "somebody has it")
         leaving = next(worker for worker in house.workers if worker.busy)
-        ticket = next(iter(house.dispatcher.tickets.values()))
+        record = next(iter(house.dispatcher.records.values()))
         registered = house.services.registry.get(leaving.hello.incarnation)
         assert registered is not None
         leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
         time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to be away while both happen
         leaving.stop()
         time.sleep(0.2)  # noqa: ASYNC251
-        assert not house.dispatcher.gateway.send(registered, Abort(ticket.id, 99))
+        assert not house.dispatcher.gateway.send(registered, Abort(record.id, 99))
         response, body = await asked
         assert response.status == 200 and body["usage"]["completion_tokens"] == 50
         assert (
-            ticket.life.attempt == 1 and not ticket.life.crashes and ticket.life.migrations == ticket.life.retries == 0
+            record.life.attempt == 1 and not record.life.crashes and record.life.migrations == record.life.retries == 0
         )
 
 
@@ -223,19 +223,19 @@ async def test_streams_move_from_workers_that_leave_more_often_than_they_could_a
         asked = asyncio.create_task(house.stream(TEXT, body))
         for _ in range(MAX_MIGRATIONS + 2):
             await until(
-                lambda: house.dispatcher.tickets and any(worker.busy for worker in house.workers), "somebody has it"
+                lambda: house.dispatcher.records and any(worker.busy for worker in house.workers), "somebody has it"
             )
             leaving = next(worker for worker in house.workers if worker.busy)
-            ticket = next(iter(house.dispatcher.tickets.values()))
-            attempt = ticket.life.attempt
+            record = next(iter(house.dispatcher.records.values()))
+            attempt = record.life.attempt
             leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
-            await until(lambda before=attempt, ticket=ticket: ticket.life.attempt > before, "it moves on")
+            await until(lambda before=attempt, record=record: record.life.attempt > before, "it moves on")
             leaving._jobs.clear()
             await until(lambda: len(house.services.registry.ready("decode")) == 2, "the one that left is back")
         for worker in house.workers:
             worker.step_s = 0.0
         _, events = await asked
-        assert ticket.life.migrations == 0
+        assert record.life.migrations == 0
         texts = ["".join(event["choices"][0]["text"] for event in each if event["choices"]) for each in (quiet, events)]
         assert texts[0] == texts[1] and texts[0]
 
@@ -299,17 +299,17 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
     async with open_house(model, "prefill") as house:
         await house.add("decode", step_s=0.05)
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
-        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.tickets.values()), "it runs")
-        [ticket] = house.dispatcher.tickets.values()
+        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.records.values()), "it runs")
+        [record] = house.dispatcher.records.values()
         lags = house.services.registry.lags
         await until(lambda: lags._looked_at is not None, "it has looked once")
         for worker in house.services.registry:  # as if this process had been stopped for so long
             worker.heard_at -= 5.0
-        ticket.heard_at -= 5.0
+        record.heard_at -= 5.0
         assert lags._looked_at is not None and not asked.done()
         lags._looked_at -= 5.0
         house.dispatcher._tick()
-        assert (await asked)[0].status == 200 and ticket.life.attempt == 0
+        assert (await asked)[0].status == 200 and record.life.attempt == 0
 
 
 async def test_requests_whose_clients_left_do_not_stay_behind_one_that_waits(model: Path) -> None:
@@ -317,10 +317,10 @@ async def test_requests_whose_clients_left_do_not_stay_behind_one_that_waits(mod
         first = asyncio.create_task(house.post(CHAT, HELLO))
         for _ in range(4):
             tasks = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(50)]
-            await until(lambda: len(house.dispatcher.tickets) == 51, "all wait")
+            await until(lambda: len(house.dispatcher.records) == 51, "all wait")
             for task in tasks:
                 task.cancel()
-            await until(lambda: len(house.dispatcher.tickets) == 1, "they are forgotten")
+            await until(lambda: len(house.dispatcher.records) == 1, "they are forgotten")
         assert len(house.dispatcher._queue) < 100
         await house.add("prefill")
         response, _ = await first
@@ -331,12 +331,12 @@ async def test_how_a_stream_went_on_elsewhere_is_no_part_of_its_usage(model: Pat
     async with open_house(model, "prefill") as house:
         decode = await house.add("decode", step_s=0.05)
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20}))
-        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.tickets.values()), "it runs")
-        [ticket] = house.dispatcher.tickets.values()
+        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.records.values()), "it runs")
+        [record] = house.dispatcher.records.values()
         [worker] = [each for each in house.dispatcher.registry if each.id == decode.hello.incarnation]
-        ticket.life.attempt += 1
-        house.dispatcher.timing(worker, Timing(ticket.id, ticket.life.attempt, {"cached_tokens": 80.0}))
-        ticket.life.attempt -= 1
+        record.life.attempt += 1
+        house.dispatcher.timing(worker, Timing(record.id, record.life.attempt, {"cached_tokens": 80.0}))
+        record.life.attempt -= 1
         _, body = await asked
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -360,18 +360,18 @@ async def test_broken_connections_cost_no_attempt_while_their_workers_live(model
         for n in range(2):
             await house.add("colocated", delay_s=30, name=f"c{n}")
         asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.tickets, "it has come")
-        [ticket] = house.dispatcher.tickets.values()
+        await until(lambda: house.dispatcher.records, "it has come")
+        [record] = house.dispatcher.records.values()
 
         def runs_on() -> list[WorkerHandle]:
             known = house.dispatcher.registry
-            return [each for each in known if each.id in ticket.life.workers and each.answered >= ticket.asked]
+            return [each for each in known if each.id in record.life.workers and each.answered >= record.asked]
 
         for broken in range(MAX_BREAKS + MAX_RETRIES + 1):
             await until(runs_on, "it runs somewhere")
-            assert ticket.life.retries == max(0, broken - MAX_BREAKS)
+            assert record.life.retries == max(0, broken - MAX_BREAKS)
             house.dispatcher.gateway._lose(runs_on()[0])
-            lost = functools.partial(lambda at: ticket.life.attempt > at or ticket.life.over, broken)
+            lost = functools.partial(lambda at: record.life.attempt > at or record.life.over, broken)
             await until(lost, "it has lost its worker")
         response, body = await asked
         assert response.status == 500 and body["error"]["code"] == "worker_lost"
@@ -386,7 +386,7 @@ async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_conn
         decode.stop()
         await until(lambda: not house.dispatcher.registry.ready("decode"), "it is missed")
         asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
-        await until(lambda: len(house.dispatcher.tickets) == 2, "they wait")
+        await until(lambda: len(house.dispatcher.records) == 2, "they wait")
         async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # no longer than that is not known
             for response, body in await asyncio.gather(*asked):
                 assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
@@ -403,7 +403,7 @@ async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(
         [worker] = house.dispatcher.registry.ready("decode")
         gateway._lose(worker)
         asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.tickets, "it waits")
+        await until(lambda: house.dispatcher.records, "it waits")
         decode.turn_ms = 10_000
         async with asyncio.timeout(5):
             response, body = await asked
@@ -434,7 +434,7 @@ async def test_who_waited_for_a_missing_worker_that_came_back_waits_for_the_next
         [known] = house.dispatcher.registry
         house.dispatcher.gateway._lose(known)
         asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
-        await until(lambda: worker.busy == 1 and len(house.dispatcher.tickets) == 2, "one runs, the other waits")
+        await until(lambda: worker.busy == 1 and len(house.dispatcher.records) == 2, "one runs, the other waits")
         worker.stop()
         await until(lambda: not len(house.dispatcher.registry), "it is missed")
         await until(lambda: not house.dispatcher.gateway.may_return("decode"), "it has died")
@@ -469,16 +469,16 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
         await until(lambda: any(worker.busy for worker in dying), "it runs somewhere")
         for worker in dying:
             worker.fall_silent()
-        [ticket] = house.dispatcher.tickets.values()
+        [record] = house.dispatcher.records.values()
         while dying:
-            await until(lambda: any(on_it(ticket, worker) for worker in dying), "the next one gets it")
-            victim = next(worker for worker in dying if on_it(ticket, worker))
+            await until(lambda: any(on_it(record, worker) for worker in dying), "the next one gets it")
+            victim = next(worker for worker in dying if on_it(record, worker))
             victim.stop()
             dying.remove(victim)
         await house.add("colocated", name="new")
         response, _ = await asked
         assert response.status == 200
-        assert len(ticket.life.crashes) == 1, "that of the one that died with it"
+        assert len(record.life.crashes) == 1, "that of the one that died with it"
 
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
@@ -488,14 +488,14 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
         workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(2)]
         asked = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(2)]
         await until(lambda: all(worker.busy for worker in workers), "both run")
-        bereft, leaving = house.dispatcher.tickets.values()
+        bereft, leaving = house.dispatcher.records.values()
         dies, dies_too = sorted(workers, key=lambda worker: not on_it(bereft, worker))
         dies.stop()
         shortages = house.dispatcher._shortages
         await until(lambda: house.dispatcher._shortages > shortages, "the other one has answered, and has no room")
         dies_too.answers = False  # what a process that was killed has not sent so far, it does not send
         asked[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, dies_too), "it has that")
         dies_too.stop()
         await house.add("colocated", name="new")
@@ -538,14 +538,14 @@ async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -
         long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60})) for _ in range(2)]
         await until(lambda: all(worker.busy for worker in workers), "both run")
         later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
-        await until(lambda: len(house.dispatcher.tickets) == 3, "one waits")
-        bereft, leaving, waiting = house.dispatcher.tickets.values()
+        await until(lambda: len(house.dispatcher.records) == 3, "one waits")
+        bereft, leaving, waiting = house.dispatcher.records.values()
         dies, lives = sorted(workers, key=lambda worker: not on_it(bereft, worker))
         lives.answers = False
         dies.stop()
         await until(lambda: bereft.queued, "it has lost its worker")
         long[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, lives), "it has that")
         assert waiting.queued
         assert [response.status for response, _ in await asyncio.gather(long[0], later)] == [200, 200]
@@ -558,10 +558,10 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
         workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(3)]
         long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(3)]
         await until(lambda: all(worker.busy for worker in workers), "all run")
-        bereft, leaving, suspect = house.dispatcher.tickets.values()
+        bereft, leaving, suspect = house.dispatcher.records.values()
         later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
-        await until(lambda: len(house.dispatcher.tickets) == 4, "one waits")
-        waiting = list(house.dispatcher.tickets.values())[3]
+        await until(lambda: len(house.dispatcher.records) == 4, "one waits")
+        waiting = list(house.dispatcher.records.values())[3]
         suspect.life.crashes.add(Incarnation("one that died before"))
         dies, lives, dies_too = (next(each for each in workers if on_it(t, each)) for t in (bereft, leaving, suspect))
         lives.answers = False
@@ -570,7 +570,7 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
         dies_too.stop()
         await until(lambda: suspect.queued, "the other one, too")
         long[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.tickets, "a place is free")
+        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, lives), "it has that")
         assert waiting.queued
         later.cancel()
@@ -578,8 +578,8 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
             answer.cancel()
 
 
-def on_it(ticket: Ticket, worker: FakeWorker) -> bool:
-    return worker.hello.incarnation in ticket.life.workers
+def on_it(record: RequestRecord, worker: FakeWorker) -> bool:
+    return worker.hello.incarnation in record.life.workers
 
 
 async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:
@@ -743,10 +743,10 @@ async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
 ) -> None:
     dispatcher = house.dispatcher
     with monkeypatch.context() as broken:
-        broken.setattr(Router, "place", lambda router, need: 1 // 0)
+        broken.setattr(Router, "place", lambda router, demand: 1 // 0)
         response, body = await house.post(CHAT, {**HELLO, "max_tokens": 3})
         assert response.status == 500 and body["error"]["code"] == "internal_error"
-    assert not dispatcher.tickets and not dispatcher.admission.requests
+    assert not dispatcher.records and not dispatcher.admission.requests
     response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 3})
     assert response.status == 200
 

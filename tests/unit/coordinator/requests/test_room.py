@@ -13,7 +13,7 @@ from common.core.request import FinishReason, SamplingParams
 from common.net.messages import Generate, Reserve
 from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import dispatcher as dispatch
-from coordinator.requests.record import Ticket
+from coordinator.requests.record import RequestRecord
 from coordinator.routing.router import HORIZON_TOKENS, Router
 from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, prefilled, until
 
@@ -40,8 +40,8 @@ async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -
 async def asked_until_one_token(house: House, body: Any) -> asyncio.Task[Any]:
     """A stream that has begun."""
     stream = asyncio.create_task(house.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
-    tickets = house.dispatcher.tickets
-    await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
+    records = house.dispatcher.records
+    await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
     return stream
 
 
@@ -51,7 +51,7 @@ async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> 
         first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 20})
         body = {"messages": HELLO["messages"], "ignore_eos": True, "stream_options": {"include_usage": True}}
         stream = asyncio.create_task(house.stream(CHAT, body))
-        await until(lambda: any(each.output_length > 1 for each in house.dispatcher.tickets.values()), "it has begun")
+        await until(lambda: any(each.output_length > 1 for each in house.dispatcher.records.values()), "it has begun")
         first.stop()
         await house.add("decode", changes={"kv_blocks": 19})
         _, events = await stream
@@ -67,7 +67,9 @@ async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(mod
         stream = await asked_until_one_token(house, body)
         short = await house.add("decode", changes={"max_model_len": 200})
         first.stop()
-        await until(lambda: any(each.stranded_at for each in house.dispatcher.tickets.values()), "nobody holds it")
+        await until(
+            lambda: any(each.unplaceable_since for each in house.dispatcher.records.values()), "nobody holds it"
+        )
         await house.add("decode")
         _, events = await stream
         assert events[-1]["usage"]["completion_tokens"] == 300 and not short.got(Reserve) and not short.got(Generate)
@@ -90,16 +92,16 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
     async with open_house(model, "prefill", failure_timeout=0.5) as house:
         first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
         stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
-        tickets = house.dispatcher.tickets
-        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
-        (ticket,) = tickets.values()
-        blocks = -(-ticket.prompt_length // 16) + 3
+        records = house.dispatcher.records
+        await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
+        (record,) = records.values()
+        blocks = -(-record.prompt_length // 16) + 3
         await house.add("decode", changes={"kv_blocks": blocks})
         first.stop()
-        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        await until(lambda: record.unplaceable_since, "nobody holds enough of it")
         _, events = await stream
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert ticket.prompt_length + ticket.output_length == 16 * blocks
+        assert record.prompt_length + record.output_length == 16 * blocks
 
 
 async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +111,10 @@ async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, m
         first = await house.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
         streams = [asyncio.create_task(house.stream(TEXT, asked)) for _ in range(2)]
-        tickets = house.dispatcher.tickets
-        await until(lambda: [each.output_length > 1 for each in tickets.values()] == [True] * 2, "both have begun")
-        for ticket in tickets.values():
-            ticket.life.crashes.add(new_incarnation())
+        records = house.dispatcher.records
+        await until(lambda: [each.output_length > 1 for each in records.values()] == [True] * 2, "both have begun")
+        for record in records.values():
+            record.life.crashes.add(new_incarnation())
         await house.add("decode", changes={"kv_blocks": 10})
         first.stop()
         for stream in streams:
@@ -126,30 +128,30 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
     async with open_house(model, "prefill", failure_timeout=0.5) as house:
         first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
         stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
-        tickets, router = house.dispatcher.tickets, house.dispatcher.router
-        await until(lambda: any(each.output_length > 1 for each in tickets.values()), "it has begun")
-        (ticket,) = tickets.values()
-        await house.add("decode", changes={"kv_blocks": -(-ticket.prompt_length // 16) + 3})
+        records, router = house.dispatcher.records, house.dispatcher.router
+        await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
+        (record,) = records.values()
+        await house.add("decode", changes={"kv_blocks": -(-record.prompt_length // 16) + 3})
         first.stop()
-        await until(lambda: ticket.stranded_at, "nobody holds enough of it")
+        await until(lambda: record.unplaceable_since, "nobody holds enough of it")
         fits = Router._fits
 
-        def full(self: Router, need: Any, worker: WorkerHandle) -> bool:
-            return worker.hello.kv_blocks < 30 and fits(self, need, worker)
+        def full(self: Router, demand: Any, worker: WorkerHandle) -> bool:
+            return worker.hello.kv_blocks < 30 and fits(self, demand, worker)
 
         monkeypatch.setattr(Router, "_fits", full)
         busy = await house.add("decode", changes={"kv_blocks": 30})
-        assert router.could_serve(ticket.need())
-        await until(lambda: ticket.stranded_at is None, "it waits for that one")
+        assert router.could_serve(record.demand())
+        await until(lambda: record.unplaceable_since is None, "it waits for that one")
         await asyncio.sleep(house.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
-        assert ticket.queued and not ticket.settles
+        assert record.queued and not record.accepts_truncation
         busy.stop()
-        await until(lambda: ticket.stranded_at, "nobody holds enough of it again")
+        await until(lambda: record.unplaceable_since, "nobody holds enough of it again")
         monkeypatch.setattr(Router, "_fits", fits)
         await house.add("decode", changes={"kv_blocks": 30})
         _, events = await stream
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert ticket.prompt_length + ticket.output_length == 16 * 30
+        assert record.prompt_length + record.output_length == 16 * 30
 
 
 @pytest.mark.parametrize("policy", ["wait", "reject"])
@@ -164,22 +166,24 @@ async def test_a_prompt_that_only_decode_could_compute_is_refused_where_it_may_n
 
 
 def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> None:
-    def ticket(**changes: Any) -> Ticket:
+    def record(**changes: Any) -> RequestRecord:
         sampling = SamplingParams(2000, 1, min_tokens=changes.pop("min_tokens", 0))
         client: Any = None
-        return Ticket(RequestId(bytes(16)), pack_tokens([1] * 16), sampling, 2, "", 0, {}, client, 0, 0, 1, **changes)
+        return RequestRecord(
+            RequestId(bytes(16)), pack_tokens([1] * 16), sampling, 2, "", 0, {}, client, 0, 0, 1, **changes
+        )
 
-    limited, free = ticket(), ticket(open_ended=True)
-    assert (limited.need().least, free.need().least) == (2000, HORIZON_TOKENS)
+    limited, free = record(), record(open_ended=True)
+    assert (limited.demand().least, free.demand().least) == (2000, HORIZON_TOKENS)
     for each in (limited, free):
         each.life.output = [[1] * 1000, [1] * 20]
-        assert each.need().tokens == 1016 and each.need().choices == 2
+        assert each.demand().tokens == 1016 and each.demand().choices == 2
         each.life.finish[0] = FinishReason.LENGTH
-        assert each.need().tokens == 36 and each.need().choices == 1
-    assert (limited.need().least, free.need().least) == (1980, HORIZON_TOKENS)
-    assert ticket(open_ended=True, min_tokens=900).need().least == 900, "what the client wants at least"
-    free.settles = True
-    assert free.need().least == 1
+        assert each.demand().tokens == 36 and each.demand().choices == 1
+    assert (limited.demand().least, free.demand().least) == (1980, HORIZON_TOKENS)
+    assert record(open_ended=True, min_tokens=900).demand().least == 900, "what the client wants at least"
+    free.accepts_truncation = True
+    assert free.demand().least == 1
 
 
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +215,12 @@ async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
         asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
         whole = asyncio.create_task(house.post(TEXT, asked))
         stream = asyncio.create_task(house.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
-        tickets = house.dispatcher.tickets
-        await until(lambda: [each.life.started for each in tickets.values()] == [True] * 2, "both have begun")
+        records = house.dispatcher.records
+        await until(lambda: [each.life.started for each in records.values()] == [True] * 2, "both have begun")
         only.stop()
         response, body = await whole
         assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
-        assert len(tickets) == 1, "the stream waits"
+        assert len(records) == 1, "the stream waits"
         await house.add("decode")
         _, events = await stream
         assert events[-1]["usage"]["completion_tokens"] == 100

@@ -19,7 +19,7 @@ from coordinator.requests.state import (
     Accepted,
     Contradiction,
     Gap,
-    Life,
+    RequestState,
     State,
 )
 
@@ -27,8 +27,8 @@ P, Q, D = Incarnation("p"), Incarnation("q"), Incarnation("d")
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 
 
-def placed(choices: int = 1) -> Life:
-    life = Life(choices)
+def placed(choices: int = 1) -> RequestState:
+    life = RequestState(choices)
     life.place("disagg", P, D)
     life.move(State.PREFILLING)
     return life
@@ -42,7 +42,7 @@ def test_the_table_is_closed_and_ends_are_ends() -> None:
 
 def test_a_move_that_is_not_in_the_table_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantBroken, match="QUEUED to DECODING"):
-        Life(1).move(State.DECODING)
+        RequestState(1).move(State.DECODING)
 
 
 def test_the_usual_walk() -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_taken_after_the_end_of_a_choice() -> None:
 def test_a_setback_fences_the_old_attempt_and_keeps_what_was_said() -> None:
     life = placed(2)
     life.accept(0, 0, 0, [1, 2], RUNNING)
-    assert life.setback() == "retry"
+    assert life.retry() == "retry"
     assert (life.state, life.attempt, life.workers) == (State.QUEUED, 1, ())
     assert [unpack_tokens(each) for each in life.emitted()] == [[1, 2], []]
     assert life.accept(0, 0, 2, [3], RUNNING) is None
@@ -112,15 +112,15 @@ def test_a_setback_fences_the_old_attempt_and_keeps_what_was_said() -> None:
 def test_retries_before_the_first_token_are_few() -> None:
     life = placed()
     for _ in range(MAX_RETRIES):
-        assert life.setback() == "retry"
+        assert life.retry() == "retry"
         life.place("disagg", P, D)
-    assert life.setback() == "spent"
+    assert life.retry() == "spent"
 
 
 def test_being_turned_away_at_the_door_costs_nothing() -> None:
     life = placed()
     for attempt in range(1, 2 * (MAX_RETRIES + MAX_MIGRATIONS)):
-        assert life.setback(free=True) == "retry"
+        assert life.retry(free=True) == "retry"
         assert life.attempt == attempt
         life.place("disagg", P, D)
     assert life.retries == life.migrations == 0
@@ -128,54 +128,54 @@ def test_being_turned_away_at_the_door_costs_nothing() -> None:
 
 def test_migrations_have_a_budget_of_their_own() -> None:
     life = placed()
-    assert life.setback() == "retry"
+    assert life.retry() == "retry"
     life.place("disagg", P, D)
     life.accept(0, 1, 0, [1], RUNNING)
     for _ in range(MAX_MIGRATIONS):
-        assert life.setback() == "retry"
+        assert life.retry() == "retry"
         life.place("disagg", P, D)
-    assert life.setback() == "spent"
+    assert life.retry() == "spent"
 
 
 def test_a_broken_connection_costs_something_when_the_worker_died() -> None:
     life = placed()
-    assert life.in_doubt(P) and life.setback(free=True) == "retry"
+    assert life.on_worker_unconfirmed(P) and life.retry(free=True) == "retry"
     life.place("disagg", Q, D)
     life.accept(0, 1, 0, [1], RUNNING)
-    assert life.in_doubt(D) and life.setback(free=True) == "retry"
+    assert life.on_worker_unconfirmed(D) and life.retry(free=True) == "retry"
     assert life.retries == life.migrations == 0
-    life.died(P)
-    life.died(D)
-    life.died(D)
+    life.on_worker_died(P)
+    life.on_worker_died(D)
+    life.on_worker_died(D)
     assert life.retries == life.migrations == 1, "each once, by what it had then"
-    life.returned(P)
+    life.on_worker_reconnected(P)
     assert life.retries == 1 and not life.breaks
 
 
 def test_broken_connections_to_workers_that_live_are_free_up_to_a_bound() -> None:
     life = placed()
     for _ in range(MAX_BREAKS - 1):
-        assert life.in_doubt(P)
-        life.returned(P)
-    assert life.disconnected() and not life.disconnected() and not life.in_doubt(P)
+        assert life.on_worker_unconfirmed(P)
+        life.on_worker_reconnected(P)
+    assert life.disconnected() and not life.disconnected() and not life.on_worker_unconfirmed(P)
 
 
 def test_two_crashes_make_a_suspect() -> None:
     life = placed()
-    assert not life.bereaved(P)
-    assert life.setback() == "retry" and not life.suspect
+    assert not life.on_worker_lost(P)
+    assert life.retry() == "retry" and not life.suspect
     life.place("disagg", Q, D)
     life.move(State.PREFILLING)
-    assert life.bereaved(Q) and life.suspect
-    assert life.setback(on_trial=True) == "retry" and life.attempt == 2
+    assert life.on_worker_lost(Q) and life.suspect
+    assert life.retry(on_trial=True) == "retry" and life.attempt == 2
 
 
 def test_whether_one_that_is_on_trial_is_spent_is_asked_later() -> None:
     life = placed()
     for _ in range(MAX_RETRIES):
-        life.setback()
+        life.retry()
         life.place("disagg", P, D)
-    assert life.setback(on_trial=True) == "retry" and life.spent
+    assert life.retry(on_trial=True) == "retry" and life.spent
     assert life.state is State.QUEUED, "it can still be refused, or go on to an end of its own"
 
 
@@ -184,7 +184,7 @@ def test_output_from_workers_that_live_clears_a_suspect() -> None:
     life.crashes |= {P, Q}
     assert life.suspect
     assert not life.survives(CLEARED_TOKENS - 1)
-    life.setback()
+    life.retry()
     life.place("disagg", P, D)
     assert not life.survives(CLEARED_TOKENS - 1), "each attempt by itself"
     assert life.survives(1) and not life.suspect
@@ -194,14 +194,14 @@ def test_output_from_workers_that_live_clears_a_suspect() -> None:
 def test_whoever_only_held_memory_for_it_was_not_killed_by_it() -> None:
     """Two workers that die one after the other say nothing about the request that both knew."""
     life = placed()
-    assert not life.bereaved(P) and life.setback() == "retry"
+    assert not life.on_worker_lost(P) and life.retry() == "retry"
     life.place("disagg", Q, D)
     life.move(State.PREFILLING)
-    assert not life.bereaved(D) and life.crashes == {P}
-    assert life.setback() == "retry"
+    assert not life.on_worker_lost(D) and life.crashes == {P}
+    assert life.retry() == "retry"
     life.place("local", None, D)
     life.move(State.PREFILLING)
-    assert life.bereaved(D), "this one computed it"
+    assert life.on_worker_lost(D), "this one computed it"
 
 
 def test_a_span_that_tells_known_tokens_otherwise_is_a_contradiction() -> None:
@@ -233,7 +233,7 @@ def test_whatever_arrives_the_output_is_a_prefix_of_the_truth(
     truth = list(range(100, 120))
     life, seen = placed(), list[int]()
     for index, (attempt, start, count) in enumerate(spans):
-        if index in lost and life.setback() == "retry":
+        if index in lost and life.retry() == "retry":
             life.place("disagg", P, D)
             life.move(State.PREFILLING)
         news = life.accept(0, attempt, start, truth[start : start + count], RUNNING)

@@ -20,7 +20,7 @@ from coordinator.routing.router import (
     HORIZON_TOKENS,
     LOCAL_QUEUE_TOKENS,
     OVERFLOW_STEPS,
-    Need,
+    Demand,
     NoWorkers,
     Placement,
     Promise,
@@ -38,10 +38,10 @@ def house(prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: An
     return Router(registry, **options), workers
 
 
-def place(router: Router, need: Need) -> tuple[Placement, Promise]:
-    placement = router.place(need)
+def place(router: Router, demand: Demand) -> tuple[Placement, Promise]:
+    placement = router.place(demand)
     assert isinstance(placement, Placement), placement
-    return placement, router.promise(need, placement)
+    return placement, router.promise(demand, placement)
 
 
 def chains(tokens: int, *dtypes: KvDtype) -> dict[KvDtype, list[bytes]]:
@@ -59,40 +59,40 @@ def announce(
 
 def test_a_request_goes_to_a_pair() -> None:
     router, (prefill, decode) = house()
-    placement = router.place(Need(100, 10, 1))
+    placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, decode)
 
 
 def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
     router, (first, second, _) = house(prefills=2)
-    placement, promise = place(router, Need(500, 10, 1))
+    placement, promise = place(router, Demand(500, 10, 1))
     assert placement.prefill is first
-    assert place(router, Need(100, 10, 1))[0].prefill is second
-    assert place(router, Need(100, 10, 1))[0].prefill is second
+    assert place(router, Demand(100, 10, 1))[0].prefill is second
+    assert place(router, Demand(100, 10, 1))[0].prefill is second
     router.prefilled(promise)
-    assert place(router, Need(100, 10, 1))[0].prefill is first
+    assert place(router, Demand(100, 10, 1))[0].prefill is first
 
 
 def test_a_cached_prefix_is_worth_a_queue() -> None:
     router, (first, second, _) = house(prefills=2)
     keys = chains(400)
     announce(router, second, keys)
-    place(router, Need(50, 10, 1))  # stands at the first
+    place(router, Demand(50, 10, 1))  # stands at the first
     router.account(second).prefill_tokens += 200
-    placement = router.place(Need(400, 10, 1, keys))
+    placement = router.place(Demand(400, 10, 1, keys))
     assert isinstance(placement, Placement) and placement.prefill is second
     router.account(second).prefill_tokens += 400
-    placement = router.place(Need(400, 10, 1, keys))
+    placement = router.place(Demand(400, 10, 1, keys))
     assert isinstance(placement, Placement) and placement.prefill is first
 
 
 def test_decode_goes_to_the_least_loaded() -> None:
     router, (_, first, second) = house(decodes=2)
-    assert place(router, Need(160, 160, 1))[0].decode is first
-    assert place(router, Need(160, 160, 1))[0].decode is second
-    assert place(router, Need(16, 16, 1))[0].decode is first
-    assert place(router, Need(16, 16, 1))[0].decode is second
+    assert place(router, Demand(160, 160, 1))[0].decode is first
+    assert place(router, Demand(160, 160, 1))[0].decode is second
+    assert place(router, Demand(16, 16, 1))[0].decode is first
+    assert place(router, Demand(16, 16, 1))[0].decode is second
 
 
 def test_a_larger_pool_does_not_draw_everything() -> None:
@@ -101,7 +101,7 @@ def test_a_larger_pool_does_not_draw_everything() -> None:
     small = join(registry, "small", "small", "decode", kv_blocks=38_000)
     join(registry, "large", "large", "decode", kv_blocks=60_000)
     router = Router(registry)
-    placed = [place(router, Need(100, 400, 1))[0].decode for _ in range(8)]
+    placed = [place(router, Demand(100, 400, 1))[0].decode for _ in range(8)]
     assert sum(worker is small for worker in placed) == 4
 
 
@@ -111,7 +111,7 @@ def test_a_small_pool_gets_what_it_can_hold() -> None:
     small = join(registry, "small", "small", "decode", kv_blocks=40, max_num_seqs=100)
     join(registry, "large", "large", "decode", kv_blocks=160, max_num_seqs=100)
     router = Router(registry)
-    placed = [place(router, Need(32, 32, 1))[0].decode for _ in range(20)]
+    placed = [place(router, Demand(32, 32, 1))[0].decode for _ in range(20)]
     assert sum(worker is small for worker in placed) == 4
 
 
@@ -119,49 +119,49 @@ def test_decode_goes_where_its_prefix_is_unless_that_costs_a_place() -> None:
     router, (_, first, second) = house(decodes=2)
     keys = chains(320)
     announce(router, second, keys)
-    assert place(router, Need(321, 16, 1, keys))[0].decode is second
-    assert place(router, Need(16, 16, 1))[0].decode is first
-    assert place(router, Need(321, 16, 1, keys))[0].decode is second
-    assert place(router, Need(321, 16, 1, keys))[0].decode is first, "second is the fuller one now"
+    assert place(router, Demand(321, 16, 1, keys))[0].decode is second
+    assert place(router, Demand(16, 16, 1))[0].decode is first
+    assert place(router, Demand(321, 16, 1, keys))[0].decode is second
+    assert place(router, Demand(321, 16, 1, keys))[0].decode is first, "second is the fuller one now"
 
 
 def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
     router, _ = house()
-    promises = [place(router, Need(400, 400, 1))[1] for _ in range(2)]  # 50 of 100 blocks each
-    assert isinstance(router.place(Need(16, 16, 1)), Wait)
+    promises = [place(router, Demand(400, 400, 1))[1] for _ in range(2)]  # 50 of 100 blocks each
+    assert isinstance(router.place(Demand(16, 16, 1)), Wait)
     router.release(promises[0])
     router.release(promises[0])
-    assert isinstance(router.place(Need(400, 400, 1)), Placement)
-    assert isinstance(router.place(Need(400, 401 + 16, 1)), Wait)
+    assert isinstance(router.place(Demand(400, 400, 1)), Placement)
+    assert isinstance(router.place(Demand(400, 401 + 16, 1)), Wait)
 
 
 def test_slots_are_promised_with_a_little_slack() -> None:
     router, _ = house()
     for _ in range(10):  # 8 slots, a quarter more
-        place(router, Need(1, 1, 1))
-    assert isinstance(router.place(Need(1, 1, 1)), Wait)
+        place(router, Demand(1, 1, 1))
+    assert isinstance(router.place(Demand(1, 1, 1)), Wait)
 
 
 def test_the_promise_stops_at_the_horizon() -> None:
-    assert Need(16, 10_000, 1).blocks(16) == 1 + HORIZON_TOKENS // 16
-    assert Need(16, 16, 1).blocks(16) == 2
-    assert Need(24, 16, 3).blocks(16) == 1 + 3 * 2, "the full block is shared, the partial one is not"
+    assert Demand(16, 10_000, 1).blocks(16) == 1 + HORIZON_TOKENS // 16
+    assert Demand(16, 16, 1).blocks(16) == 2
+    assert Demand(24, 16, 3).blocks(16) == 1 + 3 * 2, "the full block is shared, the partial one is not"
 
 
 def test_a_request_alone_is_not_held_back_by_slots() -> None:
     router, _ = house()
-    assert isinstance(router.place(Need(16, 16, 16)), Placement), "sixteen choices, eight slots"
+    assert isinstance(router.place(Demand(16, 16, 16)), Placement), "sixteen choices, eight slots"
 
 
 def test_a_request_never_goes_where_it_could_not_end() -> None:
     registry = Registry("f")
     join(registry, "small", "small", "colocated", kv_blocks=20)
     large = join(registry, "large", "large", "colocated", kv_blocks=200)
-    router, need = Router(registry, horizon=1600), Need(16, 640, 1)
-    assert router.roomiest(need) == large.hello
+    router, demand = Router(registry, horizon=1600), Demand(16, 640, 1)
+    assert router.roomiest(demand) == large.hello
     for _ in range(4):
-        assert place(router, need)[0].decode is large
-    assert isinstance(router.place(need), Wait)
+        assert place(router, demand)[0].decode is large
+    assert isinstance(router.place(demand), Wait)
 
 
 @given(st.integers(1, 400), st.integers(1, 16), st.integers(1, 60))
@@ -174,7 +174,7 @@ def test_the_most_output_is_what_just_fits(tokens: int, choices: int, blocks: in
     assert most is not None
     for output, fits in ((most, True), (most + 1, False)):
         if output > 0:
-            assert (Need(tokens, output, choices).blocks(size, output) <= blocks) is fits
+            assert (Demand(tokens, output, choices).blocks(size, output) <= blocks) is fits
 
 
 @pytest.mark.parametrize("choices", [1, 2, 3])
@@ -185,20 +185,20 @@ def test_an_answer_without_a_limit_may_go_to_every_worker_of_about_one_size(choi
     router = Router(registry)
     output = router.most_output(40, choices)
     assert output is not None and output > 400, "what is tiny is no measure"
-    need = Need(40, output, choices)
-    assert {place(router, need)[0].decode.hello.name for _ in range(2)} == {"a", "b"}
+    demand = Demand(40, output, choices)
+    assert {place(router, demand)[0].decode.hello.name for _ in range(2)} == {"a", "b"}
 
 
 def test_a_request_never_goes_where_it_would_be_cut_short() -> None:
     registry = Registry("f")
     short = join(registry, "short", "short", "colocated", kv_blocks=200, max_model_len=600)
-    router, need = Router(registry), Need(400, 300, 1)
-    assert isinstance(router.place(need), Wait) and not router.could_serve(need)
-    assert router.could_serve(Need(400, 200, 1)) and not router.could_serve(Need(400, 201, 1))
-    without_limit = Need(400, 300, 1, enough=100)
+    router, demand = Router(registry), Demand(400, 300, 1)
+    assert isinstance(router.place(demand), Wait) and not router.could_serve(demand)
+    assert router.could_serve(Demand(400, 200, 1)) and not router.could_serve(Demand(400, 201, 1))
+    without_limit = Demand(400, 300, 1, enough=100)
     assert place(router, without_limit)[0].decode is short, "there is no other"
     long = join(registry, "long", "long", "colocated", kv_blocks=200, max_model_len=700)
-    for asked in (need, without_limit):
+    for asked in (demand, without_limit):
         assert place(router, asked)[0].decode is long
 
 
@@ -208,7 +208,7 @@ def test_who_takes_what_there_is_takes_most_of_it() -> None:
     most = join(registry, "most", "most", "colocated", kv_blocks=200, max_model_len=640)
     router = Router(registry)
     for _ in range(3):
-        assert place(router, Need(400, 600, 1, enough=1))[0].decode is most
+        assert place(router, Demand(400, 600, 1, enough=1))[0].decode is most
 
 
 @pytest.mark.parametrize("policy", ["local", "wait", "reject"])
@@ -216,40 +216,40 @@ def test_a_prefill_worker_that_is_too_small_computes_nothing_of_it(policy: Any) 
     registry = Registry("f")
     join(registry, "small", "small", "prefill", kv_blocks=10)
     decode = join(registry, "d", "d", "decode", kv_blocks=100)
-    router, need = Router(registry, no_prefill=policy), Need(161, 10, 1)
-    assert place(router, Need(160, 10, 1))[0].path == "disagg"
+    router, demand = Router(registry, no_prefill=policy), Demand(161, 10, 1)
+    assert place(router, Demand(160, 10, 1))[0].path == "disagg"
     if policy == "local":
-        placement, _ = place(router, need)
+        placement, _ = place(router, demand)
         assert (placement.path, placement.decode) == ("local", decode) and "too small" in placement.why
     else:
-        assert isinstance(router.place(need), Wait), "and not that there is none: that would end when one joins"
-    assert router.could_serve(need) is (policy == "local")
+        assert isinstance(router.place(demand), Wait), "and not that there is none: that would end when one joins"
+    assert router.could_serve(demand) is (policy == "local")
     large = join(registry, "large", "large", "prefill", kv_blocks=11)
-    assert place(router, need)[0].prefill is large
+    assert place(router, demand)[0].prefill is large
 
 
 def test_roles_that_are_missing() -> None:
     router, _ = house(prefills=0, decodes=0)
-    assert router.place(Need(1, 1, 1)) == NoWorkers("decode")
+    assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
     assert router.missing_role() == "decode"
     router, _ = house(prefills=1, decodes=0)
-    assert router.place(Need(1, 1, 1)) == NoWorkers("decode")
+    assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
     router, _ = house(prefills=0)
-    placement = router.place(Need(1, 1, 1))
+    placement = router.place(Demand(1, 1, 1))
     assert isinstance(placement, Placement) and placement.path == "local" and router.missing_role() is None
     router, _ = house(prefills=0, no_prefill="reject")
-    assert router.place(Need(1, 1, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
+    assert router.place(Demand(1, 1, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
     router, _ = house(prefills=0, no_prefill="wait")
-    assert isinstance(router.place(Need(1, 1, 1)), Wait)
+    assert isinstance(router.place(Demand(1, 1, 1)), Wait)
 
 
 def test_colocated_workers_alone_and_beside_pools() -> None:
     router, (worker,) = house(0, 0, 1)
-    placement, _ = place(router, Need(100, 10, 1))
+    placement, _ = place(router, Demand(100, 10, 1))
     assert (placement.path, placement.prefill, placement.decode) == ("colocated", None, worker)
     router, (_, _, colocated) = house(1, 1, 1)
-    assert place(router, Need(800, 700, 1))[0].path == "disagg"
-    placement, _ = place(router, Need(800, 700, 1))
+    assert place(router, Demand(800, 700, 1))[0].path == "disagg"
+    placement, _ = place(router, Demand(800, 700, 1))
     assert placement.path == "colocated" and placement.decode is colocated
 
 
@@ -260,51 +260,51 @@ def test_a_worker_with_another_kv_dtype_is_found_by_its_own_keys() -> None:
     keys = chains(320, "float32", "bfloat16")
     announce(router, second, keys, "bfloat16")
     announce(router, decode, keys, "bfloat16")
-    need = Need(330, 10, 1, keys)
-    assert (need.cached_on(first), need.cached_on(second)) == (0, 320)
-    assert (need.cached_on(decode), need.cached_on(decode, "bfloat16")) == (0, 320)
-    placement, promise = place(router, need)
+    demand = Demand(330, 10, 1, keys)
+    assert (demand.cached_on(first), demand.cached_on(second)) == (0, 320)
+    assert (demand.cached_on(decode), demand.cached_on(decode, "bfloat16")) == (0, 320)
+    placement, promise = place(router, demand)
     assert (placement.path, placement.prefill) == ("disagg", second)
     assert promise.prefill_tokens == 10
     announce(router, decode, keys)
-    assert place(router, need)[0].path == "local"
+    assert place(router, demand)[0].path == "local"
 
 
 def test_local_prefill_always_and_never() -> None:
     router, _ = house(local_prefill="always")
-    assert place(router, Need(1000, 10, 1))[0].path == "local"
+    assert place(router, Demand(1000, 10, 1))[0].path == "local"
     router, (_, decode) = house(local_prefill="never")
     keys = chains(320)
     announce(router, decode, keys)
-    assert place(router, Need(330, 10, 1, keys))[0].path == "disagg"
+    assert place(router, Demand(330, 10, 1, keys))[0].path == "disagg"
 
 
 def test_choices_that_have_diverged_stay_on_one_worker() -> None:
     router, (_, decode) = house(local_prefill="never")
-    placement = router.place(Need(100, 10, 3, diverged=True))
+    placement = router.place(Demand(100, 10, 3, diverged=True))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("local", None, decode)
 
 
 def test_local_prefill_auto_needs_a_reason() -> None:
     router, (_, decode) = house()
-    assert place(router, Need(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
+    assert place(router, Demand(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
     keys = chains(320)
     announce(router, decode, keys)
-    placement, _ = place(router, Need(330, 10, 1, keys))
+    placement, _ = place(router, Demand(330, 10, 1, keys))
     assert placement.path == "local" and "cached" in placement.why
-    assert place(router, Need(600, 10, 1, keys))[0].path == "disagg"
+    assert place(router, Demand(600, 10, 1, keys))[0].path == "disagg"
 
 
 def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() -> None:
     router, (_, busy, _) = house(decodes=2)
-    placement, _ = place(router, Need(LOCAL_QUEUE_TOKENS, 10, 1))
+    placement, _ = place(router, Demand(LOCAL_QUEUE_TOKENS, 10, 1))
     assert placement.decode is busy
-    assert place(router, Need(8, 10, 1))[0].path == "local"
-    assert place(router, Need(8, 10, 1))[0].path == "disagg", "now it is not idle any more"
+    assert place(router, Demand(8, 10, 1))[0].path == "local"
+    assert place(router, Demand(8, 10, 1))[0].path == "disagg", "now it is not idle any more"
 
 
-LONG = Need(OVERFLOW_STEPS * 512, 10, 1)
+LONG = Demand(OVERFLOW_STEPS * 512, 10, 1)
 """As many tokens as have to stand before a prompt for a decode worker to compute it."""
 
 
@@ -318,70 +318,72 @@ def roomy(decodes: int = 1, **options: Any) -> tuple[Router, list[WorkerHandle]]
 def test_a_prompt_does_not_stand_behind_many_where_a_decode_worker_has_none() -> None:
     router, (prefill, first, second) = roomy(decodes=2)
     place(router, LONG)
-    placement, promise = place(router, Need(600, 10, 1))
+    placement, promise = place(router, Demand(600, 10, 1))
     assert placement.path == "local" and "4096 tokens are queued for prefill" in placement.why
     other = second if placement.decode is first else first
-    assert place(router, Need(600, 10, 1))[0].decode is other, "that has none"
-    assert place(router, Need(600, 10, 1))[0].prefill is prefill, "each has one"
+    assert place(router, Demand(600, 10, 1))[0].decode is other, "that has none"
+    assert place(router, Demand(600, 10, 1))[0].prefill is prefill, "each has one"
     router.prefilled(promise)
-    again = place(router, Need(600, 10, 1))[0]
+    again = place(router, Demand(600, 10, 1))[0]
     assert (again.path, again.decode) == ("local", placement.decode)
 
 
 def test_few_tokens_before_a_prompt_do_not_send_it_to_streams() -> None:
     router, (prefill, _) = roomy()
-    place(router, Need(OVERFLOW_STEPS * 512 - 1, 10, 1))
-    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+    place(router, Demand(OVERFLOW_STEPS * 512 - 1, 10, 1))
+    assert place(router, Demand(600, 10, 1))[0].prefill is prefill
 
 
 def test_a_long_prompt_waits_for_prefill_which_is_sooner_through_with_it() -> None:
     router, (prefill, decode) = roomy()
     place(router, LONG)
-    assert place(router, Need(LONG.tokens // 2 + 1, 10, 1))[0].prefill is prefill
+    assert place(router, Demand(LONG.tokens // 2 + 1, 10, 1))[0].prefill is prefill
     router, (prefill, decode) = roomy()
     keys = chains(320)
     announce(router, decode, keys)
     place(router, LONG)
-    assert place(router, Need(LONG.tokens // 2 + 320, 10, 1, keys))[0].path == "local", "what is cached counts as done"
+    assert place(router, Demand(LONG.tokens // 2 + 320, 10, 1, keys))[0].path == "local", (
+        "what is cached counts as done"
+    )
 
 
 def test_streams_in_all_slots_leave_no_room_for_a_prompt() -> None:
     router, (prefill, decode) = roomy()
     for _ in range(decode.hello.max_num_seqs):
-        _, promise = place(router, Need(1, 1, 1))
+        _, promise = place(router, Demand(1, 1, 1))
         router.prefilled(promise)
         router.prefilled(promise)
     assert router.account(decode).streams == decode.hello.max_num_seqs
     place(router, LONG)
-    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+    assert place(router, Demand(600, 10, 1))[0].prefill is prefill
     router.release(promise)
     router.release(promise)
     assert router.account(decode).streams == decode.hello.max_num_seqs - 1
-    assert place(router, Need(600, 10, 1))[0].path == "local"
+    assert place(router, Demand(600, 10, 1))[0].path == "local"
 
 
 def test_what_prefill_does_not_get_to_for_long_waits_for_whoever_is_free_first() -> None:
     router, (prefill, _) = roomy()
-    _, promise = place(router, Need(HELD_STEPS * 512, 10, 1))
-    assert place(router, Need(600, 10, 1))[0].path == "local"
-    assert isinstance(router.place(Need(600, 10, 1)), Wait)
+    _, promise = place(router, Demand(HELD_STEPS * 512, 10, 1))
+    assert place(router, Demand(600, 10, 1))[0].path == "local"
+    assert isinstance(router.place(Demand(600, 10, 1)), Wait)
     router.prefilled(promise)
-    assert place(router, Need(600, 10, 1))[0].prefill is prefill
+    assert place(router, Demand(600, 10, 1))[0].prefill is prefill
 
 
 def test_who_goes_before_what_waits_there_is_not_held() -> None:
     router, (prefill, _) = roomy()
-    place(router, Need(HELD_STEPS * 512, 10, 1))
-    place(router, Need(600, 10, 1))
-    assert isinstance(router.place(Need(600, 10, 1)), Wait)
-    assert place(router, Need(600, 10, 1, urgent=True))[0].prefill is prefill
+    place(router, Demand(HELD_STEPS * 512, 10, 1))
+    place(router, Demand(600, 10, 1))
+    assert isinstance(router.place(Demand(600, 10, 1)), Wait)
+    assert place(router, Demand(600, 10, 1, urgent=True))[0].prefill is prefill
 
 
 def test_a_decode_worker_that_has_failed_a_request_does_not_get_its_prompt() -> None:
     router, (prefill, first, second) = roomy(decodes=2)
     place(router, LONG)
     router.account(second).prefill_tokens = 100
-    placement = place(router, Need(600, 10, 1, shun=frozenset({first.id})))[0]
+    placement = place(router, Demand(600, 10, 1, excluded_workers=frozenset({first.id})))[0]
     assert (placement.prefill, placement.decode) == (prefill, second)
 
 
@@ -393,7 +395,7 @@ def test_local_prefill_never_means_that_prompts_pile_up() -> None:
 
 def test_the_ledger_of_a_lost_worker_goes_with_it() -> None:
     router, (_, decode) = house()
-    _, promise = place(router, Need(100, 10, 1))
+    _, promise = place(router, Demand(100, 10, 1))
     router.registry.gone(decode)
     router.forget(decode)
     join(router.registry, "d0", "d9")
@@ -408,10 +410,10 @@ def test_the_ledger_never_promises_too_much_and_returns_to_zero(
     router, workers = house(2, 2, 1)
     promises: list[Promise] = []
     for tokens, output, choices, releases in requests:
-        need = Need(tokens, output, choices)
-        if isinstance(placement := router.place(need), Placement):
+        demand = Demand(tokens, output, choices)
+        if isinstance(placement := router.place(demand), Placement):
             alone = router.account(placement.decode).sequences == 0
-            promises.append(router.promise(need, placement))
+            promises.append(router.promise(demand, placement))
             account, pool = router.account(placement.decode), placement.decode.hello.kv_blocks
             assert alone or account.blocks <= pool
         if releases and promises:
@@ -431,7 +433,7 @@ def fail(router: Router, prefill: WorkerHandle, decode: WorkerHandle) -> None:
 def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
     router, (first, second, decode) = house(prefills=2)
     fail(router, first, decode)
-    placement = router.place(Need(100, 10, 1))
+    placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement) and placement.prefill is second
 
 
@@ -440,18 +442,18 @@ def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -
     for _ in range(FAILURES):
         router.breakers.failed(Alone(sick.id), new_request_id(), 0.0)
     for _ in range(40):
-        verdict = router.place(Need(100, 10, 1))
+        verdict = router.place(Demand(100, 10, 1))
         if isinstance(verdict, Wait):
             break
         assert isinstance(verdict, Placement) and verdict.decode is sound
-        router.promise(Need(100, 10, 1), verdict)
+        router.promise(Demand(100, 10, 1), verdict)
     else:
         pytest.fail("the sound one is never full")
     router.breakers.tick(FIRST_COOL_DOWN_S)
-    placement = router.place(Need(100, 10, 1))
+    placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement) and placement.decode is sick, "one request tries it"
     router.breakers.placed(Alone(sick.id), new_request_id())
-    assert isinstance(router.place(Need(100, 10, 1)), Wait)
+    assert isinstance(router.place(Demand(100, 10, 1)), Wait)
 
 
 def test_a_worker_that_fails_everything_is_better_than_none() -> None:
@@ -459,21 +461,21 @@ def test_a_worker_that_fails_everything_is_better_than_none() -> None:
     for worker in (prefill, decode):
         for _ in range(FAILURES):
             router.breakers.failed(Alone(worker.id), new_request_id(), 0.0)
-    assert isinstance(router.place(Need(100, 10, 1)), Placement)
+    assert isinstance(router.place(Demand(100, 10, 1)), Placement)
 
 
 def test_suspects_are_placed_apart() -> None:
     router, (first, second, one, other) = house(prefills=2, decodes=2)
-    placement = router.place(Need(100, 10, 1, apart_from=frozenset({first.id, one.id})))
+    placement = router.place(Demand(100, 10, 1, apart_from=frozenset({first.id, one.id})))
     assert isinstance(placement, Placement)
     assert (placement.prefill, placement.decode) == (second, other)
-    assert isinstance(router.place(Need(100, 10, 1, apart_from=frozenset({one.id, other.id}))), Wait)
+    assert isinstance(router.place(Demand(100, 10, 1, apart_from=frozenset({one.id, other.id}))), Wait)
 
 
 def test_rather_another_decode_worker_than_a_failing_pair() -> None:
     router, (prefill, first, second) = house(decodes=2)
     fail(router, prefill, first)
-    placement = router.place(Need(100, 10, 1))
+    placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, second)
 
@@ -481,7 +483,7 @@ def test_rather_another_decode_worker_than_a_failing_pair() -> None:
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
 def test_a_pair_that_failed_this_request_is_better_than_none(policy: str, path: str) -> None:
     router, (prefill, decode) = house(no_prefill=policy)
-    placement = router.place(Need(100, 10, 1, avoid=frozenset({Pair(prefill.id, decode.id)})))
+    placement = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({Pair(prefill.id, decode.id)})))
     assert isinstance(placement, Placement) and placement.path == path
 
 
@@ -489,11 +491,11 @@ def test_a_pair_that_failed_this_request_is_better_than_none(policy: str, path: 
 def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> None:
     router, (prefill, decode) = house(no_prefill=policy)
     fail(router, prefill, decode)
-    verdict = router.place(Need(100, 10, 1))
+    verdict = router.place(Demand(100, 10, 1))
     assert isinstance(verdict, Placement if path else Wait), "a worker that is there is not missing"
     assert "keep failing" in verdict.why
     router.breakers.tick(FIRST_COOL_DOWN_S)
-    placement = router.place(Need(100, 10, 1))
+    placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement) and placement.path == "disagg", "it is tried again by itself"
 
 
@@ -502,7 +504,7 @@ def test_after_two_pairs_have_failed_a_request_decode_prefills_if_it_may(policy:
     """Attempts are few: the last one is not spent on a third pair while there is a way without a hand-off."""
     router, (first, second, *decodes) = house(prefills=2, decodes=2, no_prefill=policy)
     failed = Pair(first.id, decodes[0].id)
-    once = router.place(Need(100, 10, 1, avoid=frozenset({failed})))
+    once = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({failed})))
     assert isinstance(once, Placement) and once.path == "disagg"
-    twice = router.place(Need(100, 10, 1, avoid=frozenset({failed, Pair(second.id, decodes[1].id)})))
+    twice = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({failed, Pair(second.id, decodes[1].id)})))
     assert isinstance(twice, Placement) and twice.path == path
