@@ -31,7 +31,7 @@ _NEWEST = 0.1
 """Weight of the newest step in what steps usually take."""
 
 
-class Chunks:
+class ChunkBudget:
     """Learns from steps of this worker."""
 
     def __init__(self) -> None:

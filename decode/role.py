@@ -28,9 +28,9 @@ from common.core.sequence import Batch, Sequence, TokenLogprobs
 from common.engine.scheduler import Sampled
 from common.net.messages import Abort, Commit, Generate, Hello, Measure, Resend, Reserve, Timing, Welcome
 from common.worker.loop import Worker
-from common.worker.output_history import Finished
-from common.worker.token_spans import SpanWriter, from_wire
-from decode.chunk_budget import Chunks
+from common.worker.output_history import OutputHistory
+from common.worker.token_spans import TokenSpanEncoder, from_wire
+from decode.chunk_budget import ChunkBudget
 from decode.reservations import Reservation, Reservations
 from kvtransfer.receiver import Landed, Receiver, TransferFailed
 from kvtransfer.session import TransferLimits
@@ -67,9 +67,9 @@ class DecodeWorker(Worker):
         self._lives: dict[TransferId, _Life] = {}
         self._unstarted: set[TransferId] = set()
         """Those of which no step has computed anything here."""
-        self._finished = Finished()
+        self._output_history = OutputHistory()
         self.reservations = Reservations(self.cache)
-        self.chunks = Chunks()
+        self.chunks = ChunkBudget()
         self._batch = Batch((), ())
         self._short_since = math.inf
         """Since when prompts to be computed here have been waiting for blocks."""
@@ -87,7 +87,7 @@ class DecodeWorker(Worker):
     def close_links(self) -> None:
         self.receiver.close()
 
-    def heed(self, welcome: Welcome) -> None:
+    def configure(self, welcome: Welcome) -> None:
         self.receiver.limit(TransferLimits.told(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
@@ -170,8 +170,8 @@ class DecodeWorker(Worker):
         self.over(transfer)
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
-        writer = SpanWriter()
-        if not self._finished.tell(sequence_id, start, writer):
+        writer = TokenSpanEncoder()
+        if not self._output_history.tell(sequence_id, start, writer):
             for sequence in self.sequences(sequence_id.transfer):
                 if sequence.id == sequence_id and sequence.output_length > start:
                     writer.add(sequence, start)
@@ -183,8 +183,8 @@ class DecodeWorker(Worker):
         return READING_S if self.receiver.reading else super().rest_s()
 
     def move_kv(self, now: float) -> None:
-        self._finished.forget(now)
-        self.receiver.step_s = self.pace.longest
+        self._output_history.forget(now)
+        self.receiver.step_s = self.step_times.longest
         self._grant(now)
         for end in self.receiver.pump(self.clock, self._budget_s()):
             if self.close_trial(end.transfer):
@@ -205,7 +205,7 @@ class DecodeWorker(Worker):
         if not self.planner.running:
             return BUDGET_S
         share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # one: nobody may be known yet of all that has come
-        return min(share, MOST_BUDGET_SHARE) * self.pace.last
+        return min(share, MOST_BUDGET_SHARE) * self.step_times.last
 
     def _grant(self, now: float) -> None:
         """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is
@@ -240,7 +240,7 @@ class DecodeWorker(Worker):
         self.cache.rename(table, sequence_holder(sequence.id))
         self.planner.adopt(sequence, table)
         self._lives[transfer].landed_at, self._lives[transfer].figures = now, commit.figures
-        writer = SpanWriter()
+        writer = TokenSpanEncoder()
         self._start(sequence, tokens, logprobs, writer)
         self._send(writer)
 
@@ -269,8 +269,8 @@ class DecodeWorker(Worker):
 
     def before_step(self, batch: Batch, now: float) -> None:
         self._batch = batch
-        if self.pace.longest:
-            self.receiver.away(self.pace.expect(batch.length, batch.attended))
+        if self.step_times.longest:
+            self.receiver.away(self.step_times.expect(batch.length, batch.attended))
         for segment in batch.segments if self._unstarted else ():
             transfer = segment.sequence.id.transfer
             if transfer in self._unstarted:
@@ -282,8 +282,8 @@ class DecodeWorker(Worker):
                     self._time(segment.sequence, {**life.figures, "decode_wait_ms": waited_ms})
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
-        self.chunks.took(self._batch, self.pace.last)
-        writer = SpanWriter()
+        self.chunks.took(self._batch, self.step_times.last)
+        writer = TokenSpanEncoder()
         for sample in samples:
             sequence = sample.sequence
             if sequence.computed == sequence.prompt_length and self._lives[sequence.id.transfer].local:
@@ -296,7 +296,7 @@ class DecodeWorker(Worker):
         self._send(writer)
 
     def _start(
-        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: SpanWriter
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: TokenSpanEncoder
     ) -> None:
         """First tokens of all choices; from here each choice is a sequence of its own."""
         life = self._lives[sequence.id.transfer]
@@ -306,13 +306,13 @@ class DecodeWorker(Worker):
         for each in started.sequences:
             self._report(each, writer)
 
-    def _report(self, sequence: Sequence, writer: SpanWriter) -> None:
+    def _report(self, sequence: Sequence, writer: TokenSpanEncoder) -> None:
         """The newest token of ``sequence``; a finished one gives its blocks back."""
         writer.add(sequence, sequence.output_length - 1)
         if sequence.finish is FinishReason.RUNNING:
             return
         self.planner.finish(sequence)
-        self._finished.keep(sequence, self.clock())
+        self._output_history.keep(sequence, self.clock())
         life = self._lives[sequence.id.transfer]
         life.running.discard(sequence.id)
         if not life.running:
@@ -331,6 +331,6 @@ class DecodeWorker(Worker):
     def _time(self, sequence: Sequence, values: dict[str, float]) -> None:
         self.membership.send(Timing(sequence.request.id, sequence.attempt, values))
 
-    def _send(self, writer: SpanWriter) -> None:
+    def _send(self, writer: TokenSpanEncoder) -> None:
         for message in writer.messages():
             self.membership.send(message)

@@ -23,7 +23,7 @@ from common.net.keys import ClusterKeys
 from common.net.messages import PROTOCOL, Hello
 from common.net.sockets import Channels, is_local, nearby
 from common.platform import device, malloc, open_files, threads
-from common.platform.core_lease import MAX_CORES, Lending, LentCores
+from common.platform.core_lease import MAX_CORES, CoreLease, Lending
 from common.worker.loop import Worker, WorkerSettings
 from deploy.launcher import cores, status
 from deploy.launcher.preflight import kv_bytes
@@ -46,7 +46,7 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     config.check_binds(keys)
     lent, others = None, list[int]()
     if lending is not None and config.cores:
-        lent = LentCores(lending.descriptor, config.cores)
+        lent = CoreLease(lending.descriptor, config.cores)
         lent.take_back()  # of a process before this one, which may have ended while it rested
         others = [core for core in lending.cores if core in range(MAX_CORES) and core not in config.cores]
     if config.out_of_reach:
@@ -133,7 +133,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
     channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
     for pace in paces:
-        worker.pace.took(*pace)
+        worker.step_times.took(*pace)
     status.ready(
         kv_tokens=engine.memory.blocks * engine.layout.block_size,
         max_model_len=engine.max_model_len,
@@ -145,7 +145,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
 
 
 @contextlib.contextmanager
-def _borrowing(lent: LentCores | None, others: Sequence[int]) -> Iterator[LentCores | None]:
+def _borrowing(lent: CoreLease | None, others: Sequence[int]) -> Iterator[CoreLease | None]:
     """For a block: cores of ``lent`` to lend and ``others`` to borrow. None for nobody's, and without kernels that
     can."""
     from common.kernels import cpu

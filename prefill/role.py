@@ -29,8 +29,8 @@ from common.engine.scheduler import Sampled
 from common.kv.table import BlockTable
 from common.net.messages import Abort, Measure, Measured, Peer, Prefill, Resend, Timing, Welcome
 from common.worker.loop import Worker
-from common.worker.output_history import Finished
-from common.worker.token_spans import SpanWriter, stop_id, to_wire
+from common.worker.output_history import OutputHistory
+from common.worker.token_spans import TokenSpanEncoder, stop_id, to_wire
 from kvtransfer.sender import FirstTokens, Lost, Sender, Shipped
 from kvtransfer.session import TransferLimits
 
@@ -65,7 +65,7 @@ class PrefillWorker(Worker):
         self._tried: dict[TransferId, Incarnation] = {}
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
-        self._finished = Finished()
+        self._output_history = OutputHistory()
         self._looked_at = 0.0
         self.sender = Sender(
             self.channels,
@@ -79,7 +79,7 @@ class PrefillWorker(Worker):
     def close_links(self) -> None:
         self.sender.close()
 
-    def heed(self, welcome: Welcome) -> None:
+    def configure(self, welcome: Welcome) -> None:
         self.sender.limit(TransferLimits.told(welcome))
 
     def holdings(self) -> KeysView[TransferId]:
@@ -136,10 +136,10 @@ class PrefillWorker(Worker):
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
         """The first token again. What was handed over needs no answer, since decode's first span repeats it; what ended
         here is known to nobody else."""
-        writer = SpanWriter()
+        writer = TokenSpanEncoder()
         prompt = self._prompts.get(sequence_id.transfer)
         if prompt is None:
-            self._finished.tell(sequence_id, start, writer)
+            self._output_history.tell(sequence_id, start, writer)
         elif prompt.sequence.id == sequence_id and prompt.sequence.output_length > start:
             writer.add(prompt.sequence, start)
         self._send(writer)
@@ -164,7 +164,7 @@ class PrefillWorker(Worker):
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
         """Prompts are complete: their first tokens go to the coordinator before anything else."""
-        writer = SpanWriter()
+        writer = TokenSpanEncoder()
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
         for sample in samples:
             transfer = sample.sequence.id.transfer
@@ -201,7 +201,7 @@ class PrefillWorker(Worker):
     def _hand_over(self, transfer: TransferId, choices: list[Sequence], first: FirstTokens, now: float) -> None:
         if all(choice.finish is not FinishReason.RUNNING for choice in choices):
             for choice in choices:
-                self._finished.keep(choice, now)
+                self._output_history.keep(choice, now)
             self.sender.cancel(transfer, "ended by its first token")
             self._drop(transfer)
             return
@@ -217,7 +217,7 @@ class PrefillWorker(Worker):
             "cached_tokens": float(self.planner.table(sequence).cached_tokens),
         }
 
-    def _send(self, writer: SpanWriter) -> None:
+    def _send(self, writer: TokenSpanEncoder) -> None:
         for message in writer.messages():
             self.membership.send(message)
 
@@ -252,7 +252,7 @@ class PrefillWorker(Worker):
         return self.sender.behind
 
     def move_kv(self, now: float) -> None:
-        self._finished.forget(now)
+        self._output_history.forget(now)
         self._pump(now, BUDGET_S)
         ended, self._ended = self._ended, []
         for end in ended:

@@ -26,10 +26,10 @@ from common.core.ids import SequenceId, TransferId, WorkerName, new_incarnation,
 from common.core.request import FinishReason, Request
 from common.kv.layout import KvLayout, LayerLayout
 from common.net.hosts import host_id
-from common.net.messages import PROTOCOL, Abort, Hello, Lease, Prefill, Renewed, Reserve, Role, Timing
+from common.net.messages import PROTOCOL, Abort, Hello, Lease, LeaseAck, Prefill, Reserve, Role, Timing
 from common.net.sockets import Channels
 from common.worker.membership import Membership, Snapshot
-from common.worker.token_spans import SpanWriter
+from common.worker.token_spans import TokenSpanEncoder
 
 LAYOUT = KvLayout((LayerLayout(1, 16, 16),), "float32", 16)
 POOL_BLOCKS, LONGEST = 1 << 13, 8192
@@ -56,7 +56,7 @@ class _Stream:
     token: int
     output: list[int] = field(default_factory=list)
 
-    def step(self, writer: SpanWriter) -> bool:
+    def step(self, writer: TokenSpanEncoder) -> bool:
         """One more token; whether it was the last. The first step repeats prefill's token, as decode does."""
         start = len(self.output)
         self.output += [self.token] * (2 if not start and self.request.sampling.max_tokens > 1 else 1)
@@ -88,7 +88,7 @@ class MockWorker:
         for message in self._membership.receive():
             match message:
                 case Lease():
-                    self._membership.send(Renewed(self._membership.hello.incarnation))
+                    self._membership.send(LeaseAck(self._membership.hello.incarnation))
                 case Prefill():
                     self._prefill(message)
                 case Reserve(request=request, attempt=attempt):
@@ -105,7 +105,7 @@ class MockWorker:
         self._membership.snapshot = Snapshot(live, self._membership.acted_on, POOL_BLOCKS, running=len(self._streams))
 
     def _prefill(self, message: Prefill) -> None:
-        request, writer = message.request, SpanWriter()
+        request, writer = message.request, TokenSpanEncoder()
         token = unpack_tokens(request.prompt[:4])[0]
         finish = FinishReason.LENGTH if request.sampling.max_tokens == 1 else FinishReason.RUNNING
         writer.again(SequenceId(request.id, 0, message.attempt), 0, [token], finish, -1, ())
@@ -113,13 +113,13 @@ class MockWorker:
         self._tell(writer)
 
     def _step(self) -> None:
-        writer = SpanWriter()
+        writer = TokenSpanEncoder()
         for transfer, stream in list(self._streams.items()):
             if stream.step(writer):
                 del self._streams[transfer]
         self._tell(writer)
 
-    def _tell(self, writer: SpanWriter) -> None:
+    def _tell(self, writer: TokenSpanEncoder) -> None:
         for message in writer.messages():
             self._membership.send(message)
 

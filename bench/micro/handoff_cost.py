@@ -58,12 +58,12 @@ from common.net.messages import (
     Heartbeat,
     Hello,
     Lease,
+    LeaseAck,
     Message,
     Open,
     Peer,
     Prefill,
     Released,
-    Renewed,
     Reserve,
     Timing,
     ToDecode,
@@ -74,7 +74,7 @@ from common.net.messages import (
 from common.net.sockets import Channels, receive, send
 from common.net.wire import encode, seal, unseal
 from common.worker.loop import TIMER_S, Worker
-from common.worker.step_times import Pace
+from common.worker.step_times import StepTimeEstimator
 from coordinator.cluster.gateway import Gateway
 from coordinator.cluster.registry import JoinRefused, Registry
 from coordinator.metrics import Metrics
@@ -169,7 +169,7 @@ def lease(wire: Wire, live: int) -> float:
     def once() -> None:
         message = wire.there(Lease(pack_transfers(there), 1000), ToWorker)
         assert not held - set(unpack_transfers(message.live))
-        assert wire.there(Renewed(DECODE), FromWorker)
+        assert wire.there(LeaseAck(DECODE), FromWorker)
 
     return microseconds(once)
 
@@ -245,7 +245,7 @@ def snapshot(live: int) -> float:
     worker = SimpleNamespace(
         cache=cache,
         planner=Planner(cache, max_tokens=512, max_sequences=64),
-        pace=Pace(),
+        step_times=StepTimeEstimator(),
         cores=None,
         counters=dict(COUNTERS),
         membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),

@@ -22,7 +22,7 @@ from common.checkpoint.files import open_checkpoint
 from common.core.errors import StartError
 from common.core.sequence import Batch
 from common.platform import device, threads
-from common.platform.core_lease import LentCores
+from common.platform.core_lease import CoreLease
 
 CONTEXT = 512
 STREAMS, PROMPTS = (4, 8, 16, 32, 64), (16, 64, 512)
@@ -56,9 +56,9 @@ def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[st
         max_num_seqs=most,
         batch_hint=most,
     )
-    lent = LentCores.create()
+    lent = CoreLease.create()
     lent.settle([[own], [other]])
-    owner = LentCores(os.dup(lent.descriptor), [other])
+    owner = CoreLease(os.dup(lent.descriptor), [other])
     with threads.borrowing():
         library.borrow(lent.address, (ctypes.c_int32 * 1)(other), 1)
     try:

@@ -28,7 +28,7 @@ from common.kv.cache import KvCache
 from common.net.messages import PROTOCOL, Hello, Role
 from coordinator.cluster.registry import JoinRefused, Registry
 from coordinator.routing.router import Demand, NoWorkers, Placement, Promise, Router, Wait
-from decode.chunk_budget import Chunks
+from decode.chunk_budget import ChunkBudget
 
 TOKEN = 1
 """Every sampled token: which one it is changes no time."""
@@ -90,7 +90,7 @@ class _Worker:
     changes: int = 0
     """Of ``hands``, and steps: an end that was expected before the last one does not come then."""
     batch: Batch = field(default_factory=lambda: Batch((), ()))
-    chunks: Chunks = field(default_factory=Chunks)
+    chunks: ChunkBudget = field(default_factory=ChunkBudget)
     coming: int = 0
     """Hand-offs that are expected."""
     landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)

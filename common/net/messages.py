@@ -2,13 +2,13 @@
 
 Owns the types; :mod:`common.net.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and
 carry no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``. What
-:class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Turned: by them those of
-another version are told that they are.
+:class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Rejected: by them those
+of another version are told that they are.
 
-    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, Renewed, Goodbye
-    coordinator ──► worker   Welcome, Turned, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
+    worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
+    coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
                              Measure, Drain
-    coordinator ──► heart    Ask
+    coordinator ──► heart    Ping
     prefill ──► decode       Open, (KV frames), Commit, Cancel, Released
     decode ──► prefill       Heard, Grant, Ack, Accept, Cancel
 """
@@ -107,7 +107,7 @@ class Heartbeat(Message, tag="heartbeat"):
     longest of the last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is
     the longest of the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live
     requests that have begun and wait for a slot or for blocks: no tokens of theirs are due. ``asked`` is the number of
-    the Ask that this one answers, 0 if it was due."""
+    the Ping that this one answers, 0 if it was due."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     acted_on: int
@@ -201,14 +201,14 @@ class Goodbye(Message, tag="goodbye"):
     reason: Text
 
 
-class Renewed(Message, tag="renewed"):
+class LeaseAck(Message, tag="renewed"):
     """The answer to every Lease, in the next turn of the loop: what is said to this worker arrives, and what it says,
     too. Its heart, which has a connection of its own, proves neither."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
 
 
-FromWorker = Hello | Heartbeat | Tokens | Timing | RequestFailed | Cached | Measured | Renewed | Goodbye
+FromWorker = Hello | Heartbeat | Tokens | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye
 
 # -- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Welcome(Message, tag="welcome"):
     patience_ms: Milliseconds
 
 
-class Turned(Message, tag="turned"):
+class Rejected(Message, tag="turned"):
     """Registration refused, in words; the worker exits with them."""
 
     reason: str
@@ -240,7 +240,7 @@ class Rejoin(Message, tag="rejoin"):
     """This coordinator does not know you (it restarted): drop what the last one gave you and say Hello again."""
 
 
-class Ask(Message, tag="ask"):
+class Ping(Message, tag="ask"):
     """To a worker's heart: beat now. Another worker has died, and whoever does not answer may have died with it."""
 
     number: Count
@@ -293,7 +293,7 @@ class Lease(Message, tag="lease"):
     joined. It renews the lease on those; whatever came before this message and is not listed was given up (its Abort
     was lost). A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off.
     ``sent`` is how many messages this one makes since Welcome: those of them that have not arrived were lost. Answered
-    by Renewed."""
+    by LeaseAck."""
 
     live: bytes
     sent: int
@@ -325,9 +325,9 @@ class Drain(Message, tag="drain"):
     timeout_ms: int
 
 
-ToHeart = Ask
+ToHeart = Ping
 ToWorker = (
-    Welcome | Turned | NameTaken | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
+    Welcome | Rejected | NameTaken | Rejoin | Prefill | Reserve | Generate | Abort | Lease | Resend | Measure | Drain
 )
 
 # -- prefill and decode -----------------------------------------------------------------------------------------------

@@ -313,9 +313,9 @@ class Channels:
 
         return self.dealer(address, name, watch=watch), watched[0]
 
-    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> Heart:
+    def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> HeartbeatThread:
         """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
-        return Heart(lambda: self.watched_dealer(address, name), interval_s, beat)
+        return HeartbeatThread(lambda: self.watched_dealer(address, name), interval_s, beat)
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
         """The next message on a router, its parts after the sender's identity, and the role that the sender's key
@@ -398,7 +398,7 @@ class Channels:
         self.context.destroy(linger=500)
 
 
-class Heart:
+class HeartbeatThread:
     """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat. It dials anew
     when libzmq does not: a coordinator that comes back hears of a worker by its heart alone."""
 
@@ -408,7 +408,7 @@ class Heart:
         interval_s: float,
         beat: Callable[[int], Message],
     ) -> None:
-        """``beat`` makes one, from the number of the Ask that it answers, 0 if it is due."""
+        """``beat`` makes one, from the number of the Ping that it answers, 0 if it is due."""
         self._dial, self._interval_s, self._beat = dial, interval_s, beat
         self._stop = threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -21,13 +21,13 @@ MAX_CORES = 4096
 
 
 class Lending(msgspec.Struct, frozen=True):
-    """What a launcher tells a worker: the descriptor of its :class:`LentCores`, and the ``cores`` of all workers."""
+    """What a launcher tells a worker: the descriptor of its :class:`CoreLease`, and the ``cores`` of all workers."""
 
     descriptor: int
     cores: tuple[int, ...]
 
 
-class LentCores:
+class CoreLease:
     """The shared bytes, behind ``descriptor``: a memfd, which is gone with the last process that has it open."""
 
     def __init__(self, descriptor: int, own: Iterable[int] = ()) -> None:
@@ -38,7 +38,7 @@ class LentCores:
         self._bytes = mmap.mmap(descriptor, 2 * MAX_CORES)
 
     @classmethod
-    def create(cls) -> LentCores:
+    def create(cls) -> CoreLease:
         """For the launcher. OSError if the system has no such memory."""
         descriptor = os.memfd_create("tandem-cores", os.MFD_CLOEXEC)
         try:

@@ -37,17 +37,17 @@ from common.net.messages import (
     Goodbye,
     Hello,
     Lease,
+    LeaseAck,
     NameTaken,
+    Rejected,
     Rejoin,
-    Renewed,
     RequestFailed,
-    Turned,
     Welcome,
 )
 from common.net.sockets import Channels
-from common.platform.core_lease import LentCores
+from common.platform.core_lease import CoreLease
 from common.worker.membership import Membership, Snapshot
-from common.worker.step_times import Pace
+from common.worker.step_times import StepTimeEstimator
 
 log = logging.getLogger("tandem.worker")
 
@@ -120,8 +120,8 @@ class Worker(abc.ABC):
         self.planner = Planner(
             self.cache, max_tokens=settings.max_num_batched_tokens, max_sequences=settings.max_num_seqs
         )
-        self.pace = Pace()
-        self.cores: LentCores | None = None
+        self.step_times = StepTimeEstimator()
+        self.cores: CoreLease | None = None
         """This worker's, if others may have them while it rests, and theirs while they do."""
         self._populated = 0
         """Bytes of the pool, from its start."""
@@ -153,7 +153,7 @@ class Worker(abc.ABC):
         return hello
 
     @abc.abstractmethod
-    def heed(self, welcome: Welcome) -> None:
+    def configure(self, welcome: Welcome) -> None:
         """The times that a coordinator has given hold for hand-offs, too."""
 
     @abc.abstractmethod
@@ -268,13 +268,13 @@ class Worker(abc.ABC):
     def _dispatch(self, message: Any, now: float) -> None:
         match message:
             case Welcome(lease_ms=lease_ms):
-                self.heed(message)
+                self.configure(message)
                 self._lease_s = lease_ms / 1000
                 self._leased_until = now + self._lease_s
                 self.cache.prefix.announce_all()
                 self._told_refusals.clear()
                 self._tell("joined the coordinator at %s", self.settings.coordinator)
-            case Turned(reason=reason):
+            case Rejected(reason=reason):
                 raise StartError("the coordinator refuses this worker", reason, "start it with what the others have")
             case NameTaken():
                 self._drop_all()
@@ -289,7 +289,7 @@ class Worker(abc.ABC):
                 log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
             case Lease(live=live):
                 self._renew(live, now)
-                self.membership.send(Renewed(self.incarnation))
+                self.membership.send(LeaseAck(self.incarnation))
             case _:
                 try:
                     self.handle(message, now)
@@ -358,7 +358,7 @@ class Worker(abc.ABC):
             return
         self._swept_at = now
         self._expire(now)
-        self.membership.knock()
+        self.membership.reconnect()
         self._complain(now)
         for transfer in [each for each, deadline in self._deadlines.items() if deadline < now]:
             if transfer in self._trials:
@@ -460,13 +460,13 @@ class Worker(abc.ABC):
     def _step(self, batch: Batch) -> None:
         now, length, attended = self.clock(), batch.length, batch.attended
         self.before_step(batch, now)
-        self.membership.expected_s = self.pace.expect(length, attended)
+        self.membership.expected_s = self.step_times.expect(length, attended)
         stood_still_s, helped_s = -self.membership.stood_still_s(), -self._helped_s()
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
         stood_still_s += self.membership.stood_still_s()  # a process that was stopped in a step does not compute slowly
         helped_s += self._helped_s()  # nor does one quickly that had help: the next step may have none
-        self.pace.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
+        self.step_times.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
             sequence = batch.segments[index].sequence
@@ -508,7 +508,7 @@ class Worker(abc.ABC):
             waiting_tokens=self.planner.waiting_tokens,
             draining=self.draining_until is not None,
             counters=dict(self.counters),
-            longest_step_s=self.pace.longest,
+            longest_step_s=self.step_times.longest,
             resting=b"".join(self.planner.resting()),
         )
         added, removed = self.cache.prefix.take_changes()

@@ -13,13 +13,13 @@ import msgspec
 
 from common.core.errors import WireError
 from common.net.messages import Heartbeat, Hello, Lease, Message, NameTaken, Rejoin, ToWorker, Welcome
-from common.net.sockets import Channels, Heart, identity, receive, send
+from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
 
 REJOIN_S = 1.0
 """A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
 RETRY_S = 1.0
 """Between two Hellos under a name that another worker has."""
-KNOCK_S = 2.0
+RECONNECT_S = 2.0
 """A Hello that is not answered for so long over a connection was lost, with an earlier one or since this one carries
 nothing any more. Where none is made, since our key is not let in, this may have been corrected by then."""
 
@@ -58,7 +58,7 @@ class Membership:
         self.acted_on = 0
         self.bad_messages = 0
         self._welcome: Welcome | None = None
-        self._heart: Heart | None = None
+        self._heart: HeartbeatThread | None = None
         self._name_taken = ""
         """Why this worker has not been welcomed so far, if another one has its name."""
         self._said_hello_at = 0.0
@@ -87,19 +87,19 @@ class Membership:
         """For how long, in all, not even the heart could beat."""
         return self._heart.stood_still_s() if self._heart is not None else 0.0
 
-    def knock(self) -> None:
+    def reconnect(self) -> None:
         """Dials again when libzmq does not: when it was turned away, or a connection carries nothing, which is known of
         one that leaves a Hello unanswered or brings no Lease for as long as one lasts."""
         connected_anew, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
-            if now - self._said_hello_at > KNOCK_S:
+            if now - self._said_hello_at > RECONNECT_S:
                 self._dial_again()
         elif connected_anew or not self._handshakes.connected:
             self._heard_at = now
             if self._unanswered_since is not None:  # one Hello waits in the socket: more would each be a new join
                 self._unanswered_since = now
         elif self._unanswered_since is not None:
-            if now - self._unanswered_since > KNOCK_S:
+            if now - self._unanswered_since > RECONNECT_S:
                 self._dial_again()
         elif self._name_taken:
             if now - self._said_hello_at > RETRY_S:

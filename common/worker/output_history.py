@@ -9,7 +9,7 @@ from common.core.ids import SequenceId, pack_tokens, unpack_tokens
 from common.core.request import FinishReason
 from common.core.sequence import Sequence
 from common.net.messages import Logprobs
-from common.worker.token_spans import SpanWriter, stop_id, to_wire
+from common.worker.token_spans import TokenSpanEncoder, stop_id, to_wire
 
 KEPT, KEPT_S = 256, 5.0
 """So many, for so long: a coordinator that has seen a gap asks every 0.2 s; for an end that it was not told of when a
@@ -28,7 +28,7 @@ class _Output:
     logprobs: tuple[Logprobs | None, ...]
 
 
-class Finished:
+class OutputHistory:
     """Outputs of the last sequences that have finished."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Finished:
         while self._outputs and now - next(iter(self._outputs.values())).at > KEPT_S:
             self._outputs.popitem(last=False)
 
-    def tell(self, sequence: SequenceId, start: int, writer: SpanWriter) -> bool:
+    def tell(self, sequence: SequenceId, start: int, writer: TokenSpanEncoder) -> bool:
         """Writes its output from position ``start`` on; False if it is not kept."""
         told = self._outputs.get(sequence)
         if told is None:

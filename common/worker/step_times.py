@@ -33,7 +33,7 @@ class _Last:
             self.longest = max(self._all)
 
 
-class Pace:
+class StepTimeEstimator:
     """Durations of the last steps, by size."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
 
 
 @dataclass(slots=True)
-class SpanWriter:
+class TokenSpanEncoder:
     """Collects the spans of one step."""
 
     spans: list[tuple[bytes, int, int, int, int, int, int]] = field(default_factory=list)

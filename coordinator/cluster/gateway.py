@@ -28,22 +28,22 @@ from common.net.messages import (
     Abort,
     AnyHello,
     AnyMessage,
-    Ask,
     Cached,
     FromWorker,
     Goodbye,
     Heartbeat,
     Hello,
+    LeaseAck,
     Measured,
     Message,
     NameTaken,
+    Ping,
+    Rejected,
     Rejoin,
-    Renewed,
     RequestFailed,
     Role,
     Timing,
     Tokens,
-    Turned,
     Welcome,
 )
 from common.net.peer_ban_list import STRIKES, Strikes
@@ -229,7 +229,7 @@ class Gateway:
         return self._asks
 
     def _ask(self, worker: WorkerHandle) -> None:
-        send(self._socket, Ask(self._asks), worker.route + BEAT_SUFFIX.encode())
+        send(self._socket, Ping(self._asks), worker.route + BEAT_SUFFIX.encode())
 
     def _reply(self, frame: bytes, message: Message) -> None:
         send(self._socket, message, frame)
@@ -346,7 +346,7 @@ class Gateway:
         log.warning("%s is cut off: %d of its messages made no sense", _shown(frame), STRIKES)
         worker = next((each for each in self.registry if each.route == frame), None)
         if worker is not None and party in (None, worker.role):  # else somebody has misused its identity
-            self._reply(frame, Turned(f"{STRIKES} of its messages made no sense"))
+            self._reply(frame, Rejected(f"{STRIKES} of its messages made no sense"))
             self._remove(worker)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
@@ -374,7 +374,7 @@ class Gateway:
             self._refusals[said] += 1
         self._complain(self.clock())
         reason = refused.reason if told or self.channels.keys is not None else UNSAID
-        self._reply(frame, NameTaken(reason) if refused.for_now else Turned(reason))
+        self._reply(frame, NameTaken(reason) if refused.for_now else Rejected(reason))
 
     def _dispatch(self, party: Party | None, frames: list[bytes], now_s: float) -> None:
         if len(frames) != 2:
@@ -406,7 +406,7 @@ class Gateway:
     def _deliver(
         self,
         worker: WorkerHandle,
-        message: Tokens | Heartbeat | Timing | RequestFailed | Cached | Measured | Renewed | Goodbye,
+        message: Tokens | Heartbeat | Timing | RequestFailed | Cached | Measured | LeaseAck | Goodbye,
         now_s: float,
     ) -> None:
         events = self._events
@@ -439,7 +439,7 @@ class Gateway:
                     self.registry.cached(worker, message)
                 except ValueError as error:
                     raise WireError(str(error)) from error
-            case Renewed():
+            case LeaseAck():
                 self.registry.renewed(worker)
             case Goodbye():
                 log.info("worker %s leaves: %s", worker.hello.name, message.reason)
@@ -482,7 +482,7 @@ class Gateway:
         if (known := self._known(hello.incarnation)) is not None and known.route != frame:
             raise WireError(f"a Hello as {known.hello.name}, which speaks under another identity")
         if party not in (None, hello.role):
-            self._reply(frame, Turned(f"its key is that of {party}, not of {hello.role}"))
+            self._reply(frame, Rejected(f"its key is that of {party}, not of {hello.role}"))
             raise WireError(f"a Hello of a {hello.role} worker under the key of {party}")
         if (losing := self._losing.pop(hello.incarnation, None)) is not None and self._events is not None:
             self._events.on_worker_lost(losing, Loss.RECONNECTED)

@@ -47,7 +47,7 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
     """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
-    Ask that it answered. ``route`` is the identity of its control socket. ``heard_at`` is when it joined or its heart
+    Ping that it answered. ``route`` is the identity of its control socket. ``heard_at`` is when it joined or its heart
     last beat: whatever else it says proves that it lives, but not that we would hear if it did not."""
 
     hello: Hello

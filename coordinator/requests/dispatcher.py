@@ -130,7 +130,7 @@ class Dispatcher:
         self._suspects: dict[Incarnation, list[RequestRecord]] = {}
         """Requests that a worker may have died of, and others may have before, until it is known whether it died."""
         self._asking = 0
-        """The last Ask."""
+        """The last Ping."""
         self._asked_for: dict[RequestId, RequestRecord] = {}
         """Queued requests that wait until every worker has answered it."""
         self._clock = gateway.clock

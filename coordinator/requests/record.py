@@ -76,8 +76,8 @@ class RequestRecord:
     not_before: float = 0.0
     """Not to be placed earlier: after a failure something must change first."""
     asked: int = 0
-    """The Ask to the other workers when one that had it died last, 0 if none did. One that dies without an answer to it
-    was dead when it was given the request."""
+    """The Ping to the other workers when one that had it died last, 0 if none did. One that dies without an answer to
+    it was dead when it was given the request."""
     shortage: int = 0
     """The last time, until then, that the queue stood still for want of room."""
     excluded_pairs: frozenset[Pair] = frozenset()

@@ -32,7 +32,7 @@ from common.core.ids import WorkerName
 from common.net.hosts import bracketed
 from common.net.http_client import HttpClient
 from common.net.messages import Role
-from common.platform.core_lease import Lending, LentCores
+from common.platform.core_lease import CoreLease, Lending
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
 from deploy.launcher.child import Unit
@@ -121,7 +121,7 @@ class Supervisor:
         self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
         """Of this system, as long as it runs: a child that replaces another gets the same."""
         self._units: list[Unit] = []
-        self._lent = LentCores.create() if config.lend_cores else None
+        self._lent = CoreLease.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._stopped_at = 0.0
         self._keepers: dict[str, asyncio.Task[None]] = {}

@@ -28,13 +28,14 @@ from common.net.messages import (
     Heartbeat,
     Hello,
     Lease,
+    LeaseAck,
     Measure,
     Measured,
     Message,
     NameTaken,
     Prefill,
+    Rejected,
     Rejoin,
-    Renewed,
     RequestFailed,
     Resend,
     Reserve,
@@ -42,11 +43,10 @@ from common.net.messages import (
     Timing,
     ToHeart,
     ToWorker,
-    Turned,
     Welcome,
 )
 from common.net.sockets import connect_dealer, identity, receive, send
-from common.worker.token_spans import SpanWriter
+from common.worker.token_spans import TokenSpanEncoder
 
 Script = Callable[[Request, int, int], int]
 FIRST_TEXT_TOKEN, TEXT_TOKENS = 40, 200
@@ -198,7 +198,7 @@ class FakeWorker:
         match message:
             case Welcome():
                 self.joined.set()
-            case Turned(reason=reason) | NameTaken(reason=reason):
+            case Rejected(reason=reason) | NameTaken(reason=reason):
                 self.turned = reason
                 self.joined.set()
             case Rejoin() if self.rejoins:
@@ -216,7 +216,7 @@ class FakeWorker:
             case Measure(peer=peer, tokens=tokens) if self.role == "prefill":
                 send(control, Measured(peer.incarnation, "shm", tokens * 1000, 0.001))
             case Lease():
-                self._say(control, Renewed(self.hello.incarnation))
+                self._say(control, LeaseAck(self.hello.incarnation))
             case Drain():
                 send(control, Goodbye(self.hello.incarnation, "drained"))
 
@@ -232,7 +232,7 @@ class FakeWorker:
     def _step(self, control: zmq.Socket[Any], now: float) -> None:
         """One token for every choice of every job that is due, in one message."""
         due = [job for job in self._jobs.values() if job.due <= now]
-        spans = SpanWriter()
+        spans = TokenSpanEncoder()
         for job in due:
             if not job.spoken:
                 job.spoken = True
@@ -245,7 +245,7 @@ class FakeWorker:
             if job.only_first or all(sequence.finish for sequence in job.sequences):
                 self._done.append(self._jobs.pop(job.transfer))
 
-    def _advance(self, job: Job, spans: SpanWriter) -> None:
+    def _advance(self, job: Job, spans: TokenSpanEncoder) -> None:
         for sequence in job.sequences:
             if sequence.finish:
                 continue
@@ -257,7 +257,7 @@ class FakeWorker:
     def _resend(self, control: zmq.Socket[Any], transfer: TransferId, choice: int, start: int) -> None:
         job = self._jobs.get(transfer) or next((job for job in self._done if job.transfer == transfer), None)
         if job is not None:
-            spans = SpanWriter()
+            spans = TokenSpanEncoder()
             spans.add(job.sequences[choice], start)
             for said in spans.messages():
                 self._say(control, said)

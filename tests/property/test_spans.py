@@ -10,7 +10,7 @@ from common.core.request import FinishReason, Request, SamplingParams
 from common.core.sequence import Sequence
 from common.net.messages import MAX_SPANS, FromWorker, Logprobs, Tokens
 from common.net.wire import MAX_REPORT_BYTES, decode, encode
-from common.worker.token_spans import SpanWriter, stop_id
+from common.worker.token_spans import TokenSpanEncoder, stop_id
 from coordinator.requests.state import Accepted, RequestState, State
 
 LONGEST = 3 * MAX_SPANS
@@ -26,7 +26,7 @@ def shown(position: int) -> Logprobs:
 )
 def test_what_is_split_is_told_once_and_in_order(spans: list[tuple[int, bool]], skipped: int) -> None:
     """``skipped``: tokens whose log-probabilities were told by another worker."""
-    writer, lives = SpanWriter(), [RequestState(1) for _ in spans]
+    writer, lives = TokenSpanEncoder(), [RequestState(1) for _ in spans]
     for number, (length, wanted) in enumerate(spans):
         output = list(range(length))
         logprobs = [shown(position) for position in output[skipped:]] if wanted else []
@@ -58,7 +58,7 @@ def _take(message: Tokens, lives: list[RequestState], spans: list[tuple[int, boo
 
 
 def test_as_many_spans_as_there_are_sequences() -> None:
-    writer = SpanWriter()
+    writer = TokenSpanEncoder()
     for number in range(2 * MAX_SPANS + 1):
         writer.again(SequenceId(RequestId(number.to_bytes(16, "big")), 0, 0), 0, [7], FinishReason.RUNNING, -1, [])
     assert [len(message.counts) for message in writer.messages()] == [MAX_SPANS, MAX_SPANS, 1]
@@ -69,7 +69,7 @@ def test_the_newest_token_of_a_stream_is_told_as_any_other_span() -> None:
     sequence = Sequence(Request(new_request_id(), pack_tokens([1, 2]), SamplingParams(9, 0, stop_token_ids=(7,))), 0)
     for token in (5, 6, 7):
         sequence.append(token)
-        short, long = SpanWriter(), SpanWriter()
+        short, long = TokenSpanEncoder(), TokenSpanEncoder()
         for _ in range(MAX_SPANS + 1):
             at = sequence.output_length - 1
             short.add(sequence, at)

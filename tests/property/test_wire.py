@@ -38,7 +38,6 @@ from common.net.messages import (
     Abort,
     Accept,
     Ack,
-    Ask,
     Cached,
     Cancel,
     Commit,
@@ -51,6 +50,7 @@ from common.net.messages import (
     Heartbeat,
     Hello,
     Lease,
+    LeaseAck,
     Logprobs,
     Measure,
     Measured,
@@ -58,10 +58,11 @@ from common.net.messages import (
     NameTaken,
     Open,
     Peer,
+    Ping,
     Prefill,
+    Rejected,
     Rejoin,
     Released,
-    Renewed,
     RequestFailed,
     Resend,
     Reserve,
@@ -71,7 +72,6 @@ from common.net.messages import (
     Tokens,
     ToPrefill,
     ToWorker,
-    Turned,
     Welcome,
 )
 from common.net.sockets import identity
@@ -256,13 +256,13 @@ EXAMPLES: list[Message] = [
     RequestFailed(_ID, 1, "no_memory", "the pool is full", True),  # type: ignore[arg-type]
     Cached(b"a" * 16, b"b" * 16),
     Measured("0123456789abcdef", "shm", 65_536, 0.002),  # type: ignore[arg-type]
-    Renewed("0123456789abcdef"),  # type: ignore[arg-type]
+    LeaseAck("0123456789abcdef"),  # type: ignore[arg-type]
     Goodbye("0123456789abcdef", "drained"),  # type: ignore[arg-type]
     Welcome("0123456789abcdef", 500, 8000, 2000),  # type: ignore[arg-type]
-    Turned("another model"),
+    Rejected("another model"),
     NameTaken("decode-0 lives"),
     Rejoin(),
-    Ask(3),
+    Ping(3),
     Prefill(_REQUEST, 1, _PEER),
     Reserve(_REQUEST, 1, _PEER),
     Generate(_REQUEST, 1),

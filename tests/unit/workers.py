@@ -19,11 +19,11 @@ from common.net.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LeaseAck,
     Measured,
     Message,
     Peer,
     Prefill,
-    Renewed,
     RequestFailed,
     Reserve,
     Timing,
@@ -102,7 +102,7 @@ class Bench:
                     send(self.socket, Welcome(Incarnation("test"), 500, self.lease_ms, 2000), identity)
             case Heartbeat():
                 self.beats += 1
-            case Renewed():
+            case LeaseAck():
                 self.renewed += 1
             case Tokens():
                 self._spans(message)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.core.ids import new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
 from common.core.sequence import Batch, Segment, Sequence
-from decode.chunk_budget import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, STALE_STEPS, TIMES, Chunks
+from decode.chunk_budget import BETWEEN_STREAMS, FIRST_TOKENS, MULTIPLE, STALE_STEPS, TIMES, ChunkBudget
 
 Seconds = Callable[[int, int], float]
 """Of a step with so many streams and tokens of prompts."""
@@ -23,8 +23,8 @@ def step(streams: int, tokens: int) -> Batch:
     return Batch((*[Segment(sequence, 0, 1)] * streams, *chunk), ([],) * (streams + len(chunk)))
 
 
-def taught(seconds: Seconds, *steps: tuple[int, int]) -> Chunks:
-    chunks = Chunks()
+def taught(seconds: Seconds, *steps: tuple[int, int]) -> ChunkBudget:
+    chunks = ChunkBudget()
     for streams, tokens in steps:
         chunks.took(step(streams, tokens), seconds(streams, tokens))
     return chunks
@@ -64,7 +64,7 @@ def test_it_is_looked_at_again_after_a_while() -> None:
 
 
 def test_as_long_as_nothing_is_known_chunks_are_small() -> None:
-    assert Chunks().most(3, more_come=True) == 0, "not even what streams take"
+    assert ChunkBudget().most(3, more_come=True) == 0, "not even what streams take"
     assert taught(linear, (3, 0)).most(3, more_come=True) == FIRST_TOKENS
     assert taught(linear, (3, FIRST_TOKENS), (3, 0)).most(3, more_come=True) == FIRST_TOKENS
 
@@ -107,8 +107,8 @@ def test_what_steps_take_now_counts() -> None:
 
 
 def test_without_streams_a_prompt_gets_the_worker_unless_some_may_come() -> None:
-    assert Chunks().most(0, more_come=False) is None
-    assert Chunks().most(0, more_come=True) == BETWEEN_STREAMS
+    assert ChunkBudget().most(0, more_come=False) is None
+    assert ChunkBudget().most(0, more_come=True) == BETWEEN_STREAMS
 
 
 steps = st.lists(st.tuples(st.integers(0, 64), st.integers(0, 512), st.floats(0.0, 5.0)), max_size=40)
@@ -117,7 +117,7 @@ steps = st.lists(st.tuples(st.integers(0, 64), st.integers(0, 512), st.floats(0.
 @given(steps, st.integers(1, 64))
 @example([(0, 16, 2.2e-313)], 1)
 def test_whatever_steps_take_a_prompt_gets_on(seen: list[tuple[int, int, float]], streams: int) -> None:
-    chunks = Chunks()
+    chunks = ChunkBudget()
     for count, tokens, seconds in seen:
         if count or tokens > 1:
             chunks.took(step(count, 0 if tokens == 1 else tokens), seconds)

@@ -87,7 +87,7 @@ def test_what_has_finished_can_be_told_again_for_a_while_and_keeps_no_prompt(
         bench.tell("colocated-0", Resend(request.id, 1, choice, 2))
     bench.until(lambda: len(bench.finished) == 2)
     assert {key: (stream, bench.finished[key]) for key, stream in bench.streams.items()} == told
-    kept = worker._finished._outputs  # type: ignore[attr-defined]
+    kept = worker._output_history._outputs  # type: ignore[attr-defined]
     assert [len(each.tokens) for each in kept.values()] == [4 * 6, 4 * 6]
     assert [len(each.logprobs) for each in kept.values()] == [6 if logprobs else 0] * 2
     now = worker.clock() + KEPT_S + 1

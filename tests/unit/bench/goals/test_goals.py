@@ -43,7 +43,7 @@ from bench.simulate.cost import CostModel
 from common.core.errors import StartError
 from common.core.ids import new_request_id, pack_tokens, unpack_tokens
 from common.core.request import FinishReason, Request, SamplingParams
-from common.worker.token_spans import SpanWriter
+from common.worker.token_spans import TokenSpanEncoder
 
 SOME = Path("somewhere")
 COST = CostModel(((0, 0.0), (64, 0.064)), 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
@@ -246,7 +246,7 @@ def test_what_the_coordinator_adds_to_a_request_is_what_a_bare_server_does_not_t
 def test_a_mock_decode_worker_says_all_tokens_once_after_the_one_that_prefill_said() -> None:
     request = Request(new_request_id(), pack_tokens([7, 8]), SamplingParams(max_tokens=3, seed=0))
     stream = mocks._Stream(request, 0, 7)
-    first, second = SpanWriter(), SpanWriter()
+    first, second = TokenSpanEncoder(), TokenSpanEncoder()
     assert not stream.step(first) and stream.step(second)
     (one,), (two,) = first.messages(), second.messages()
     assert (one.starts, unpack_tokens(one.ids), one.finish) == ((0,), [7, 7], (FinishReason.RUNNING,))

@@ -23,7 +23,7 @@ from common.kv.storage.host import KvMemory
 from common.kv.storage.tensors import KvStore
 from common.model.linears import NativeLinear
 from common.net.sockets import Channels
-from common.platform.core_lease import MAX_CORES, LentCores
+from common.platform.core_lease import MAX_CORES, CoreLease
 from common.worker.loop import WorkerSettings
 from decode.role import DecodeWorker
 from tests.fakes.oracle import OracleEngine, hello_of
@@ -37,21 +37,21 @@ CORE = max(os.sched_getaffinity(0))
 
 
 @pytest.fixture
-def lent() -> Iterator[LentCores]:
-    cores = LentCores.create()
+def lent() -> Iterator[CoreLease]:
+    cores = CoreLease.create()
     yield cores
     cores.close()
 
 
-def of(cores: LentCores, *own: int) -> LentCores:
+def of(cores: CoreLease, *own: int) -> CoreLease:
     """What another process makes of the same descriptor."""
-    return LentCores(os.dup(cores.descriptor), own)
+    return CoreLease(os.dup(cores.descriptor), own)
 
 
 # -- who may have which ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_rests_lends_its_cores_and_takes_them_back(lent: LentCores) -> None:
+def test_a_worker_that_rests_lends_its_cores_and_takes_them_back(lent: CoreLease) -> None:
     lent.settle([(0, 1), (2,)])
     mine, others = of(lent, 0, 1), of(lent, 2)
     mine.lend()
@@ -63,7 +63,7 @@ def test_a_worker_that_rests_lends_its_cores_and_takes_them_back(lent: LentCores
     others.close()
 
 
-def test_a_core_that_several_workers_share_is_not_lent(lent: LentCores) -> None:
+def test_a_core_that_several_workers_share_is_not_lent(lent: CoreLease) -> None:
     lent.settle([(0,), (1,)])
     one, two = of(lent, 0), of(lent, 1)
     one.lend()
@@ -82,7 +82,7 @@ def test_a_core_that_several_workers_share_is_not_lent(lent: LentCores) -> None:
     two.close()
 
 
-def test_cores_beyond_what_can_be_told_are_kept(lent: LentCores) -> None:
+def test_cores_beyond_what_can_be_told_are_kept(lent: CoreLease) -> None:
     lent.settle([(MAX_CORES - 1, MAX_CORES, 70_000)])
     worker = of(lent, MAX_CORES - 1, MAX_CORES, 70_000)
     worker.lend()
@@ -90,7 +90,7 @@ def test_cores_beyond_what_can_be_told_are_kept(lent: LentCores) -> None:
     worker.close()
 
 
-def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: CoreLease, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OracleEngine(blocks=8)
     worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
     lent.settle([(3,)])
@@ -115,7 +115,7 @@ def test_the_loop_of_a_worker_lends_while_it_sleeps(lent: LentCores, monkeypatch
     engine.memory.close()
 
 
-def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: LentCores) -> None:
+def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: CoreLease) -> None:
     """With two cores of its own and 0.6 s of others' a step would have taken 0.3 s longer: so may the next one."""
     engine = OracleEngine(blocks=8)
     worker = DecodeWorker(engine, WorkerSettings("tcp://127.0.0.1:1", "h", 4, 64), hello_of(engine))
@@ -128,7 +128,7 @@ def test_what_a_step_is_expected_to_take_is_what_it_takes_without_help(lent: Len
     assert batch is not None
     worker.sampled = lambda samples, now: None  # type: ignore[method-assign]
     worker._step(batch)
-    assert 0.3 <= worker.pace.last < 0.4
+    assert 0.3 <= worker.step_times.last < 0.4
     worker.cores.borrowed_s = float
     worker.planner.finish(batch.segments[0].sequence)
     worker.close()
@@ -143,7 +143,7 @@ needs_kernels = pytest.mark.skipif(library is None, reason="no kernels in C")
 
 
 @pytest.fixture
-def helped(lent: LentCores) -> Iterator[LentCores]:
+def helped(lent: CoreLease) -> Iterator[CoreLease]:
     """Core ``CORE`` can be lent, and a helper waits for it."""
     assert library is not None
     lent.settle([(CORE,)])
@@ -172,7 +172,7 @@ def until_helped(work: Callable[[], torch.Tensor], expected: torch.Tensor) -> No
 @pytest.mark.parametrize("kept", ["whole", "bfloat16", "int8"])
 @pytest.mark.parametrize(("rows", "threads", "inputs"), [(300, 1, 96), (300, 2, 96), (17, 1, 96), (390, 1, 2112)])
 def test_a_linear_layer_is_the_same_with_help(
-    variant: str, dtype: torch.dtype, kept: str, rows: int, threads: int, inputs: int, helped: LentCores
+    variant: str, dtype: torch.dtype, kept: str, rows: int, threads: int, inputs: int, helped: CoreLease
 ) -> None:
     """Also of long rows, which are taken in chunks."""
     assert library is not None
@@ -204,7 +204,7 @@ def test_a_linear_layer_is_the_same_with_help(
     ids=["a prompt", "streams"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_is_the_same_with_help(dtype: str, shapes: list[tuple[int, int]], helped: LentCores) -> None:
+def test_attention_is_the_same_with_help(dtype: str, shapes: list[tuple[int, int]], helped: CoreLease) -> None:
     rng = random.Random(5)
     torch.manual_seed(5)
     layer = LayerLayout(2, 32, 32)
@@ -225,7 +225,7 @@ def test_attention_is_the_same_with_help(dtype: str, shapes: list[tuple[int, int
 
 
 @needs_kernels
-def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: LentCores) -> None:
+def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: CoreLease) -> None:
     assert library is not None
     linear = NativeLinear(torch.randn(512, 256), None)
     many, few = torch.randn(256, 256), torch.randn(15, 256)
@@ -240,7 +240,7 @@ def test_nobody_helps_where_nothing_is_lent_or_little_is_to_do(helped: LentCores
 
 
 @needs_kernels
-def test_a_core_is_borrowed_by_one_at_a_time(helped: LentCores) -> None:
+def test_a_core_is_borrowed_by_one_at_a_time(helped: CoreLease) -> None:
     """Another process has it, or has died with it: then it is free again when its owner lends it anew."""
     assert library is not None
     linear, x = NativeLinear(torch.randn(512, 256), None), torch.randn(256, 256)
@@ -257,7 +257,7 @@ def test_a_core_is_borrowed_by_one_at_a_time(helped: LentCores) -> None:
 
 
 @needs_kernels
-def test_cores_may_come_and_go_at_any_moment(helped: LentCores) -> None:
+def test_cores_may_come_and_go_at_any_moment(helped: CoreLease) -> None:
     torch.manual_seed(2)
     assert library is not None
     linear = NativeLinear(torch.randn(640, 64), None)
@@ -284,7 +284,7 @@ def test_cores_may_come_and_go_at_any_moment(helped: LentCores) -> None:
 
 
 @needs_kernels
-def test_two_threads_that_compute_do_not_disturb_each_other(helped: LentCores) -> None:
+def test_two_threads_that_compute_do_not_disturb_each_other(helped: CoreLease) -> None:
     helped.lend()
     linears = [NativeLinear(torch.randn(400, 64), None) for _ in range(2)]
     x, wrong = torch.randn(200, 64), list[int]()
@@ -302,7 +302,7 @@ def test_two_threads_that_compute_do_not_disturb_each_other(helped: LentCores) -
 
 
 @needs_kernels
-def test_helpers_end_when_they_are_given_back_and_there_is_one_for_each_core_that_is_there(lent: LentCores) -> None:
+def test_helpers_end_when_they_are_given_back_and_there_is_one_for_each_core_that_is_there(lent: CoreLease) -> None:
     assert library is not None
     before = running_threads()
     cores = (ctypes.c_int32 * 3)(CORE, 1000, CORE)

@@ -21,7 +21,7 @@ from common.core.errors import StartError, WireError
 from common.net import keys
 from common.net import sockets as channel
 from common.net.keys import PARTIES, Party
-from common.net.messages import Ask, ToHeart
+from common.net.messages import Ping, ToHeart
 from common.net.sockets import (
     DROPPED_PARTS,
     KV_HIGH_WATER_MESSAGES,
@@ -133,13 +133,13 @@ def test_who_dials_anew_is_heard_though_the_end_of_its_old_connection_was_not_re
 def test_a_heart_that_is_asked_beats_at_once() -> None:
     channels = Channels()
     router, address = channels.router("tcp://127.0.0.1:*")
-    heart = channels.heart(address, b"heart", 3600.0, Ask)
+    heart = channels.heart(address, b"heart", 3600.0, Ping)
     try:
         for number in (0, 5):
             assert router.poll(5000)
             peer, beat = router.recv_multipart()
-            assert decode(beat, ToHeart) == Ask(number)
-            assert send(router, Ask(5), peer)
+            assert decode(beat, ToHeart) == Ping(number)
+            assert send(router, Ping(5), peer)
     finally:
         heart.stop()
         channels.close()
@@ -148,8 +148,8 @@ def test_a_heart_that_is_asked_beats_at_once() -> None:
 _A_HEART = """
 import sys
 from common.net.sockets import Channels
-from common.net.messages import Ask
-heart = Channels().heart(sys.argv[1], b"heart", 0.05, Ask)
+from common.net.messages import Ping
+heart = Channels().heart(sys.argv[1], b"heart", 0.05, Ping)
 for _ in sys.stdin:
     print(heart.stood_still_s(), flush=True)
 """

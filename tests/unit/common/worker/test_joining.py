@@ -13,7 +13,7 @@ from common.net import keys
 from common.net.keys import Party
 from common.net.messages import Goodbye, Welcome
 from common.net.socket_monitor import Handshakes
-from common.net.sockets import Channels, Heart, identity
+from common.net.sockets import Channels, HeartbeatThread, identity
 from common.worker.membership import Membership
 from tests.unit.door import QUIET_S, WAIT_S, Door, hello_of, until
 
@@ -28,7 +28,7 @@ class Member:
 
     def turn(self, door: Door) -> None:
         door.gateway._read()
-        self.membership.knock()
+        self.membership.reconnect()
         self.welcomes += sum(isinstance(message, Welcome) for message in self.membership.receive())
         self.channels.poll(0.005)
 
@@ -117,7 +117,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
     cluster: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
-    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     door = Door(cluster)
     port = door.port
     member = Member(cluster, door)
@@ -139,7 +139,7 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
 def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
     cluster: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     key = cluster if encrypted else None
     door = Door(key)
     port = door.port
@@ -148,10 +148,10 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
     try:
         alone_until = time.monotonic() + 1.0
         while time.monotonic() < alone_until:
-            member.membership.knock()
+            member.membership.reconnect()
             member.channels.poll(0.005)
         monkeypatch.setattr(
-            "common.worker.membership.KNOCK_S", 60.0
+            "common.worker.membership.RECONNECT_S", 60.0
         )  # a slow Welcome is no reason for one more Hello here
         door = Door(key, port)
         member.until_welcome(door)
@@ -165,7 +165,7 @@ def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
 def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.1)
+    monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
     deaf = Channels()
     router, address = deaf.router("tcp://127.0.0.1:*")
     door = Door(None)
@@ -193,7 +193,7 @@ def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path)
         name = identity(hello.name, hello.incarnation, beats=True)
         return channels.watched_dealer(f"tcp://127.0.0.1:{door.port}", name)
 
-    heart = Heart(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
+    heart = HeartbeatThread(dial, 0.02, lambda _: Goodbye(hello.incarnation, "a beat"))
     try:
         until(lambda: len(dials) > 2, "it is turned away, and dials again")
         port = door.port

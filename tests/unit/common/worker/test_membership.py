@@ -51,7 +51,7 @@ def test_workers_take_their_times_from_whoever_welcomes_them(pair: Bench) -> Non
 
 def test_nothing_is_taken_before_a_welcome(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """When that was lost nobody has said how long anything may be held without a word."""
-    monkeypatch.setattr("common.worker.membership.KNOCK_S", 0.2)
+    monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.2)
     bench.lost_welcomes = 1
     worker = bench.add("decode", OracleEngine(512))
     request = make_request(40, 4)
@@ -94,7 +94,7 @@ def test_a_step_in_which_the_process_was_stopped_is_not_expected_again(
     request = make_request(40, 1)
     bench.tell("decode-0", Generate(request, 1))
     bench.until(lambda: bench.done(request))
-    assert 1.0 <= worker.pace.longest <= 5.0
+    assert 1.0 <= worker.step_times.longest <= 5.0
 
 
 def test_a_turn_in_which_the_process_was_stopped_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

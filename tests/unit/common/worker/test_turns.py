@@ -55,8 +55,8 @@ def test_beside_streams_a_worker_takes_in_less_the_fewer_hand_offs_there_are(ben
     assert isinstance(decode, DecodeWorker) and decode._budget_s() == BUDGET_S
     bench.tell("decode-0", Generate(request := make_request(40, 60), 1))
     bench.until(lambda: decode.planner.running)
-    decode.pace.took(512, 512, 2.0)
-    decode.pace.took(1, 1, 0.01)
+    decode.step_times.took(512, 512, 2.0)
+    decode.step_times.took(1, 1, 0.01)
     assert decode._budget_s() == pytest.approx(BUDGET_SHARE * 0.01), "the long step is over"
     transfers = [TransferId(RequestId(bytes([count] * 16)), 1) for count in range(8)]
     for count, transfer in enumerate(transfers, 1):

@@ -10,7 +10,7 @@ from common.core.ids import RequestId, TransferId
 from common.core.timeouts import FailureTimes
 from common.kv.layout import KvLayout, LayerLayout
 from common.net.messages import Heartbeat
-from common.worker.step_times import FIRST_STEP_S, REMEMBERED, Pace
+from common.worker.step_times import FIRST_STEP_S, REMEMBERED, StepTimeEstimator
 from coordinator.cluster.registry import HANG_STEPS, Registry
 from coordinator.requests.admission import MIN_RETRIES, RETRY_SHARE, RetryBudget
 from kvtransfer.session import SenderSession, TransferLimits, TransferState
@@ -21,7 +21,7 @@ LIMITS = TransferLimits(no_progress_s=2.0, busy_steps=4.0, lag_s=0.1)
 
 
 def test_a_step_is_expected_to_take_what_its_like_took() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     assert pace.expect(1, 1) == FIRST_STEP_S and pace.longest == 0
     pace.took(1, 64, 0.01)
     pace.took(1, 64, 0.03)
@@ -37,7 +37,7 @@ def test_a_step_is_expected_to_take_what_its_like_took() -> None:
 
 
 def test_the_longest_of_the_last_steps_is_forgotten_after_as_many_more() -> None:
-    pace, rng, seconds = Pace(), random.Random(1), list[float]()
+    pace, rng, seconds = StepTimeEstimator(), random.Random(1), list[float]()
     for step in range(20 * REMEMBERED):
         seconds.append(rng.choice((0.001, 0.002, 0.003, rng.random() * 0.1 * (step % 7 == 0))))
         pace.took(1, 1, seconds[-1])
@@ -46,7 +46,7 @@ def test_the_longest_of_the_last_steps_is_forgotten_after_as_many_more() -> None
 
 
 def test_few_tokens_over_a_long_context_are_expected_to_take_long() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     pace.took(32, 32 * 32, 0.16)
     assert pace.expect(32, 32 * 3000) >= 0.16 * 64
     pace.took(32, 32 * 3000, 3.0)
@@ -54,7 +54,7 @@ def test_few_tokens_over_a_long_context_are_expected_to_take_long() -> None:
 
 
 def test_one_long_step_does_not_excuse_short_ones() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     pace.took(512, 512 * 512, 15.0)
     for _ in range(REMEMBERED):
         pace.took(1, 600, 0.004)
@@ -62,7 +62,7 @@ def test_one_long_step_does_not_excuse_short_ones() -> None:
 
 
 def test_a_small_step_before_any_small_one_is_expected_like_the_smallest() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     pace.took(512, 512 * 512, 1.0)
     assert pace.expect(1, 600) == 1.0
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from common.net.keys import Party
-from common.net.messages import PROTOCOL, Drain, Goodbye, NameTaken, Rejoin, ToWorker, Turned, Welcome
+from common.net.messages import PROTOCOL, Drain, Goodbye, NameTaken, Rejected, Rejoin, ToWorker, Welcome
 from common.net.peer_ban_list import REMEMBERED, STRIKES, Strikes
 from common.net.sockets import DROPPED_PARTS, identity, receive, send
 from common.net.wire import seal
@@ -30,7 +30,7 @@ def test_a_worker_joins_only_in_the_role_of_its_key(door: Door, key: Party, role
     if key == role:
         assert isinstance(answer, Welcome)
     else:
-        assert isinstance(answer, Turned) and f"key is that of {key}" in answer.reason
+        assert isinstance(answer, Rejected) and f"key is that of {key}" in answer.reason
         assert not list(door.registry) and door.gateway.bad_messages == 1
 
 
@@ -102,7 +102,7 @@ def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in
         for _ in range(50):
             send(socket, hello)
             answer = door.answer(socket)
-            assert isinstance(answer, Turned)
+            assert isinstance(answer, Rejected)
             assert ("fingerprint" in answer.reason) is keyed and ("served" in answer.reason) is keyed
         door.gateway._complain(1e9)
         told = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
@@ -131,7 +131,7 @@ def test_a_worker_of_another_version_is_told_so_whatever_its_hello_looks_like(do
         socket.send(seal(msgspec.msgpack.encode(row)))
         answer = door.answer(socket)
         words = f"protocol {row[1]}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
-        assert isinstance(answer, Turned) and answer.reason == words
+        assert isinstance(answer, Rejected) and answer.reason == words
     assert not list(door.registry) and not door.gateway.bad_messages
 
 
@@ -166,7 +166,7 @@ def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is
         assert isinstance(door.answer(control), Rejoin)
     control.send(seal(msgspec.msgpack.encode(["hello", PROTOCOL - 1, *msgspec.structs.astuple(hello)[1:-1]])))
     answer = door.answer(control)
-    assert isinstance(answer, Turned) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
+    assert isinstance(answer, Rejected) and answer.reason.startswith(f"protocol {PROTOCOL - 1}, but this coordinator")
     assert door.gateway.bad_messages == len(said) * STRIKES and not door.gateway.strikes.cut_off
 
 
@@ -235,7 +235,7 @@ def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
     for part in (b"x", b"\xc1", b"\x93"):
         worker.send(seal(part))
     answer = door.answer(worker)
-    assert isinstance(answer, Turned) and "made no sense" in answer.reason
+    assert isinstance(answer, Rejected) and "made no sense" in answer.reason
     assert not list(door.registry) and door.lost_workers == ["decode-0"]
     send(worker, hello)
     until(lambda: door.gateway._read() or door.gateway.bad_messages == STRIKES + 1, "the same incarnation is not heard")

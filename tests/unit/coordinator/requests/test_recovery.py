@@ -21,9 +21,9 @@ from common.net.messages import (
     Generate,
     Goodbye,
     Lease,
+    LeaseAck,
     Prefill,
     Rejoin,
-    Renewed,
     RequestFailed,
     Resend,
     Reserve,
@@ -157,7 +157,7 @@ async def test_a_worker_whose_heart_beats_over_another_connection_than_the_dead_
         if cut_off == "it hears nothing":
             dead.deaf = True
         else:
-            dead.drop |= {Tokens, Timing, Renewed}
+            dead.drop |= {Tokens, Timing, LeaseAck}
         asked = [house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(6)]
         async with asyncio.timeout(5):
             answers = await asyncio.gather(*asked)
