@@ -37,7 +37,7 @@ from coordinator.metrics import Load, Metrics
 from coordinator.requests.admission import Admission
 from coordinator.requests.dispatcher import Dispatcher
 from coordinator.requests.errors import shutting_down
-from coordinator.routing.queue_pressure import Backlog
+from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Router
 
 log = logging.getLogger("tandem.coordinator")
@@ -56,7 +56,7 @@ class LauncherClient(Protocol):
     def replace(self, name: str, pid: int, why: str) -> None:
         """As of :data:`coordinator.cluster.gateway.Replace`: ends a worker that hangs, and starts another."""
 
-    def tell_backlog(self, deep: bool) -> None:
+    def report_queue_pressure(self, deep: bool) -> None:
         """Hears when prompts begin to pile up, and when they no longer do."""
 
 
@@ -97,7 +97,7 @@ async def _serve(
         async with running(config, scale, at_once, keys) as services, serving(make_app(services), listener):
             if launcher is not None:
                 services.dispatcher.gateway.supervise(launcher.replace, workers)
-                services.dispatcher.backlog = Backlog(launcher.tell_backlog)
+                services.dispatcher.queue_pressure = QueuePressure(launcher.report_queue_pressure)
             url = f"http://{bracketed(config.host)}:{listener.getsockname()[1]}"
             log.info("serving %s at %s, workers at %s", services.model.name, url, services.dispatcher.gateway.address)
             if services.dispatcher.gateway.channels.keys is None:

@@ -31,7 +31,7 @@ from kvtransfer.links.base import ReceiveLink
 from kvtransfer.links.pull import PullReceiveLink, SourcePool
 from kvtransfer.peer_proof import is_proven, proof, proves
 from kvtransfer.session import FrameVerdict, ReceiverSession, TransferLimits, TransferState
-from kvtransfer.source_pools import Knocking, Sources
+from kvtransfer.source_pools import Connecting, Sources
 
 log = logging.getLogger("tandem.kv")
 
@@ -297,7 +297,7 @@ class Receiver:
         if link is None:
             why = f"the sender's pool is out of reach of --kv-transport {self._transport}"
             self._fail(incoming, TransferState.FAILED, why)
-        elif not isinstance(link, Knocking):
+        elif not isinstance(link, Connecting):
             incoming.link = link
         return incoming.link is not None
 
@@ -410,11 +410,11 @@ class Receiver:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def _choose_link(self, message: Open, travels: KvLayout, now: float) -> ReceiveLink | Knocking | None:
+    def _choose_link(self, message: Open, travels: KvLayout, now: float) -> ReceiveLink | Connecting | None:
         near = self._transport in ("auto", shm.NAME) and message.pool and message.host_id == self._host_id
         if near or (self._transport == nixl.NAME and message.agent):
             pool = self._sources.reach(message, travels, now)
-            if isinstance(pool, Knocking):
+            if isinstance(pool, Connecting):
                 return pool
             if pool is not None:
                 return PullReceiveLink(shm.NAME if near else nixl.NAME, self._memory, pool)

@@ -147,8 +147,8 @@ class Sender:
         """Of the identity of its sockets: a router hands one over to its latest holder, who must be this sender."""
         self._limits = limits or TransferLimits()
         self._transport = transport
-        self._door = shm.PoolDoor(memory, incarnation) if transport in ("auto", shm.NAME) else None
-        self._nixl = nixl.NixlDoor(memory, incarnation) if transport == nixl.NAME else None
+        self._endpoint = shm.PoolEndpoint(memory, incarnation) if transport in ("auto", shm.NAME) else None
+        self._nixl = nixl.NixlPoolEndpoint(memory, incarnation) if transport == nixl.NAME else None
         self._links: dict[str, SendLink] = {
             zeromq.NAME: zeromq.ZmqSendLink(memory),
             shm.NAME: PullSendLink(
@@ -239,9 +239,9 @@ class Sender:
             self._channels.unregister(line.socket)
             line.socket.close(linger=200)  # lets the cancellations leave
         self._lines.clear()
-        for door in (self._door, self._nixl):
-            if door is not None:
-                door.close()
+        for endpoint in (self._endpoint, self._nixl):
+            if endpoint is not None:
+                endpoint.close()
 
     # -- sockets ------------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Sender:
             layout.fingerprint,
             layout.dtype,
             self._host_id,
-            self._door.address if self._door else "",
+            self._endpoint.address if self._endpoint else "",
             self._memory.blocks,
             layout.block_size,
             layout.head_shards,

@@ -26,7 +26,7 @@ from kvtransfer.links.pull import SourcePool
 log = logging.getLogger("tandem.kv")
 
 MAX_POOLS = 64
-KNOCK_S = 1.0
+POOL_CONNECT_S = 1.0
 """A door that is not opened by then belongs to somebody who stands still."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 _PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
@@ -34,7 +34,7 @@ _PoolKey = tuple[Incarnation, str, bytes, KvLayout, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Knocking:
+class Connecting:
     """The pool may come within reach any moment: ask again."""
 
 
@@ -44,7 +44,7 @@ class _Source:
     ``retry_at``."""
 
     pool: SourcePool | None = None
-    knock: shm.Knock | nixl.Knock | None = None
+    connection: shm.PoolConnection | nixl.NixlPoolConnection | None = None
     until: float = 0.0
     retry_at: float = 0.0
     pause_s: float = PAUSE_S
@@ -59,7 +59,7 @@ class Sources:
         self._channels, self.lease_s, self._reader = channels, lease_s, reader
         self._sources: OrderedDict[_PoolKey, _Source] = OrderedDict()
 
-    def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Knocking | None:
+    def reach(self, announced: Open, travels: KvLayout, now: float) -> SourcePool | Connecting | None:
         """The announced pool, whose KV ``travels`` in that layout's element type; None if it is out of reach now."""
         try:
             layout = replace(travels, block_size=announced.pool_block_size, head_shards=announced.pool_shards)
@@ -70,21 +70,21 @@ class Sources:
         self._sources.move_to_end(key)
         source.used_at = now
         self._drop_if_lost(key, source, now)
-        if source.pool is None and source.knock is None and now >= source.retry_at:
+        if source.pool is None and source.connection is None and now >= source.retry_at:
             self._try(key, source, now)
-        return source.pool or (Knocking() if source.knock is not None else None)
+        return source.pool or (Connecting() if source.connection is not None else None)
 
     def tick(self, now: float) -> None:
         """Looks whether doors were opened, and gives up what cannot be read any more."""
         for key, source in self._sources.items():
             self._drop_if_lost(key, source, now)
-            if source.knock is not None:
+            if source.connection is not None:
                 self._look(key, source, now)
 
     @property
     def knocking(self) -> bool:
         """Whether somebody may open any moment, without waking who waits."""
-        return any(isinstance(source.knock, nixl.Knock) for source in self._sources.values())
+        return any(isinstance(source.connection, nixl.NixlPoolConnection) for source in self._sources.values())
 
     def let_go(self, uses: Iterable[tuple[SourcePool, float]], now: float) -> None:
         """Closes what is not used any more, and what was longest out of use if there still are too many. ``uses``: the
@@ -94,7 +94,7 @@ class Sources:
             heard[id(pool)] = max(at, heard.get(id(pool), at))
         for key, source in list(self._sources.items()):
             source.used_at = max(source.used_at, heard.get(id(source.pool), 0.0))
-            used = source.knock is not None or id(source.pool) in heard
+            used = source.connection is not None or id(source.pool) in heard
             idle = source.pool is not None and now - source.used_at > self.lease_s
             if not used and (idle or len(self._sources) > MAX_POOLS):
                 del self._sources[key]
@@ -113,19 +113,19 @@ class Sources:
         try:
             if self._reader is not None:
                 pool = self._reader.reach(owner, agent, layout, blocks)
-                source.knock, source.until = nixl.Knock(pool), now + nixl.CONNECT_S
+                source.connection, source.until = nixl.NixlPoolConnection(pool), now + nixl.CONNECT_S
             else:
-                source.knock, source.until = shm.Knock(address), now + KNOCK_S
-                self._channels.register(source.knock.fileno())
+                source.connection, source.until = shm.PoolConnection(address), now + POOL_CONNECT_S
+                self._channels.register(source.connection.fileno())
         except (OSError, ValueError, WireError) as error:
             self._put_off(key, source, str(error), now)
             return
         self._look(key, source, now)
 
     def _look(self, key: _PoolKey, source: _Source, now: float) -> None:
-        assert source.knock is not None
+        assert source.connection is not None
         try:
-            answer = source.knock.answer()
+            answer = source.connection.answer()
             if answer is None:
                 if now > source.until:
                     raise OSError("nobody opens")
@@ -149,8 +149,8 @@ class Sources:
         source.pause_s = min(2 * source.pause_s, LONGEST_PAUSE_S)
 
     def _turn_away(self, source: _Source) -> None:
-        if source.knock is not None:
-            if not isinstance(source.knock, nixl.Knock):
-                self._channels.unregister(source.knock.fileno())
-            source.knock.close()
-            source.knock = None
+        if source.connection is not None:
+            if not isinstance(source.connection, nixl.NixlPoolConnection):
+                self._channels.unregister(source.connection.fileno())
+            source.connection.close()
+            source.connection = None

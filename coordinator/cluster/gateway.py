@@ -280,7 +280,7 @@ class Gateway:
     def sweep(self, now_s: float) -> bool:
         """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``. False if that
         cannot be told, since what others have said is behind a message that is still being dropped: for
-        ``registry.lags`` we did not listen meanwhile."""
+        ``registry.loop_lag`` we did not listen meanwhile."""
         emptied = self.times_emptied
         self._read()
         self._rearm()
@@ -293,7 +293,7 @@ class Gateway:
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
-        for hang in self.registry.hung.overdue(now_s):
+        for hang in self.registry.unresponsive.overdue(now_s):
             if self._replace is not None:
                 self._replace(hang.name, hang.pid, hang.why(now_s))
         self._look_for_missing()

@@ -20,8 +20,7 @@ from common.kv.layout import CHAIN_STEP
 from common.kv.prefix import KEY_BYTES, ChainKey
 from common.net.hosts import is_loopback, is_unspecified, parse_address, share_loopback
 from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
-from coordinator.cluster.hung import Hang, Hung
-from coordinator.cluster.lags import Lags
+from coordinator.cluster.liveness import LoopLag, UnresponsiveWorker, UnresponsiveWorkers
 
 HANG_STEPS = 4.0
 """A turn of a worker's loop that takes longer than the failure timeout, and than so many expected steps, never ends."""
@@ -118,8 +117,8 @@ class Registry:
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._last: dict[Role, Hello] = {}
         """Of each role, who went last, if it did not leave but its connection broke."""
-        self.lags = Lags(self.times.sweep_s)
-        self.hung = Hung(self.times.lease_s, self.lags)
+        self.loop_lag = LoopLag(self.times.sweep_s)
+        self.unresponsive = UnresponsiveWorkers(self.times.lease_s, self.loop_lag)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
@@ -165,7 +164,7 @@ class Registry:
             return JoinRefused(name_taken(holder), for_now=True)
         if reason := self._disagreement(hello):
             return JoinRefused(reason)
-        self.hung.came(hello)
+        self.unresponsive.came(hello)
         if (again := self.get(hello.incarnation)) is not None:
             self.gone(again)
         if self.fingerprint is None:
@@ -214,7 +213,7 @@ class Registry:
     def stranger_beats(self, name: str, beat: Heartbeat, now_s: float) -> None:
         """Who is not registered (any more) lives, and will say Hello when its turn is over."""
         if not self.endless(beat):
-            self.hung.busy(name, beat.turn_ms / 1000, now_s)
+            self.unresponsive.busy(name, beat.turn_ms / 1000, now_s)
 
     def endless(self, beat: Heartbeat) -> bool:
         """Whether the turn that it tells of will never end."""
@@ -223,13 +222,13 @@ class Registry:
     def misses(self, worker: WorkerHandle, now_s: float) -> None:
         """Its connection broke: it has died, or a lease to say Hello."""
         self._last[worker.role] = worker.hello
-        self.hung.add(Hang.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
+        self.unresponsive.add(UnresponsiveWorker.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
 
     def give_up(self, worker: WorkerHandle, now_s: float) -> None:
         """It hangs in the turn that it told of last."""
         self.gone(worker)
         turn_s = worker.beat.turn_ms / 1000 if worker.beat else 0.0
-        self.hung.add(Hang.of(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
+        self.unresponsive.add(UnresponsiveWorker.of(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
 
     def drains(self, worker: WorkerHandle) -> None:
         """The worker has said that it takes nothing new. Idempotent."""
@@ -253,27 +252,27 @@ class Registry:
         their hearts beat on another; each with which it is and for how long, in words. To be called every
         ``times.sweep_s``, when what had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken
         an answer to a lease."""
-        self.lags.look(now_s)
+        self.loop_lag.look(now_s)
         lost = []
         for worker in self:
-            if self.lags.silence(worker.heard_at, now_s) > self.times.silence_s:
+            if self.loop_lag.silence(worker.heard_at, now_s) > self.times.silence_s:
                 lost.append((worker, "silent", worker.heard_at))
             elif (
                 caught_up
                 and (since_s := worker.cut_off_since) is not None
-                and self.lags.silence(since_s, now_s) > self.times.heartbeat_s
+                and self.loop_lag.silence(since_s, now_s) > self.times.heartbeat_s
             ):
                 lost.append((worker, "no answer over its control connection", since_s))
-        hangs = [(worker, Hang.of(worker.hello, how, since_s, now_s)) for worker, how, since_s in lost]
+        hangs = [(worker, UnresponsiveWorker.of(worker.hello, how, since_s, now_s)) for worker, how, since_s in lost]
         for worker, hang in hangs:
             self.gone(worker)
-            self.hung.add(hang)
+            self.unresponsive.add(hang)
         return [(worker, hang.why(now_s)) for worker, hang in hangs]
 
     def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
         """That worker served before this coordinator did, and should say Hello."""
         if not any((worker.hello.name, worker.hello.host) == (name, host) for worker in self):
-            self.hung.add(Hang(name, host, pid, "no word to this coordinator", now_s, now_s))
+            self.unresponsive.add(UnresponsiveWorker(name, host, pid, "no word to this coordinator", now_s, now_s))
 
     # -- what workers must agree on --------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ from coordinator.requests.record import RequestRecord
 from coordinator.requests.residence import Running
 from coordinator.requests.state import Contradiction, Gap, State
 from coordinator.routing.breakers import Alone, Pair
-from coordinator.routing.queue_pressure import Backlog
+from coordinator.routing.queue_pressure import QueuePressure
 from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wait
 
 log = logging.getLogger("tandem.dispatch")
@@ -120,7 +120,7 @@ class Dispatcher:
         self.links = Links()
         self.records: dict[bytes, RequestRecord] = {}
         self.draining = False
-        self.backlog: Backlog | None = None
+        self.queue_pressure: QueuePressure | None = None
         """Is looked at if somebody wants to know."""
         self._queue: list[tuple[int, int, RequestRecord]] = []
         self._queued = 0
@@ -149,7 +149,7 @@ class Dispatcher:
         self.gateway.start(self, self._loop)
         now = self._clock()
         self._rejoin_until = now + STARTING_WAIT_S - self.times.sweep_s  # requests are given up at the next sweep
-        self.registry.lags.look(now)  # the first look of the timer may be late, too
+        self.registry.loop_lag.look(now)  # the first look of the timer may be late, too
         self._next_tick()
 
     def close(self) -> None:
@@ -772,8 +772,8 @@ class Dispatcher:
             if now >= self._leases_due:
                 self._leases_due = now + self.times.heartbeat_s - self.times.sweep_s / 2
                 self._renew_leases()
-            if self.backlog is not None:
-                self.backlog.look(self.router.backlog_steps())
+            if self.queue_pressure is not None:
+                self.queue_pressure.look(self.router.backlog_steps())
             for worker in list(self.registry) if listened else ():
                 self._look_for_stalls(worker, now)
             if self._workerless_since is not None:
@@ -795,7 +795,7 @@ class Dispatcher:
                 continue
             if now - record.heard_at <= least_s:  # the usual: what the patience really is takes longer to find out
                 continue
-            silence_s = self.registry.lags.silence(record.heard_at, now)
+            silence_s = self.registry.loop_lag.silence(record.heard_at, now)
             if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
                 log.warning("%s has said nothing about a stream for %.1f s", worker.hello.name, silence_s)
                 self._failed_by(worker, record)

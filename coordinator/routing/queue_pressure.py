@@ -16,7 +16,7 @@ Tell = Callable[[bool], None]
 """Hears that prompts pile up (true), or do so no more."""
 
 
-class Backlog:
+class QueuePressure:
     """``tell`` hears of every change."""
 
     def __init__(self, tell: Tell) -> None:

@@ -27,12 +27,12 @@ BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
 """Before the first restart, before any, and how long a process must live for the count to begin anew."""
 
 
-class Unit:
+class ChildProcess:
     """One child process, and every process that replaces it.
 
     ``facts`` is what it said when it first became ready; before that, dying is a failed start. ``config`` may be
     replaced and is then the next process's. ``keys`` are those of its role, and of every process that replaces it.
-    ``launcher`` is for a child that has a line to it.
+    ``launcher`` is for a child that talks to it over IPC.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Unit:
         self._error: StartError | None = None
         self._hung: str | None = None
         self._ready = False
-        self._lines: set[asyncio.Task[None]] = set()
+        self._ipc_tasks: set[asyncio.Task[None]] = set()
         self._last_lines: deque[str] = deque(maxlen=3)
 
     async def keep(self) -> None:
@@ -121,11 +121,11 @@ class Unit:
         """The id of the process, if it has become ready and is to stay."""
         return self.pid if self._ready and self.running() and not self._leaving.is_set() else None
 
-    async def close_lines(self) -> None:
+    async def close_ipc(self) -> None:
         """Gives up every change of the pools that this child has asked for."""
-        for task in self._lines:
+        for task in self._ipc_tasks:
             task.cancel()
-        await asyncio.gather(*self._lines, return_exceptions=True)
+        await asyncio.gather(*self._ipc_tasks, return_exceptions=True)
 
     @property
     def pid(self) -> int | None:
@@ -145,9 +145,9 @@ class Unit:
         self._error = self._hung = None
         self._ready = False
         with contextlib.ExitStack() as stack:
-            line = theirs = workers = None
+            ours = theirs = workers = None
             if self._launcher is not None:
-                line, theirs = socket.socketpair()
+                ours, theirs = socket.socketpair()
                 stack.enter_context(theirs)
                 workers = self._launcher.serving()
             self._process, reports = await process.start(
@@ -158,10 +158,10 @@ class Unit:
         self._pin()
         assert self._process.stdout is not None
         readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
-        if line is not None and self._launcher is not None:
-            served = asyncio.create_task(serve(line, self._launcher))  # a wish outlives the process that passed it
-            self._lines.add(served)
-            served.add_done_callback(self._lines.discard)
+        if ours is not None and self._launcher is not None:
+            served = asyncio.create_task(serve(ours, self._launcher))  # a request outlives the process that passed it
+            self._ipc_tasks.add(served)
+            served.add_done_callback(self._ipc_tasks.discard)
         try:
             code = await self._process.wait()
             await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open

@@ -63,17 +63,17 @@ async def start(
     label: str,
     config: WorkerConfig | CoordinatorConfig,
     environment: Mapping[str, str],
-    line: socket.socket | None = None,
+    ipc_socket: socket.socket | None = None,
     workers: Mapping[WorkerName, int] | None = None,
     lending: Lending | None = None,
     at_once: bool = False,
     keys: ClusterKeys | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
     """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
-    ``line`` is the child's end of a socket pair for :mod:`deploy.launcher.ipc`, the others are as in
+    ``ipc_socket`` is the child's end of a socket pair for :mod:`deploy.launcher.ipc`, the others are as in
     :class:`Launch`."""
     reading, writing = os.pipe()
-    passed = (writing,) if line is None else (writing, line.fileno())
+    passed = (writing,) if ipc_socket is None else (writing, ipc_socket.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
     try:
         child = await asyncio.create_subprocess_exec(
@@ -101,19 +101,19 @@ async def start(
     return child, stream
 
 
-def run(launch: Launch, label: str, line: int | None = None) -> int:
+def run(launch: Launch, label: str, ipc_fd: int | None = None) -> int:
     """Runs the process that ``launch`` describes; its exit code. Only that role's rooms are imported."""
     try:
         if launch.kind == "coordinator":
             served = CoordinatorConfig(**launch.config)
             setup_logging(served.log_level, served.log_format, label)
             from coordinator.app import run as run_coordinator
-            from deploy.launcher.ipc import Asker
+            from deploy.launcher.ipc import SupervisorIPC
 
             return run_coordinator(
                 served,
                 lambda url, control: status.ready(url=url, control=control),
-                Asker(line) if line is not None else None,
+                SupervisorIPC(ipc_fd) if ipc_fd is not None else None,
                 launch.workers,
                 launch.at_once,
                 launch.keys,

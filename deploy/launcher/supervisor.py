@@ -35,7 +35,7 @@ from common.net.messages import Role
 from common.platform.core_lease import CoreLease, Lending
 from common.platform.log import setup_logging
 from deploy.launcher import builtin, cores
-from deploy.launcher.child import Unit
+from deploy.launcher.child import ChildProcess
 from deploy.launcher.ipc import Pools
 from deploy.launcher.preflight import check_memory, check_up
 from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
@@ -75,14 +75,14 @@ def reachable(host: str) -> str:
     return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104 - looked up, not bound
 
 
-def leaves_first(unit: Unit) -> tuple[bool, bool, int]:
+def leaves_first(child: ChildProcess) -> tuple[bool, bool, int]:
     """Order in which workers leave: those that are down, those that are starting again, then the youngest names. Who
     serves is not sent away for one that may never be back."""
-    return unit.serving() is not None, unit.running(), -int(unit.label.rpartition("-")[2])
+    return child.serving() is not None, child.running(), -int(child.label.rpartition("-")[2])
 
 
-def _role(unit: Unit) -> Role | None:
-    return unit.config.role if isinstance(unit.config, WorkerConfig) else None
+def _role(child: ChildProcess) -> Role | None:
+    return child.config.role if isinstance(child.config, WorkerConfig) else None
 
 
 class Member(NamedTuple):
@@ -113,14 +113,14 @@ def machine(config: UpConfig) -> tuple[list[int], int | None]:
 
 
 class Supervisor:
-    """All units of one ``tandem up``, from the first process to the last."""
+    """All child processes of one ``tandem up``, from the first process to the last."""
 
     def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
         self._config, self._fleet, self._screen = config, fleet, screen
         colocated = any(member.role == "colocated" for member in fleet)
         self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
         """Of this system, as long as it runs: a child that replaces another gets the same."""
-        self._units: list[Unit] = []
+        self._children: list[ChildProcess] = []
         self._lent = CoreLease.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
         self._stopped_at = 0.0
@@ -130,15 +130,15 @@ class Supervisor:
         self._homes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """The coordinator's cores, and those that it has while prompts pile up."""
         self._scaling = asyncio.Lock()
-        self._coming: list[Unit] = []
+        self._coming: list[ChildProcess] = []
         self._url = f"http://{reachable(config.host)}:{config.port}"
         self._keyed = bool(config.api_keys())
 
     async def run(self) -> int:
         self._listen_to_signals()
-        self._units = self._make_units()
-        for unit in self._units:
-            self._keep(unit)
+        self._children = self._make_children()
+        for child in self._children:
+            self._keep(child)
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -150,7 +150,7 @@ class Supervisor:
                 grown.cancel()
                 for task in done & watched:
                     task.result()  # a failed start ends everything
-            await self._units[0].close_lines()
+            await self._children[0].close_ipc()
             await self._drain(at_once=not self._up)
             if self._kill.is_set():
                 self._screen.fact("stopped at once")
@@ -158,24 +158,24 @@ class Supervisor:
             self._screen.fact("stopped")
             return 0
         finally:
-            for unit in self._units:
-                unit.send(signal.SIGKILL)
+            for child in self._children:
+                child.send(signal.SIGKILL)
             for task in (serving, stopped):
                 task.cancel()
-            await self._units[0].close_lines()
+            await self._children[0].close_ipc()
             await asyncio.gather(*self._keepers.values(), serving, stopped, return_exceptions=True)
             if self._lent is not None:
                 self._lent.close()
 
     def _watched(self) -> list[asyncio.Task[None]]:
         """Whose end may end everything; a worker that was asked for later is its asker's business until it is ready."""
-        return [self._keepers[unit.label] for unit in self._units if not self._up or unit.facts.done()]
+        return [self._keepers[child.label] for child in self._children if not self._up or child.facts.done()]
 
-    def _keep(self, unit: Unit) -> asyncio.Task[None]:
-        task = self._keepers[unit.label] = asyncio.create_task(unit.keep())
+    def _keep(self, child: ChildProcess) -> asyncio.Task[None]:
+        task = self._keepers[child.label] = asyncio.create_task(child.keep())
         return task
 
-    def _make_units(self) -> list[Unit]:
+    def _make_children(self) -> list[ChildProcess]:
         """The coordinator and the workers."""
         config, roles = self._config, [member.role for member in self._fleet]
         door = config.for_coordinator(
@@ -183,12 +183,14 @@ class Supervisor:
             expect_decode=roles.count("decode"),
             expect_colocated=roles.count("colocated"),
         )
-        coordinator = Unit("coordinator", door, cores.Share(None, 0), self._screen, self._keys["coordinator"], self)
+        coordinator = ChildProcess(
+            "coordinator", door, cores.Share(None, 0), self._screen, self._keys["coordinator"], self
+        )
         workers = [self._make_worker(member, len(roles)) for member in self._fleet]
         self._settle_cores(coordinator, workers)
         return [coordinator, *workers]
 
-    def _make_worker(self, member: Member, workers: int) -> Unit:
+    def _make_worker(self, member: Member, workers: int) -> ChildProcess:
         """One of ``workers`` workers on this machine."""
         config = self._config.for_worker(
             member.role,
@@ -201,23 +203,23 @@ class Supervisor:
         lending = None
         if self._lent is not None and member.share.cores is not None:
             lending = Lending(self._lent.descriptor, tuple(machine(self._config)[0]))
-        return Unit(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
+        return ChildProcess(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
 
-    def _settle_cores(self, coordinator: Unit, workers: Sequence[Unit]) -> None:
+    def _settle_cores(self, coordinator: ChildProcess, workers: Sequence[ChildProcess]) -> None:
         """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and the
         coordinator, which interrupts others, gets cores of its own."""
         if self._lent is not None:
-            self._lent.settle(unit.share.cores or () for unit in workers)
-        if all(unit.share.cores for unit in workers):  # else nobody has cores for itself
-            mine, everybody = machine(self._config)[0], [unit.share for unit in workers]
+            self._lent.settle(child.share.cores or () for child in workers)
+        if all(child.share.cores for child in workers):  # else nobody has cores for itself
+            mine, everybody = machine(self._config)[0], [child.share for child in workers]
             beside_prompts, beside_streams = (
-                cores.beside(mine, everybody, [unit.share for unit in workers if _role(unit) == undisturbed])
+                cores.beside(mine, everybody, [child.share for child in workers if _role(child) == undisturbed])
                 for undisturbed in ("decode", "prefill")
             )
             self._homes = beside_prompts, beside_streams
             self._bind(coordinator)
 
-    def _bind(self, coordinator: Unit) -> None:
+    def _bind(self, coordinator: ChildProcess) -> None:
         if self._homes is not None:
             home = self._homes[self._piling_up]
             # who may run anywhere goes to a core that is idle, which Linux does not do for who interrupts at once
@@ -226,7 +228,7 @@ class Supervisor:
     def place_coordinator(self, deep: bool) -> None:
         """Beside prompts it delays no stream; while they pile up it runs beside streams: prefill has no rest then."""
         self._piling_up = deep
-        self._bind(self._units[0])
+        self._bind(self._children[0])
 
     # -- coming up ----------------------------------------------------------------------------------------------------
 
@@ -240,18 +242,18 @@ class Supervisor:
 
     async def _come_up(self) -> None:
         """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
-        await asyncio.gather(*(asyncio.shield(unit.facts) for unit in self._units))
+        await asyncio.gather(*(asyncio.shield(child.facts) for child in self._children))
         self._up = True
         await self._until_ready()
         workers = tuple(
             WorkerFacts(
-                unit.label,
-                f"cores {unit.share.cpus}" if unit.share.cpus else "",
-                unit.facts.result(),
+                child.label,
+                f"cores {child.share.cpus}" if child.share.cpus else "",
+                child.facts.result(),
                 self._config.log_level == "debug",
             )
-            for unit in self._units
-            if isinstance(unit.config, WorkerConfig)
+            for child in self._children
+            if isinstance(child.config, WorkerConfig)
         )
         links = await self._measured_links()
         config = self._config
@@ -311,13 +313,13 @@ class Supervisor:
 
     def replace(self, name: str, pid: int, why: str) -> None:
         """A worker hangs; one that is not of ours, or whose process has ended meanwhile, is nobody's business here."""
-        for unit in self._units[1:]:
-            if unit.label == name:
-                unit.replace(pid, why)
+        for child in self._children[1:]:
+            if child.label == name:
+                child.replace(pid, why)
 
     def serving(self) -> dict[WorkerName, int]:
         """Whom a coordinator that starts now may expect to hear of; one that does not speak to it hangs."""
-        return {WorkerName(unit.label): pid for unit in self._units[1:] if (pid := unit.serving()) is not None}
+        return {WorkerName(child.label): pid for child in self._children[1:] if (pid := child.serving()) is not None}
 
     # -- other pools --------------------------------------------------------------------------------------------------
 
@@ -333,7 +335,7 @@ class Supervisor:
             try:
                 return await self._change(self._checked(prefill, decode))
             finally:  # a coordinator that restarts expects those that there are
-                door = self._units[0]
+                door = self._children[0]
                 assert isinstance(door.config, CoordinatorConfig)
                 door.config = replace(
                     door.config, expect_prefill=len(self._pool("prefill")), expect_decode=len(self._pool("decode"))
@@ -342,10 +344,10 @@ class Supervisor:
     def _give_up(self, wanted: Mapping[Role, int]) -> None:
         """Ends the youngest of those that still start, as far as they are more than ``wanted``."""
         for role, count in wanted.items():
-            coming = [unit for unit in self._coming if _role(unit) == role]
-            ready = [unit for unit in self._pool(role) if unit not in coming]
-            for unit in coming[max(0, count - len(ready)) :]:
-                unit.send(signal.SIGKILL)
+            coming = [child for child in self._coming if _role(child) == role]
+            ready = [child for child in self._pool(role) if child not in coming]
+            for child in coming[max(0, count - len(ready)) :]:
+                child.send(signal.SIGKILL)
 
     async def _change(self, wanted: Mapping[Role, int]) -> Pools:
         coming, leaving = self._difference(wanted)
@@ -353,18 +355,18 @@ class Supervisor:
         self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
         at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
 
-        async def grow(unit: Unit) -> None:
+        async def grow(child: ChildProcess) -> None:
             async with at_once:
-                await self._grow(unit)
+                await self._grow(child)
 
         self._coming = list(coming)
-        self._settle_cores(self._units[0], [*self._units[1:], *coming])
+        self._settle_cores(self._children[0], [*self._children[1:], *coming])
         try:
             results = await asyncio.gather(*map(grow, coming), return_exceptions=True)
         finally:
             self._coming = []
         await asyncio.gather(*map(self._shrink, leaving))
-        self._settle_cores(self._units[0], self._units[1:])
+        self._settle_cores(self._children[0], self._children[1:])
         for failure in results:
             if isinstance(failure, BaseException):
                 raise failure
@@ -372,10 +374,10 @@ class Supervisor:
         self._screen.fact(f"scaled: prefill {sizes[0]}, decode {sizes[1]}")
         return sizes
 
-    def _pool(self, role: Role) -> list[Unit]:
+    def _pool(self, role: Role) -> list[ChildProcess]:
         """Its workers, and those that will be."""
-        later = [unit for unit in self._coming if unit not in self._units]
-        return [unit for unit in (*self._units, *later) if _role(unit) == role]
+        later = [child for child in self._coming if child not in self._children]
+        return [child for child in (*self._children, *later) if _role(child) == role]
 
     def _checked(self, prefill: int | None, decode: int | None) -> dict[Role, int]:
         """The sizes that are wanted; StartError if they cannot be had now."""
@@ -391,18 +393,18 @@ class Supervisor:
         wanted: dict[Role, int | None] = {"prefill": prefill, "decode": decode}
         return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
-    def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[Unit], list[Unit]]:
+    def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[ChildProcess], list[ChildProcess]]:
         """Who comes, not started yet, and who leaves."""
         names: list[tuple[str, Role]] = []
-        leaving: list[Unit] = []
+        leaving: list[ChildProcess] = []
         for role, count in wanted.items():
             pool = self._pool(role)
-            taken = {unit.label for unit in pool}
+            taken = {child.label for child in pool}
             free = (label for index in itertools.count() if (label := f"{role}-{index}") not in taken)
             names += [(label, role) for label in itertools.islice(free, max(0, count - len(pool)))]
             pool.sort(key=leaves_first)
             leaving += pool[: max(0, len(pool) - count)]
-        staying = [unit.share for unit in self._units[1:] if unit not in leaving]
+        staying = [child.share for child in self._children[1:] if child not in leaving]
         mine, quota = machine(self._config)
         shares = cores.deal_more(mine, staying, len(names), quota, self._config.threads) if names else []
         members = [Member(label, role, share) for (label, role), share in zip(names, shares, strict=True)]
@@ -412,36 +414,36 @@ class Supervisor:
         if added:
             config = self._config
             checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
-            check_memory(checkpoint, config, len(self._units) - 1 + added, added)
+            check_memory(checkpoint, config, len(self._children) - 1 + added, added)
 
-    async def _grow(self, unit: Unit) -> None:
+    async def _grow(self, child: ChildProcess) -> None:
         """Waits until a new worker is ready; one that cannot start is dropped, and StartError says why."""
-        self._units.append(unit)
-        keeper = self._keep(unit)
-        await asyncio.wait((keeper, unit.facts), return_when=asyncio.FIRST_COMPLETED)
-        if keeper.done() and not unit.facts.done():
-            self._forget(unit)
+        self._children.append(child)
+        keeper = self._keep(child)
+        await asyncio.wait((keeper, child.facts), return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done() and not child.facts.done():
+            self._forget(child)
             await keeper
-            raise StartError(f"{unit.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
-        self._coming.remove(unit)
+            raise StartError(f"{child.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
+        self._coming.remove(child)
         self._grown.set()  # from now on it is watched like the others
-        facts = WorkerFacts(unit.label, f"cores {unit.share.cpus}" if unit.share.cpus else "", unit.facts.result())
-        self._screen.fact(f"{unit.label} is ready: {facts.budget} ({facts.compute})")
+        facts = WorkerFacts(child.label, f"cores {child.share.cpus}" if child.share.cpus else "", child.facts.result())
+        self._screen.fact(f"{child.label} is ready: {facts.budget} ({facts.compute})")
 
-    async def _shrink(self, unit: Unit) -> None:
+    async def _shrink(self, child: ChildProcess) -> None:
         """Drains a worker and waits until it has gone; between two processes it is gone at once."""
-        unit.send(signal.SIGTERM)
-        keeper = self._keepers[unit.label]
+        child.send(signal.SIGTERM)
+        keeper = self._keepers[child.label]
         _, late = await asyncio.wait((keeper,), timeout=self._config.drain_timeout + LEAVE_GRACE_S)
         if late:
-            unit.send(signal.SIGKILL)
+            child.send(signal.SIGKILL)
             await asyncio.wait((keeper,))
-        self._forget(unit)
-        self._screen.fact(f"{unit.label} has left")
+        self._forget(child)
+        self._screen.fact(f"{child.label} has left")
 
-    def _forget(self, unit: Unit) -> None:
-        self._units.remove(unit)
-        del self._keepers[unit.label]
+    def _forget(self, child: ChildProcess) -> None:
+        self._children.remove(child)
+        del self._keepers[child.label]
 
     # -- going down ---------------------------------------------------------------------------------------------------
 
@@ -465,14 +467,14 @@ class Supervisor:
             self._screen.fact("told to stop before everybody was ready: stopping at once")
             return
         self._screen.fact("stopping: running requests finish first; once more to stop at once")
-        for unit in self._units:
-            unit.leave()
+        for child in self._children:
+            child.leave()
         killed = asyncio.create_task(self._kill.wait())
         limits_s = (self._config.drain_timeout + LEAVE_GRACE_S, LEAVE_GRACE_S)
         for group, limit_s in zip((slice(0, 1), slice(1, None)), limits_s, strict=True):
-            for unit in self._units[group]:
-                unit.send(signal.SIGTERM)
-            gone = asyncio.create_task(asyncio.wait([self._keepers[unit.label] for unit in self._units[group]]))
+            for child in self._children[group]:
+                child.send(signal.SIGTERM)
+            gone = asyncio.create_task(asyncio.wait([self._keepers[child.label] for child in self._children[group]]))
             await asyncio.wait((gone, killed), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if self._kill.is_set():

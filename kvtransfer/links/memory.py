@@ -1,4 +1,5 @@
-"""The link inside one process: the receiver maps the sender's pool as over shared memory, at a door without a thread.
+"""The link inside one process: the receiver maps the sender's pool as over shared memory, at an endpoint without a
+thread.
 
 For tests and simulations, where both sides are objects of one process. :class:`Pools` hands descriptors over in place
 of :mod:`kvtransfer.links.shm`; all else is the same: mapping, directions, generation checks and checksums. What happens
@@ -16,33 +17,33 @@ from common.kv.storage.host import KvMemory
 
 
 class Pools:
-    """The pools of one world, each behind its door."""
+    """The pools of one world, each behind its endpoint."""
 
     def __init__(self) -> None:
-        self._doors: dict[str, Door] = {}
+        self._endpoints: dict[str, MemoryPoolEndpoint] = {}
 
-    def door(self, memory: KvMemory, incarnation: Incarnation) -> Door:
-        """In place of :class:`shm.PoolDoor`."""
-        door = Door(memory, _address(incarnation), self._doors.pop)
-        self._doors[door.address] = door
-        return door
+    def endpoint(self, memory: KvMemory, incarnation: Incarnation) -> MemoryPoolEndpoint:
+        """In place of :class:`shm.PoolEndpoint`."""
+        endpoint = MemoryPoolEndpoint(memory, _address(incarnation), self._endpoints.pop)
+        self._endpoints[endpoint.address] = endpoint
+        return endpoint
 
-    def of(self, incarnation: Incarnation) -> Door:
-        """The door of its pool."""
-        return self._doors[_address(incarnation)]
+    def of(self, incarnation: Incarnation) -> MemoryPoolEndpoint:
+        """The endpoint of its pool."""
+        return self._endpoints[_address(incarnation)]
 
-    def knock(self, address: str) -> Knock:
-        """In place of :class:`shm.Knock`; OSError if there is no such door."""
-        if address not in self._doors:
+    def connect(self, address: str) -> MemoryPoolConnection:
+        """In place of :class:`shm.PoolConnection`; OSError if there is no such endpoint."""
+        if address not in self._endpoints:
             raise OSError(f"no door {address} in this process")
-        return Knock(self._doors[address])
+        return MemoryPoolConnection(self._endpoints[address])
 
 
 def _address(incarnation: Incarnation) -> str:
     return f"memory-{incarnation}"
 
 
-class Door:
+class MemoryPoolEndpoint:
     """Gives away the descriptor of ``memory`` while its owner ``answers``; ``closes`` hears that it does so no more."""
 
     def __init__(self, memory: KvMemory, address: str, closes: Callable[[str, None], object]) -> None:
@@ -53,18 +54,18 @@ class Door:
         self._closes(self.address, None)
 
 
-class Knock:
-    """One visit; like one at a real door it has a descriptor to wait for, which here is always ready."""
+class MemoryPoolConnection:
+    """One connection; like one to a real endpoint it has a descriptor to wait for, which here is always ready."""
 
-    def __init__(self, door: Door) -> None:
-        self._door, self._ready = door, os.eventfd(1)
+    def __init__(self, endpoint: MemoryPoolEndpoint) -> None:
+        self._endpoint, self._ready = endpoint, os.eventfd(1)
 
     def fileno(self) -> int:
         return self._ready
 
     def answer(self) -> int | None:
         """The pool's descriptor, which is the caller's from here on; None while nobody answers."""
-        return os.dup(self._door.memory.fd) if self._door.answers() else None
+        return os.dup(self._endpoint.memory.fd) if self._endpoint.answers() else None
 
     def close(self) -> None:
         os.close(self._ready)

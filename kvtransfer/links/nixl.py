@@ -55,7 +55,7 @@ def _registered(agent: Any, *arrays: npt.NDArray[Any]) -> Any:
     return agent.register_memory([(each.ctypes.data, each.nbytes, 0, "") for each in arrays], "DRAM", [_BACKEND])
 
 
-class NixlDoor:
+class NixlPoolEndpoint:
     """The sending side: ``memory`` is registered, and ``announcement`` lets a receiver read it."""
 
     def __init__(self, memory: KvMemory, owner: Incarnation) -> None:
@@ -89,7 +89,7 @@ class NixlReader:
 
     def reach(self, owner: Incarnation, announcement: bytes, layout: KvLayout, blocks: int) -> NixlPool:
         """The pool that ``owner`` has announced; ValueError if that is no announcement of its own. Nothing has been
-        read of it yet: :class:`Knock` tells whether it answers."""
+        read of it yet: :class:`NixlPoolConnection` tells whether it answers."""
         if len(announcement) <= _ADDRESSES.size:
             raise ValueError("no announcement of a NIXL agent")
         raw, generations = _ADDRESSES.unpack_from(announcement)
@@ -256,7 +256,7 @@ class _NixlReading(Reading[T]):
                 handle.release()
 
 
-class Knock:
+class NixlPoolConnection:
     """The first read of a pool, which connects to its owner: that may take long, or for ever."""
 
     def __init__(self, pool: NixlPool) -> None:

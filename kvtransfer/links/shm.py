@@ -1,10 +1,9 @@
 """The link on one host: the receiver maps the sender's pool read-only and pulls, as :mod:`kvtransfer.links.pull` says.
 
-The pool's descriptor is handed out at a *door*: an abstract Unix socket that serves processes of the same user, and
-from which a receiver takes only what a process of the same user gives: its name is free once its owner has died. The
-kernel says whose the other end is. It has a thread of its own because the sender's engine may be in the middle of a
-long step when a receiver knocks.
-"""
+The pool's descriptor is handed out at an *endpoint*: an abstract Unix socket that serves processes of the same user,
+and from which a receiver takes only what a process of the same user gives: its name is free once its owner has died.
+The kernel says whose the other end is. It has a thread of its own because the sender's engine may be in the middle of a
+long step when a receiver knocks."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ONE_PASS_GRAIN = 4
 """Of frames whose receiver copies once: so much takes it as long as ``pull.GRAIN`` in two copies."""
 _UCRED = struct.Struct("3i")
 _PAUSE_S = 0.1
-"""Until a door that could let nobody in, for want of descriptors or memory, tries again: who knocks waits longer."""
+"""Until an endpoint that could accept nobody, for want of descriptors or memory, tries again: clients wait longer."""
 
 
 def _is_of_this_user(peer: socket.socket) -> bool:
@@ -33,7 +32,7 @@ def _is_of_this_user(peer: socket.socket) -> bool:
     return bool(_UCRED.unpack(credentials)[1] == os.geteuid())
 
 
-class PoolDoor:
+class PoolEndpoint:
     """Hands the descriptor of ``memory`` to processes of the same user that connect to :attr:`address`."""
 
     def __init__(self, memory: KvMemory, incarnation: Incarnation) -> None:
@@ -74,14 +73,14 @@ class PoolDoor:
             self._thread.join()
 
 
-class Knock:
-    """One visit at a door, which never waits there. OSError or ValueError if there is no such door."""
+class PoolConnection:
+    """One connection to an endpoint, which never waits there. OSError or ValueError if there is no such endpoint."""
 
     def __init__(self, address: str) -> None:
         self._visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._visitor.setblocking(False)
         try:
-            self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, where a crowd stands at the door
+            self._visitor.connect(f"\0{address}")  # BlockingIOError, an OSError, where a crowd waits
             if not _is_of_this_user(self._visitor):
                 raise PermissionError("another user listens there")
         except (OSError, ValueError):
@@ -89,7 +88,7 @@ class Knock:
             raise
 
     def fileno(self) -> int:
-        """Readable when the door is opened."""
+        """Readable when the endpoint has answered."""
         return self._visitor.fileno()
 
     def answer(self) -> int | None:

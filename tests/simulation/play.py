@@ -104,9 +104,9 @@ def run(seed: int) -> Outcome:
     kind, rng = KINDS[which], Random(number * STRIDE + which)
     with _chance(rng):
         system = System(rng, one_fault=isinstance(kind, type) and issubclass(kind, OneFault))
-        doors = mock.patch.multiple(shm, PoolDoor=system.pools.door, Knock=system.pools.knock)
+        endpoints = mock.patch.multiple(shm, PoolEndpoint=system.pools.endpoint, PoolConnection=system.pools.connect)
         try:
-            with _alarmed(system), doors:
+            with _alarmed(system), endpoints:
                 kind(system, rng).play()
         finally:
             network.forget()

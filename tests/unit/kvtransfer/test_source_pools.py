@@ -19,11 +19,11 @@ from common.kv.storage.host import KvMemory
 from common.net.messages import Cancel, Grant, Heard, Open, Peer, ToPrefill
 from common.net.sockets import Channels, receive, send
 from kvtransfer.links import shm
-from kvtransfer.links.shm import PoolDoor
+from kvtransfer.links.shm import PoolEndpoint
 from kvtransfer.peer_proof import proof
 from kvtransfer.receiver import Landed, Receiver, TransferFailed
 from kvtransfer.session import TransferLimits
-from kvtransfer.source_pools import KNOCK_S, LONGEST_PAUSE_S, PAUSE_S
+from kvtransfer.source_pools import LONGEST_PAUSE_S, PAUSE_S, POOL_CONNECT_S
 from tests.pace import scaled
 
 LAYOUT = KvLayout((LayerLayout(1, 4, 4),), "float32", 16)
@@ -39,30 +39,30 @@ class Meeting:
         self.receiver = Receiver(self.channels, self.memory, "here", "tcp://127.0.0.1:*", transport=transport)
         self.sender = new_incarnation()
         self.line = self.channels.dealer(self.receiver.address, b"sender", to="decode")
-        self.door: Any = None
+        self.endpoint: Any = None
         self.transfers = 0
         self.ended: list[Landed | TransferFailed] = []
 
     def stand_still(self) -> None:
         """There is a door, and its owner is stopped: the kernel lets visitors wait."""
-        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.door.bind(f"\0{self._address}")
-        self.door.listen(16)
+        self.endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.endpoint.bind(f"\0{self._address}")
+        self.endpoint.listen(16)
 
     def go_on(self) -> None:
         """The stopped owner wakes up and serves its visitors."""
-        visitor, _ = self.door.accept()
+        visitor, _ = self.endpoint.accept()
         with visitor:
             socket.send_fds(visitor, [b"pool"], [self.pool.fd])
 
     def open_door(self) -> None:
         self.close_door()
-        self.door = PoolDoor(self.pool, Incarnation(self.sender))
+        self.endpoint = PoolEndpoint(self.pool, Incarnation(self.sender))
 
     def close_door(self) -> None:
-        if self.door is not None:
-            self.door.close()
-        self.door = None
+        if self.endpoint is not None:
+            self.endpoint.close()
+        self.endpoint = None
 
     @property
     def _address(self) -> str:
@@ -125,7 +125,7 @@ def test_nobody_waits_at_a_door_that_is_opened_late(meeting: Meeting) -> None:
     first, second = meeting.announce(), meeting.announce()
     assert isinstance(meeting.answer(first), Heard), "virtual time stands still: it did not wait"
     assert isinstance(meeting.answer(second), Heard)
-    meeting.now += KNOCK_S / 2
+    meeting.now += POOL_CONNECT_S / 2
     meeting.repeat(first)
     assert isinstance(meeting.answer(first), Heard)
     meeting.go_on()
@@ -138,7 +138,7 @@ def test_a_pool_that_was_out_of_reach_is_tried_again(meeting: Meeting) -> None:
     meeting.stand_still()
     transfer = meeting.announce()
     assert isinstance(meeting.answer(transfer), Heard)
-    meeting.now += KNOCK_S + 0.1
+    meeting.now += POOL_CONNECT_S + 0.1
     assert out_of_reach(meeting, meeting.answer(transfer))
     if meeting.transport == "shm":
         assert [end.transfer for end in meeting.ended if isinstance(end, TransferFailed)] == [transfer]
@@ -233,6 +233,6 @@ def test_nothing_is_taken_at_a_door_of_another_user() -> None:
             assert other.stdout is not None
             other.stdout.readline()
             with pytest.raises(PermissionError, match="another user"):
-                shm.Knock(address)
+                shm.PoolConnection(address)
         finally:
             other.kill()

@@ -150,8 +150,8 @@ def test_the_heart_of_a_stranger_in_a_long_step_tells_that_it_does_not_hang(door
 
     until(answered, "the stranger is asked for its Hello")
     assert isinstance(receive(control, ToWorker), Rejoin)
-    assert not door.registry.hung.overdue(clock() + 2)
-    assert [hang.pid for hang in door.registry.hung.overdue(clock() + 10)] == [hello.pid]
+    assert not door.registry.unresponsive.overdue(clock() + 2)
+    assert [hang.pid for hang in door.registry.unresponsive.overdue(clock() + 10)] == [hello.pid]
 
 
 def test_a_worker_of_another_version_that_had_joined_a_coordinator_of_its_own_is_told_so(door: Door) -> None:

@@ -16,7 +16,7 @@ from common.core.ids import Incarnation, WorkerName
 from common.core.timeouts import FailureTimes
 from common.kv.prefix import chain_root, extend_chain
 from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
-from coordinator.cluster.lags import Lags
+from coordinator.cluster.liveness import LoopLag
 from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, WorkerState
 
 TIMES = FailureTimes()
@@ -232,7 +232,7 @@ def test_a_short_lag_does_not_use_up_what_a_long_one_may_excuse() -> None:
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40), st.integers(0, 39), st.floats(0.0, 1.0))
 def test_the_longest_lag_since_somebody_was_heard_is_excused(lags: list[float], which: int, part: float) -> None:
-    looks, told = [0.0], Lags(TIMES.sweep_s)
+    looks, told = [0.0], LoopLag(TIMES.sweep_s)
     told.look(0.0)
     for late_s in lags:
         looks.append(looks[-1] + TIMES.sweep_s + late_s)
@@ -385,7 +385,7 @@ def hung(registry: Registry, until_s: float, *, since: float = 0.0) -> list[str]
     told, steps = [], round((until_s - since) / TIMES.sweep_s)
     for now in (since + step * TIMES.sweep_s for step in range(1, steps + 1)):
         registry.sweep(now)
-        told += [f"{hang.name} {hang.pid} {hang.why(now)}" for hang in registry.hung.overdue(now)]
+        told += [f"{hang.name} {hang.pid} {hang.why(now)}" for hang in registry.unresponsive.overdue(now)]
     return told
 
 
@@ -466,5 +466,5 @@ def test_our_own_lag_is_nobodys_hang() -> None:
     given_up = TIMES.silence_s + TIMES.sweep_s
     assert hung(registry, given_up) == []
     registry.sweep(given_up + 60.0)
-    assert registry.hung.overdue(given_up + 60.0) == [], "we were not listening for a minute"
+    assert registry.unresponsive.overdue(given_up + 60.0) == [], "we were not listening for a minute"
     assert len(hung(registry, given_up + 70.0, since=given_up + 60.0)) == 1

@@ -301,13 +301,13 @@ async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None
         asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
         await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.records.values()), "it runs")
         [record] = house.dispatcher.records.values()
-        lags = house.services.registry.lags
-        await until(lambda: lags._looked_at is not None, "it has looked once")
+        loop_lag = house.services.registry.loop_lag
+        await until(lambda: loop_lag._looked_at is not None, "it has looked once")
         for worker in house.services.registry:  # as if this process had been stopped for so long
             worker.heard_at -= 5.0
         record.heard_at -= 5.0
-        assert lags._looked_at is not None and not asked.done()
-        lags._looked_at -= 5.0
+        assert loop_lag._looked_at is not None and not asked.done()
+        loop_lag._looked_at -= 5.0
         house.dispatcher._tick()
         assert (await asked)[0].status == 200 and record.life.attempt == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config.up import UpConfig
-from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, Backlog
+from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, QueuePressure
 from deploy.launcher import supervisor as up
 from deploy.launcher.screen import Lines
 from tests.unit.coordinator.routing.test_router import house
@@ -13,11 +13,11 @@ from tests.unit.coordinator.routing.test_router import house
 
 def test_it_is_told_of_once_and_does_not_flutter() -> None:
     told: list[bool] = []
-    backlog = Backlog(told.append)
+    queue_pressure = QueuePressure(told.append)
     for steps in (0, DEEP_STEPS - 1, DEEP_STEPS, DEEP_STEPS - 1, SHALLOW_STEPS, DEEP_STEPS, SHALLOW_STEPS - 1, 0):
-        backlog.look(steps)
+        queue_pressure.look(steps)
     assert told == [True, False]
-    backlog.look(100)
+    queue_pressure.look(100)
     assert told == [True, False, True]
 
 
@@ -37,8 +37,8 @@ async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeyp
     fleet = up.plan(config)
     supervisor = up.Supervisor(config, fleet, Lines())
     where: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(up.Unit, "bind", lambda unit, to, at_once: where.append((unit.label, at_once, *to)))
-    supervisor._units = supervisor._make_units()
+    monkeypatch.setattr(up.ChildProcess, "bind", lambda child, to, at_once: where.append((child.label, at_once, *to)))
+    supervisor._children = supervisor._make_children()
     for deep in (True, False):
         supervisor.place_coordinator(deep)
     assert where == [("coordinator", True, core) for core in (0, 1, 0)]

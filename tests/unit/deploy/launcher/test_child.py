@@ -16,8 +16,8 @@ from common.config.worker import WorkerConfig
 from common.core.errors import RequestError, StartError
 from common.core.ids import WorkerName
 from deploy.launcher import cores, process
-from deploy.launcher.child import Unit
-from deploy.launcher.ipc import Asker, Pools, serve
+from deploy.launcher.child import ChildProcess
+from deploy.launcher.ipc import Pools, SupervisorIPC, serve
 from deploy.launcher.screen import Lines
 from deploy.launcher.supervisor import leaves_first
 
@@ -46,13 +46,13 @@ class Launcher:
 
 async def test_a_line_carries_wishes_who_hangs_and_that_prompts_pile_up_also_at_once() -> None:
     launcher, (ours, theirs) = Launcher(), socket.socketpair()
-    serving, asker = asyncio.create_task(serve(ours, launcher)), Asker(theirs.dup().detach())
-    asker.replace("decode-0", 7, "silent for 10 s")
-    pools, refused = await asyncio.gather(asker.scale(1, 2), asker.scale(0, 1), return_exceptions=True)
+    serving, ipc = asyncio.create_task(serve(ours, launcher)), SupervisorIPC(theirs.dup().detach())
+    ipc.replace("decode-0", 7, "silent for 10 s")
+    pools, refused = await asyncio.gather(ipc.scale(1, 2), ipc.scale(0, 1), return_exceptions=True)
     assert pools == (1, 2) and isinstance(refused, RequestError) and "somebody is needed" in refused.message
     assert await launcher.replaced.get() == ("decode-0", 7, "silent for 10 s")
     assert launcher.replaced.empty()
-    asker.tell_backlog(True)
+    ipc.report_queue_pressure(True)
     assert await launcher.placed.get() and launcher.placed.empty()
     theirs.shutdown(socket.SHUT_RDWR)
     theirs.close()
@@ -97,23 +97,23 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
 @pytest.mark.processes
 async def test_only_the_process_that_hangs_is_replaced(starts: asyncio.Queue[int]) -> None:
     screen = Screen()
-    unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
-    keeper = asyncio.create_task(unit.keep())
-    assert unit.serving() is None
+    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    keeper = asyncio.create_task(child.keep())
+    assert child.serving() is None
     first = await starts.get()
-    await unit.facts
-    assert unit.serving() == first
-    unit.replace(first + 1, "silent for 10 s")
-    unit.replace(first, "silent for 10 s")
+    await child.facts
+    assert child.serving() == first
+    child.replace(first + 1, "silent for 10 s")
+    child.replace(first, "silent for 10 s")
     second = await starts.get()
     while (fact := await screen.facts.get()) == "decode-0 is back":
         pass
     assert fact == "decode-0 hangs (silent for 10 s): killed; starting it again in 0.01 s"
-    unit.replace(first, "silent for 10 s")  # said twice
-    unit.send(signal.SIGSTOP)  # from now on it leaves, and whoever told it to has patience of his own
-    unit.replace(second, "silent for 10 s")
-    assert unit.running() and unit.pid == second and unit.serving() is None
-    unit.send(signal.SIGKILL)
+    child.replace(first, "silent for 10 s")  # said twice
+    child.send(signal.SIGSTOP)  # from now on it leaves, and whoever told it to has patience of his own
+    child.replace(second, "silent for 10 s")
+    assert child.running() and child.pid == second and child.serving() is None
+    child.send(signal.SIGKILL)
     await keeper
     assert starts.empty()
 
@@ -124,21 +124,22 @@ async def test_who_has_just_been_killed_does_not_run_and_leaves_before_who_serve
 ) -> None:
     """Also in the moment in which nobody has been told of it: whoever serves must not be sent away in its place."""
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
-    units = [
-        Unit(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen()) for n in (0, 1)
+    children = [
+        ChildProcess(f"decode-{n}", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), Screen())
+        for n in (0, 1)
     ]
-    keepers = [asyncio.create_task(unit.keep()) for unit in units]
-    await asyncio.gather(*(unit.facts for unit in units))
-    killed, other = units
-    assert min(units, key=leaves_first) is other, "the younger one, as long as both serve"
+    keepers = [asyncio.create_task(child.keep()) for child in children]
+    await asyncio.gather(*(child.facts for child in children))
+    killed, other = children
+    assert min(children, key=leaves_first) is other, "the younger one, as long as both serve"
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # reaped already
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - before the loop hears of it
     assert not killed.running() and other.running()
-    assert min(units, key=leaves_first) is killed
-    for unit in units:
-        unit.send(signal.SIGTERM)
+    assert min(children, key=leaves_first) is killed
+    for child in children:
+        child.send(signal.SIGTERM)
     await asyncio.gather(*keepers)
 
 
@@ -148,14 +149,14 @@ async def test_a_worker_that_is_drained_by_name_comes_back_at_once(
 ) -> None:
     monkeypatch.setattr("deploy.launcher.child.BACKOFF_S", 60.0)
     screen = Screen()
-    unit = Unit("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
-    keeper = asyncio.create_task(unit.keep())
-    await unit.facts
+    child = ChildProcess("decode-0", WorkerConfig(role="decode", model="m"), cores.Share(None, 0), screen)
+    keeper = asyncio.create_task(child.keep())
+    await child.facts
     for _ in range(3):
         os.kill(await starts.get(), signal.SIGTERM)
         assert await screen.facts.get() == "decode-0 has left as it was told; starting it again"
         assert await screen.facts.get() == "decode-0 is back"
     await starts.get()
-    unit.send(signal.SIGTERM)
+    child.send(signal.SIGTERM)
     await keeper
     assert starts.empty()

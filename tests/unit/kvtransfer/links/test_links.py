@@ -109,20 +109,20 @@ def pairs(*links: str) -> list[Any]:
 
 
 def reached(reader: nixl.NixlReader, owner: Incarnation, announcement: bytes, source: KvMemory) -> nixl.NixlPool:
-    knock = nixl.Knock(reader.reach(owner, announcement, source.layout, source.blocks))
-    while (pool := knock.answer()) is None:
+    connection = nixl.NixlPoolConnection(reader.reach(owner, announcement, source.layout, source.blocks))
+    while (pool := connection.answer()) is None:
         pass
-    knock.close()
+    connection.close()
     return pool
 
 
 def knocked(pools: memory.Pools, source: KvMemory) -> int:
-    """The descriptor of a pool, from its door."""
-    door = pools.door(source, new_incarnation())
-    knock = pools.knock(door.address)
-    descriptor = knock.answer()
+    """The descriptor of a pool, from its endpoint."""
+    endpoint = pools.endpoint(source, new_incarnation())
+    connection = pools.connect(endpoint.address)
+    descriptor = connection.answer()
     assert descriptor is not None
-    knock.close()
+    connection.close()
     return descriptor
 
 
@@ -146,12 +146,12 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield Pair(source, target, zeromq.ZmqSendLink(source), zeromq.ZmqReceiveLink(target, source.layout.dtype))
     elif link == "nixl":
         owner = new_incarnation()
-        door, reader = nixl.NixlDoor(source, owner), nixl.NixlReader(new_incarnation())
-        pool = reached(reader, owner, door.announcement, source)
+        endpoint, reader = nixl.NixlPoolEndpoint(source, owner), nixl.NixlReader(new_incarnation())
+        pool = reached(reader, owner, endpoint.announcement, source)
         yield Pair(source, target, PullSendLink(nixl.NAME, source), PullReceiveLink(nixl.NAME, target, pool))
         pool.close()
         reader.close()
-        door.close()
+        endpoint.close()
     else:
         descriptor = os.dup(source.fd) if link == "shm" else knocked(memory.Pools(), source)
         mapped = KvMemory.attach(descriptor, source.layout, source.blocks)
@@ -335,10 +335,12 @@ class Handoff:
         self, link: str, layout: KvLayout, tokens: int, limits: TransferLimits, channels: Channels | None = None
     ) -> None:
         self.link = shm.NAME if link == "memory" else link
-        self.doors = contextlib.ExitStack()
+        self.endpoints = contextlib.ExitStack()
         if link == "memory":
             pools = memory.Pools()
-            self.doors.enter_context(mock.patch.multiple(shm, PoolDoor=pools.door, Knock=pools.knock))
+            self.endpoints.enter_context(
+                mock.patch.multiple(shm, PoolEndpoint=pools.endpoint, PoolConnection=pools.connect)
+            )
         token, owner, blocks = b"known to both ends", new_incarnation(), layout.blocks_for(tokens)
         self.table, self.tokens, self.layout = [BlockId(block) for block in range(blocks)], tokens, layout
         self.here, self.there = Channels(), channels or Channels()
@@ -391,7 +393,7 @@ class Handoff:
     def close(self) -> None:
         for each in (self.sender, self.receiver, self.here, self.there, self.source, self.target):
             each.close()
-        self.doors.close()
+        self.endpoints.close()
         garbage.gc.stop()  # pyzmq's thread for buffers that libzmq sends without a copy, all of which are free now
 
 
@@ -592,16 +594,16 @@ def test_a_layer_of_a_block_may_be_larger_than_a_frame(link: str) -> None:
 
 def test_a_pool_in_this_process_is_reached_while_its_owner_answers_and_its_door_is_there() -> None:
     pool, pools, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 2), memory.Pools(), Incarnation("gone")
-    door = pools.door(pool, owner)
+    endpoint = pools.endpoint(pool, owner)
     os.close(knocked(pools, pool))
-    door.answers = lambda: False
-    knock = pools.knock(door.address)
-    assert select.select([knock], [], [], 20)[0]
-    assert knock.answer() is None
-    knock.close()
+    endpoint.answers = lambda: False
+    connection = pools.connect(endpoint.address)
+    assert select.select([connection], [], [], 20)[0]
+    assert connection.answer() is None
+    connection.close()
     pools.of(owner).close()
     with pytest.raises(OSError, match="gone"):
-        pools.knock(door.address)
+        pools.connect(endpoint.address)
     pool.close()
 
 
@@ -622,43 +624,43 @@ def test_a_door_opens_again_when_there_are_descriptors_again(monkeypatch: pytest
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     with monkeypatch.context() as patch:
         patch.setattr(shm.socket, "socket", Exhausted)
-        door = shm.PoolDoor(memory, new_incarnation())
+        endpoint = shm.PoolEndpoint(memory, new_incarnation())
     for _ in range(3):
         assert refused.acquire(timeout=20)
-    knock = shm.Knock(door.address)
-    assert select.select([knock], [], [], 20)[0]
-    descriptor = knock.answer()
+    connection = shm.PoolConnection(endpoint.address)
+    assert select.select([connection], [], [], 20)[0]
+    descriptor = connection.answer()
     assert descriptor is not None and os.path.samestat(os.fstat(descriptor), os.fstat(memory.fd))
     os.close(descriptor)
-    knock.close()
-    door.close()
+    connection.close()
+    endpoint.close()
     memory.close()
 
 
 def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All decode workers of a host may come at once, before the door's thread has run; nobody is sent away."""
+    """All decode workers of a host may come at once, before the endpoint's thread has run; nobody is sent away."""
     opens = threading.Event()
-    serve = shm.PoolDoor._serve
+    serve = shm.PoolEndpoint._serve
 
-    def late(door: shm.PoolDoor) -> None:
+    def late(endpoint: shm.PoolEndpoint) -> None:
         opens.wait()
-        serve(door)
+        serve(endpoint)
 
-    monkeypatch.setattr(shm.PoolDoor, "_serve", late)
+    monkeypatch.setattr(shm.PoolEndpoint, "_serve", late)
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
-    door = shm.PoolDoor(memory, new_incarnation())
+    endpoint = shm.PoolEndpoint(memory, new_incarnation())
     try:
-        crowd = [shm.Knock(door.address) for _ in range(100)]
+        crowd = [shm.PoolConnection(endpoint.address) for _ in range(100)]
         opens.set()
-        for knock in crowd:
-            assert select.select([knock], [], [], 20)[0]
-            descriptor = knock.answer()
+        for connection in crowd:
+            assert select.select([connection], [], [], 20)[0]
+            descriptor = connection.answer()
             assert descriptor is not None
             os.close(descriptor)
-            knock.close()
+            connection.close()
     finally:
         opens.set()
-        door.close()
+        endpoint.close()
         memory.close()
 
 
@@ -667,16 +669,16 @@ def test_a_crowd_waits_at_the_door_of_a_pool(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
-    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
-    other = nixl.NixlDoor(memory, new_incarnation())
-    for wrong in (b"", os.urandom(16), os.urandom(500), door.announcement[:40], other.announcement[:-7]):
+    endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
+    other = nixl.NixlPoolEndpoint(memory, new_incarnation())
+    for wrong in (b"", os.urandom(16), os.urandom(500), endpoint.announcement[:40], other.announcement[:-7]):
         with pytest.raises(ValueError, match="NIXL agent"):
             reader.reach(owner, wrong, memory.layout, memory.blocks)
     with pytest.raises(ValueError, match="sent by"):
-        reader.reach(new_incarnation(), door.announcement, memory.layout, memory.blocks)
-    pool = reached(reader, owner, door.announcement, memory)
+        reader.reach(new_incarnation(), endpoint.announcement, memory.layout, memory.blocks)
+    pool = reached(reader, owner, endpoint.announcement, memory)
     assert (had(pool.generations_of(np.arange(2))) == memory.generations).all() and not pool.lost
-    for each in (pool, reader, door, other, memory):
+    for each in (pool, reader, endpoint, other, memory):
         each.close()
 
 
@@ -685,17 +687,17 @@ def test_what_is_no_announcement_of_an_agent_is_refused() -> None:
 def test_a_pool_that_cannot_be_read_is_lost_until_it_is_reached_anew() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     owner = new_incarnation()
-    door, reader = nixl.NixlDoor(memory, owner), nixl.NixlReader(new_incarnation())
-    beyond = reader.reach(owner, door.announcement, memory.layout, 1 << 20)  # more blocks than there are
+    endpoint, reader = nixl.NixlPoolEndpoint(memory, owner), nixl.NixlReader(new_incarnation())
+    beyond = reader.reach(owner, endpoint.announcement, memory.layout, 1 << 20)  # more blocks than there are
     with pytest.raises(WireError, match="cannot be read"):
         had(beyond.read(np.array([1 << 19]), range(16), range(1)))
     assert beyond.lost
     with pytest.raises(WireError, match="cannot be read"):
         beyond.generations_of(np.arange(2))
     beyond.close()
-    again = reached(reader, owner, door.announcement, memory)
+    again = reached(reader, owner, endpoint.announcement, memory)
     assert (had(again.read(np.arange(2), range(32), range(3))) == memory.read(np.arange(2), range(32), range(3))).all()
-    for each in (again, reader, door, memory):
+    for each in (again, reader, endpoint, memory):
         each.close()
 
 
@@ -703,12 +705,12 @@ OWNER = """
 import signal
 from common.core.ids import new_incarnation
 from common.kv.storage.host import KvMemory
-from kvtransfer.links.nixl import NixlDoor
+from kvtransfer.links.nixl import NixlPoolEndpoint
 from tests.unit.kvtransfer.links.test_links import LAYERS, KvLayout
 memory, owner = KvMemory(KvLayout(LAYERS, "float32", 16), 8), new_incarnation()
 memory.generations[:] = 7
-door = NixlDoor(memory, owner)
-print("announced", owner, door.announcement.hex(), flush=True)
+endpoint = NixlPoolEndpoint(memory, owner)
+print("announced", owner, endpoint.announcement.hex(), flush=True)
 signal.pause()
 """
 
@@ -729,12 +731,12 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
         said = next(line.split() for line in it.stdout if line.startswith("announced"))
         owner, announcement = Incarnation(said[1]), bytes.fromhex(said[2])
 
-        def knock() -> tuple[nixl.Knock, nixl.NixlPool]:
+        def connect() -> tuple[nixl.NixlPoolConnection, nixl.NixlPool]:
             pool = reader.reach(owner, announcement, layout, 8)
-            return nixl.Knock(pool), pool
+            return nixl.NixlPoolConnection(pool), pool
 
         def answered() -> nixl.NixlPool:
-            visit, pool = knock()
+            visit, pool = connect()
             until = time.monotonic() + scaled(20.0)
             while visit.answer() is None:
                 assert time.monotonic() < until
@@ -756,7 +758,7 @@ def test_a_sender_that_stands_still_is_waited_for_by_nobody_and_takes_no_memory(
         pool.close()
         assert not pool._landings
         for _ in range(3):
-            visit, pool = knock()
+            visit, pool = connect()
             assert visit.answer() is None
             visit.close()
             assert not pool._landings
@@ -794,6 +796,6 @@ def test_a_hand_off_whose_pool_is_lost_fails_at_once_and_another_one_reaches_it_
 def test_without_nixl_a_worker_that_should_use_it_says_so() -> None:
     memory = KvMemory(KvLayout(LAYERS, "float32", 16), 2)
     with pytest.raises(StartError) as caught:
-        nixl.NixlDoor(memory, new_incarnation())
+        nixl.NixlPoolEndpoint(memory, new_incarnation())
     assert "tandem[nixl]" in caught.value.todo
     memory.close()
