@@ -107,7 +107,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     from common.net.messages import Generate, Prefill, RequestFailed
     from tests.fakes.checkpoint import EOS
     from tests.fakes.worker import formula
-    from tests.unit.coordinator.house import open_house, until
+    from tests.unit.coordinator.fake_cluster import open_cluster, until
 
     options = dict(options)
     code, slow, draining = options.pop("fails", ""), options.pop("slow", 0.0), options.pop("draining", False)
@@ -120,8 +120,8 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
     def opened(record: Any) -> bool:
         return getattr(record.client, "opened", True)
 
-    async with open_house(model, **options) as house, _longest_jitter():
-        records = house.dispatcher.records
+    async with open_cluster(model, **options) as cluster, _longest_jitter():
+        records = cluster.dispatcher.records
 
         def script(request: Any, choice: int, position: int) -> int:
             """The second token waits until the first one is written: else how many are in the first chunk of a stream
@@ -143,12 +143,12 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             return waits
 
         for role in roles:
-            worker: Any = await house.add(role, script=script, step_s=slow, refuse=refuse, **more.get(role, {}))
+            worker: Any = await cluster.add(role, script=script, step_s=slow, refuse=refuse, **more.get(role, {}))
             if role == "decode":
                 worker._timings = after_prefill(worker._timings)
-        await until(lambda: all(each.beat for each in house.dispatcher.registry), "every worker was heard")
-        house.dispatcher.draining = draining
-        admission = house.dispatcher.admission
+        await until(lambda: all(each.beat for each in cluster.dispatcher.registry), "every worker was heard")
+        cluster.dispatcher.draining = draining
+        admission = cluster.dispatcher.admission
         waiting = admission.max_requests if full else 0
         admission.requests += waiting
         enter, now = admission.enter, time.monotonic()
@@ -157,7 +157,7 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
         seen = 0
 
         def begun() -> list[Any]:
-            return [each for worker in house.workers for kind in (Generate, Prefill) for each in worker.got(kind)]
+            return [each for worker in cluster.workers for kind in (Generate, Prefill) for each in worker.got(kind)]
 
         async def asked(count: int) -> list[dict[str, Any]]:
             nonlocal seen
@@ -167,17 +167,17 @@ async def serve(model: Path, roles: Sequence[Any], options: dict[str, Any]) -> A
             return [_asked(each.request) for each in found]
 
         def labels() -> dict[str, list[tuple[str, ...]]]:
-            collectors = house.services.metrics.registry._collector_to_names.items()
+            collectors = cluster.services.metrics.registry._collector_to_names.items()
             named = [(names, declared) for each, names in collectors if (declared := getattr(each, "_labelnames", ()))]
             return {name: [declared] for names, declared in named for name in names}
 
         async def metrics() -> str:
-            workers = house.dispatcher.registry
+            workers = cluster.dispatcher.registry
             await until(lambda: not records and all(each.beat for each in workers), "all is quiet")
-            return house.services.metrics.page().decode()
+            return cluster.services.metrics.page().decode()
 
-        async with trouble(wrong, house):
-            yield Served(int(house.url.rpartition(":")[2]), asked, labels, metrics)
+        async with trouble(wrong, cluster):
+            yield Served(int(cluster.url.rpartition(":")[2]), asked, labels, metrics)
         admission.requests -= waiting
 
 

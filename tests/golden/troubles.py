@@ -17,10 +17,10 @@ from aiohttp import web
 
 
 def _fails(where: str, error: type[Exception] = ZeroDivisionError) -> Callable[[Any], Any]:
-    return lambda house: mock.patch(where, side_effect=error)
+    return lambda cluster: mock.patch(where, side_effect=error)
 
 
-def _second_token_fails(house: Any) -> Any:
+def _second_token_fails(cluster: Any) -> Any:
     from coordinator.api.response_encoder import Choice
 
     original = Choice.feed
@@ -37,26 +37,26 @@ def _second_token_fails(house: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_memory_for_bodies(house: Any) -> Iterator[None]:
-    budgets = house.services.bodies.budgets
+def _no_memory_for_bodies(cluster: Any) -> Iterator[None]:
+    budgets = cluster.services.bodies.budgets
     budgets.update(dict.fromkeys(budgets, 0))
     yield
 
 
 @contextlib.contextmanager
-def _full_lanes(house: Any) -> Iterator[None]:
+def _full_lanes(cluster: Any) -> Iterator[None]:
     from coordinator.text.lanes import Bounds
 
-    lanes = house.services.model._lanes
+    lanes = cluster.services.model._lanes
     for lane in (lanes._short, lanes._bodies, lanes._long):
         lane._bounds = Bounds(texts=0, chars=0)
     yield
 
 
 @contextlib.contextmanager
-def _slow_queue(house: Any) -> Iterator[None]:
+def _slow_queue(cluster: Any) -> Iterator[None]:
     """One request waits that takes longer than any may."""
-    admission = house.dispatcher.admission
+    admission = cluster.dispatcher.admission
     admission.back(10**6)
     admission._rate = 1.0
     yield
@@ -66,16 +66,16 @@ def _slow_queue(house: Any) -> Iterator[None]:
 # -- workers that go --------------------------------------------------------------------------------------------------
 
 
-async def _who_is_busy_dies(house: Any) -> None:
+async def _who_is_busy_dies(cluster: Any) -> None:
     while True:
-        for worker in house.workers:
+        for worker in cluster.workers:
             if worker.alive and worker.busy:
                 worker.stop()
         await asyncio.sleep(0.005)
 
 
-async def _connections_of_who_is_busy_break(house: Any) -> None:
-    dispatcher = house.dispatcher
+async def _connections_of_who_is_busy_break(cluster: Any) -> None:
+    dispatcher = cluster.dispatcher
     while True:
         for record in list(dispatcher.records.values()):
             for worker in list(dispatcher.registry):
@@ -88,14 +88,14 @@ def _is_decoding(records: dict[Any, Any]) -> bool:
     return any(each.output_length and each.life.state.value == "decoding" for each in records.values())
 
 
-async def _a_smaller_decode_worker_comes_instead(house: Any) -> None:
-    from tests.unit.coordinator.house import until
+async def _a_smaller_decode_worker_comes_instead(cluster: Any) -> None:
+    from tests.unit.coordinator.fake_cluster import until
 
-    records = house.dispatcher.records
+    records = cluster.dispatcher.records
     with mock.patch("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3):
         await until(lambda: _is_decoding(records), "a request is decoded", 600.0)
-        first = next(worker for worker in house.workers if worker.role == "decode")
-        await house.add("decode", changes={"kv_blocks": 10})
+        first = next(worker for worker in cluster.workers if worker.role == "decode")
+        await cluster.add("decode", changes={"kv_blocks": 10})
         first.stop()
         await until(lambda: not records, "it ends", 60.0)
 
@@ -118,10 +118,10 @@ EVENTS: dict[str, Callable[[Any], Awaitable[None]]] = {
 
 
 @contextlib.asynccontextmanager
-async def trouble(name: str, house: Any) -> AsyncIterator[None]:
-    """``house`` with the trouble ``name`` ("": none) meanwhile."""
-    with FAULTS[name](house) if name in FAULTS else contextlib.nullcontext():
-        task = asyncio.ensure_future(EVENTS[name](house)) if name in EVENTS else None
+async def trouble(name: str, cluster: Any) -> AsyncIterator[None]:
+    """``cluster`` with the trouble ``name`` ("": none) meanwhile."""
+    with FAULTS[name](cluster) if name in FAULTS else contextlib.nullcontext():
+        task = asyncio.ensure_future(EVENTS[name](cluster)) if name in EVENTS else None
         try:
             yield
         finally:

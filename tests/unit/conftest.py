@@ -42,13 +42,13 @@ def pair(request: pytest.FixtureRequest, bench: Bench) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cluster_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return keygen(tmp_path_factory.mktemp("keys") / "cluster.key")
 
 
 @pytest.fixture
-def door(cluster: Path) -> Iterator[Door]:
-    door = Door(cluster)
+def door(cluster_key: Path) -> Iterator[Door]:
+    door = Door(cluster_key)
     yield door
     door.close()
 

@@ -34,10 +34,10 @@ def until(condition: Callable[[], object], what: str) -> None:
 class Door:
     """The coordinator's gateway, turned by hand, and dealers with keys of their own."""
 
-    def __init__(self, cluster: Path | None, port: int = 0) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster_key: Path | None, port: int = 0) -> None:
+        self.cluster_key = cluster_key
         self.registry = Registry(None)
-        channels = Channels(cluster and keys.load(cluster, "coordinator"))
+        channels = Channels(cluster_key and keys.load(cluster_key, "coordinator"))
         self.gateway = Gateway(self.registry, "127.0.0.1", port, channels=channels)
         self.gateway._events = self  # type: ignore[assignment]
         self.lost_workers: list[str] = []
@@ -61,8 +61,8 @@ class Door:
 
     def on_worker_reconnected(self, worker: Incarnation) -> None: ...
 
-    def dial(self, party: Party | None, name: bytes, cluster: Path | None = None) -> zmq.Socket[Any]:
-        path = cluster or self.cluster
+    def dial(self, party: Party | None, name: bytes, cluster_key: Path | None = None) -> zmq.Socket[Any]:
+        path = cluster_key or self.cluster_key
         self.channels.append(Channels(party and path and keys.load(path, party)))
         self.sockets.append(self.channels[-1].dealer(self.gateway.address, name))
         return self.sockets[-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.unit.coordinator.house import Held, House, open_house
+from tests.unit.coordinator.fake_cluster import Cluster, Held, open_cluster
 
 
 @pytest.fixture(scope="session")
@@ -17,13 +17,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def house(model: Path) -> AsyncIterator[House]:
-    async with open_house(model, "prefill", "decode") as house:
-        yield house
+async def cluster(model: Path) -> AsyncIterator[Cluster]:
+    async with open_cluster(model, "prefill", "decode") as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch, house: House) -> Iterator[Held]:
-    made = Held(monkeypatch, house)
+def held(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Iterator[Held]:
+    made = Held(monkeypatch, cluster)
     yield made
     made.go_on.set()

@@ -31,12 +31,12 @@ from tests.unit.parts import counted, many
 
 @pytest.mark.parametrize("encrypt", [True, False])
 @pytest.mark.parametrize("key", ["prefill", "decode", None])
-def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster: Path, key: Party | None, encrypt: bool) -> None:
+def test_only_the_chosen_prefill_is_granted_a_hand_off(cluster_key: Path, key: Party | None, encrypt: bool) -> None:
     """With CURVE a wrong key gets no connection; without, everybody does, and the token decides."""
     engine = OracleEngine(blocks=8)
     inside, outside = (
-        Channels(keys.load(cluster, "decode"), encrypt_kv=encrypt),
-        Channels(key and keys.load(cluster, key), encrypt_kv=encrypt),
+        Channels(keys.load(cluster_key, "decode"), encrypt_kv=encrypt),
+        Channels(key and keys.load(cluster_key, key), encrypt_kv=encrypt),
     )
     receiver = Receiver(inside, engine.memory, "here", "tcp://127.0.0.1:*", transport="zmq")
     transfer, token, layout = TransferId(new_request_id(), 1), b"t" * 16, engine.layout

@@ -21,7 +21,7 @@ from coordinator.cluster.registry import WorkerHandle
 from tests.chaos.house import state_of
 from tests.fakes.checkpoint import fake_checkpoint
 from tests.pace import scaled
-from tests.unit.coordinator.house import House, open_house, until
+from tests.unit.coordinator.fake_cluster import Cluster, open_cluster, until
 
 STEP_S = 0.005
 ROOT = Path(__file__).parents[4]
@@ -50,27 +50,27 @@ def turning(worker: MockWorker) -> Iterator[None]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[House, MockWorker]]:
+async def served(tmp_path: Path) -> AsyncIterator[tuple[Cluster, MockWorker]]:
     """A coordinator with a mock worker of each role; the second of the pair is the one that decodes."""
     model = tmp_path / "model"
     fake_checkpoint(model)
-    async with open_house(model) as house:
-        address = house.dispatcher.gateway.address
+    async with open_cluster(model) as cluster:
+        address = cluster.dispatcher.gateway.address
         prefill, decode = (MockWorker(hello_of(str(model), role), address, STEP_S) for role in ROLES)
         with turning(prefill), turning(decode):
             await until(
-                lambda: len([each for each in house.dispatcher.gateway.registry if each.ready]) == 2, "both join"
+                lambda: len([each for each in cluster.dispatcher.gateway.registry if each.ready]) == 2, "both join"
             )
-            yield house, decode
+            yield cluster, decode
             await until(lambda: not decode._streams, "nothing is left")
 
 
-async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tuple[House, MockWorker]) -> None:
-    house, _ = served
+async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tuple[Cluster, MockWorker]) -> None:
+    cluster, _ = served
 
     async def ask(first: int, count: int) -> tuple[int, str | None]:
         body = {"prompt": [first, 8, 9], "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
-        response, answer = await house.post("/v1/completions", body)
+        response, answer = await cluster.post("/v1/completions", body)
         assert response.status == 200, answer
         assert answer["choices"][0]["token_ids"] == [first] * count
         assert answer["usage"]["completion_tokens"] == count
@@ -81,26 +81,28 @@ async def test_mock_workers_answer_with_the_first_token_of_the_prompt(served: tu
     assert found == [(200, "prefill"), *[(200, "disagg")] * 3]
 
 
-async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[House, MockWorker]) -> None:
+async def test_a_mock_worker_takes_a_step_for_all_that_it_serves(served: tuple[Cluster, MockWorker]) -> None:
     """Tokens after the first come no faster than its steps, of however many streams at once."""
-    house, _ = served
+    cluster, _ = served
     body = {"prompt": [7, 8], "max_tokens": 21, "ignore_eos": True}
     started = time.monotonic()
-    await asyncio.gather(*(house.post("/v1/completions", body) for _ in range(4)))
+    await asyncio.gather(*(cluster.post("/v1/completions", body) for _ in range(4)))
     assert time.monotonic() - started >= 19 * STEP_S
 
 
-async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tuple[House, MockWorker]) -> None:
-    house, decode = served
-    asked = asyncio.create_task(house.post("/v1/completions", {"prompt": [7], "max_tokens": 8000, "ignore_eos": True}))
+async def test_a_mock_worker_forgets_a_request_whose_client_has_left(served: tuple[Cluster, MockWorker]) -> None:
+    cluster, decode = served
+    asked = asyncio.create_task(
+        cluster.post("/v1/completions", {"prompt": [7], "max_tokens": 8000, "ignore_eos": True})
+    )
     await until(lambda: decode._streams, "decode has the request")
     asked.cancel()
     await until(lambda: not decode._streams, "it was told that nobody wants it any more")
-    assert house.dispatcher.records == {}
+    assert cluster.dispatcher.records == {}
 
 
 async def test_mock_workers_answer_their_leases(
-    served: tuple[House, MockWorker], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Cluster, MockWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the coordinator would give them up in the middle of a measurement."""
     registry = served[0].dispatcher.gateway.registry

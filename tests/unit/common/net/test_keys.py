@@ -53,9 +53,9 @@ def test_keygen_overwrites_nothing_unless_told(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
-def test_a_file_that_others_can_open_is_refused(cluster: Path, tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_open_is_refused(cluster_key: Path, tmp_path: Path, mode: int) -> None:
     path = tmp_path / "open.key"
-    path.write_bytes(cluster.read_bytes())
+    path.write_bytes(cluster_key.read_bytes())
     path.chmod(mode)
     with pytest.raises(StartError, match="other users") as caught:
         keys.load(path, "decode")
@@ -83,8 +83,8 @@ def _swapped(content: Any) -> None:
         _swapped,
     ],
 )
-def test_a_spoilt_file_is_refused_in_words(cluster: Path, tmp_path: Path, spoil: Callable[[Any], None]) -> None:
-    content = json.loads(cluster.read_text())
+def test_a_spoilt_file_is_refused_in_words(cluster_key: Path, tmp_path: Path, spoil: Callable[[Any], None]) -> None:
+    content = json.loads(cluster_key.read_text())
     spoil(content)
     path = tmp_path / "spoilt.key"
     path.write_text(json.dumps(content))
@@ -99,8 +99,8 @@ def test_a_spoilt_file_is_refused_in_words(cluster: Path, tmp_path: Path, spoil:
 
 
 @pytest.mark.parametrize("member", ["public", "secret"])
-def test_a_key_in_place_of_a_role_is_not_shown(cluster: Path, tmp_path: Path, member: str) -> None:
-    content = json.loads(cluster.read_text())
+def test_a_key_in_place_of_a_role_is_not_shown(cluster_key: Path, tmp_path: Path, member: str) -> None:
+    content = json.loads(cluster_key.read_text())
     key = content["secret"]["decode"]
     content[member] = {key: "decode", **content[member]}
     path = tmp_path / "swapped.key"
@@ -111,15 +111,15 @@ def test_a_key_in_place_of_a_role_is_not_shown(cluster: Path, tmp_path: Path, me
     assert key not in "".join(traceback.format_exception(refused.value))
 
 
-def test_keys_open_other_addresses_than_loopback(cluster: Path) -> None:
-    CoordinatorConfig(model="m", control_host="10.0.0.1", cluster_key_file=str(cluster)).check_binds()
-    WorkerConfig(role="decode", model="m", host="10.0.0.1", cluster_key_file=str(cluster)).check_binds()
+def test_keys_open_other_addresses_than_loopback(cluster_key: Path) -> None:
+    CoordinatorConfig(model="m", control_host="10.0.0.1", cluster_key_file=str(cluster_key)).check_binds()
+    WorkerConfig(role="decode", model="m", host="10.0.0.1", cluster_key_file=str(cluster_key)).check_binds()
     with pytest.raises(StartError) as caught:
         WorkerConfig(role="decode", model="m", host="10.0.0.1").check_binds()
     assert "--cluster-key-file" in caught.value.todo and "tandem keygen" in caught.value.todo
     with pytest.raises(StartError, match="needs keys"):
         WorkerConfig(role="decode", model="m", kv_encryption="curve").check_binds()
-    nixl = WorkerConfig(role="decode", model="m", kv_transport="nixl", cluster_key_file=str(cluster))
+    nixl = WorkerConfig(role="decode", model="m", kv_transport="nixl", cluster_key_file=str(cluster_key))
     for host in ("127.0.0.1", "10.0.0.1"):
         for accepted in (False,) if host == "127.0.0.1" else (False, True):
             with pytest.raises(StartError, match="cannot encrypt"):

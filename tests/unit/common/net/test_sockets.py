@@ -41,13 +41,13 @@ from tests.unit.parts import counted, many
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Path:
+def cluster_key(tmp_path: Path) -> Path:
     return keygen(tmp_path / "cluster.key")
 
 
 @pytest.mark.parametrize("party", PARTIES)
-def test_every_role_can_bind_a_router_with_its_key(cluster: Path, party: Party) -> None:
-    channels = Channels(keys.load(cluster, party))
+def test_every_role_can_bind_a_router_with_its_key(cluster_key: Path, party: Party) -> None:
+    channels = Channels(keys.load(cluster_key, party))
     try:
         _, address = channels.router("tcp://127.0.0.1:*")
         assert is_local(address)
@@ -56,12 +56,12 @@ def test_every_role_can_bind_a_router_with_its_key(cluster: Path, party: Party) 
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster: Path, keyed: bool) -> None:
+def test_a_router_is_also_reached_nearby_by_the_same_keys_alone(cluster_key: Path, keyed: bool) -> None:
     def party(name: Party) -> Channels:
-        return Channels(keys.load(cluster, name) if keyed else None)
+        return Channels(keys.load(cluster_key, name) if keyed else None)
 
     here, prefill = party("coordinator"), party("prefill")
-    stranger = Channels(None if keyed else keys.load(cluster, "prefill"))
+    stranger = Channels(None if keyed else keys.load(cluster_key, "prefill"))
     try:
         router, address = here.router("tcp://127.0.0.1:*", near=True)
         port = address.rpartition(":")[2]
@@ -99,10 +99,10 @@ def socket_at(channels: Channels, address: str) -> zmq.Socket[bytes]:
 
 
 def test_what_could_not_be_opened_does_not_keep_the_rest_from_closing(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "ADMITS", {})
-    channels = Channels(keys.load(cluster, "decode"))
+    channels = Channels(keys.load(cluster_key, "decode"))
     with pytest.raises(KeyError):
         channels.router("tcp://127.0.0.1:*")
     closing = threading.Thread(target=channels.close, daemon=True)
@@ -209,12 +209,14 @@ def test_a_decode_worker_holds_little_unread_of_who_sends_without_credit_and_los
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness belongs to the process here")
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(cluster: Path, encrypted: bool) -> None:
+def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(
+    cluster_key: Path, encrypted: bool
+) -> None:
     def started(before: set[int]) -> dict[int, int]:
         return {each: os.getpriority(os.PRIO_PROCESS, each) for each in running_threads() - before}
 
     before, ours = running_threads(), os.getpriority(os.PRIO_PROCESS, 0)
-    channels = Channels(keys.load(cluster, "decode"), encrypt_kv=encrypted)
+    channels = Channels(keys.load(cluster_key, "decode"), encrypt_kv=encrypted)
     sockets = [channels.dealer("tcp://127.0.0.1:1", b"us")]
     control = started(before)
     assert control and set(control.values()) == {ours}
@@ -231,8 +233,8 @@ def test_threads_that_carry_kv_stand_back_and_those_of_control_messages_do_not(c
     until_ended([*control, *kv])
 
 
-def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster: Path) -> None:
-    decode, prefill = (Channels(keys.load(cluster, party)) for party in ("decode", "prefill"))
+def test_a_router_of_kv_asks_for_keys_as_one_of_control_messages_does(cluster_key: Path) -> None:
+    decode, prefill = (Channels(keys.load(cluster_key, party)) for party in ("decode", "prefill"))
     stranger = Channels()
     router, address = decode.router("tcp://127.0.0.1:*", kv=True)
     unknown, peer = stranger.dealer(address, b"unknown", to="decode"), prefill.dealer(address, b"peer", to="decode")
@@ -335,8 +337,8 @@ def test_who_dials_anew_in_the_middle_of_its_message_of_too_many_parts_is_heard(
         router.disable_monitor()
 
 
-def test_a_stranger_that_says_nothing_is_hung_up_on(cluster: Path) -> None:
-    channels = Channels(keys.load(cluster, "coordinator"))
+def test_a_stranger_that_says_nothing_is_hung_up_on(cluster_key: Path) -> None:
+    channels = Channels(keys.load(cluster_key, "coordinator"))
     try:
         router, address = channels.router("tcp://127.0.0.1:*")
         with router, create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=12) as stranger:

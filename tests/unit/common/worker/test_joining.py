@@ -21,8 +21,8 @@ from tests.unit.door import QUIET_S, WAIT_S, Door, hello_of, until
 class Member:
     """A worker's membership, turned by hand beside the doors that it knocks at."""
 
-    def __init__(self, cluster: Path | None, door: Door, party: Party = "decode") -> None:
-        self.channels = Channels(cluster and keys.load(cluster, party))
+    def __init__(self, cluster_key: Path | None, door: Door, party: Party = "decode") -> None:
+        self.channels = Channels(cluster_key and keys.load(cluster_key, party))
         self.membership = Membership(self.channels, door.gateway.address, hello_of("decode"))
         self.welcomes = 0
 
@@ -55,9 +55,9 @@ class Member:
     ],
 )
 def test_a_worker_that_is_turned_away_knows_why(
-    cluster: Path, other: Path, mine: str, theirs: str, party: Party, words: str, caplog: pytest.LogCaptureFixture
+    cluster_key: Path, other: Path, mine: str, theirs: str, party: Party, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = {"": None, "cluster": cluster, "other": other}
+    files = {"": None, "cluster": cluster_key, "other": other}
     door = Door(files[theirs])
     member = Member(files[mine], door, party)
     try:
@@ -77,7 +77,9 @@ def test_a_worker_that_is_turned_away_knows_why(
 
 
 @pytest.mark.parametrize("mine", ["cluster", "another role's"])
-def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_heard_however_soon_it_comes(
+    cluster_key: Path, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """libzmq's thread may have been turned away for good before the one that dials runs on."""
     connect = zmq.Socket.connect
 
@@ -86,9 +88,9 @@ def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monk
         if address.startswith("tcp:"):
             time.sleep(QUIET_S)
 
-    door = Door(None if mine == "cluster" else cluster)
+    door = Door(None if mine == "cluster" else cluster_key)
     monkeypatch.setattr(zmq.Socket, "connect", connect_and_be_away)
-    member = Member(cluster, door, "decode" if mine == "cluster" else "coordinator")
+    member = Member(cluster_key, door, "decode" if mine == "cluster" else "coordinator")
     try:
         member.until_refused(door, "key")
     finally:
@@ -97,12 +99,12 @@ def test_a_refusal_is_heard_however_soon_it_comes(cluster: Path, mine: str, monk
 
 
 def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
-    cluster: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RETRY_S", 0.1)
-    first = Member(cluster, door)
+    first = Member(cluster_key, door)
     first.until_welcome(door)
-    second = Member(cluster, door)
+    second = Member(cluster_key, door)
     try:
         second.until_refused(door, "give every worker a name of its own")
         assert not second.membership.joined
@@ -114,20 +116,20 @@ def test_a_worker_whose_name_is_taken_joins_when_it_is_free(
 
 @pytest.mark.parametrize("wrong", ["none", "other"])
 def test_a_worker_joins_when_its_coordinator_has_been_corrected(
-    cluster: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, other: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that had joined before: its coordinator comes back with a wrong file, and then with the right one."""
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
-    door = Door(cluster)
+    door = Door(cluster_key)
     port = door.port
-    member = Member(cluster, door)
+    member = Member(cluster_key, door)
     try:
         member.until_welcome(door)
         door.close()
         door = Door(other if wrong == "other" else None, port)
         member.until_refused(door, "keys")
         door.close()
-        door = Door(cluster, port)
+        door = Door(cluster_key, port)
         member.until_welcome(door)
         until(lambda: member.turn(door) or door.beats >= 2, "its heart beats here")
     finally:
@@ -137,10 +139,10 @@ def test_a_worker_joins_when_its_coordinator_has_been_corrected(
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_worker_that_knocked_long_before_its_coordinator_came_joins_once(
-    cluster: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, encrypted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.membership.RECONNECT_S", 0.1)
-    key = cluster if encrypted else None
+    key = cluster_key if encrypted else None
     door = Door(key)
     port = door.port
     door.close()
@@ -183,10 +185,10 @@ def test_a_hello_that_was_lost_with_its_connection_is_said_again_over_the_next(
         door.close()
 
 
-def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path) -> None:
+def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster_key: Path) -> None:
     """Of a worker's two connections only that of the heart has met the wrong coordinator."""
     door = Door(None)
-    channels, hello, dials = Channels(keys.load(cluster, "decode")), hello_of("decode"), []
+    channels, hello, dials = Channels(keys.load(cluster_key, "decode")), hello_of("decode"), []
 
     def dial() -> tuple[zmq.Socket[Any], Handshakes]:
         dials.append(1)
@@ -199,7 +201,7 @@ def test_a_heart_that_was_turned_away_beats_at_the_corrected_door(cluster: Path)
         port = door.port
         door.close()
         heard: list[Any] = []
-        door = Door(cluster, port)
+        door = Door(cluster_key, port)
         door.gateway._stranger = lambda *said: heard.append(said)  # type: ignore[method-assign]
         until(lambda: door.gateway._read() or heard, "its beat arrives")
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.api.fields import JsonBudget, parse_json
 from tests.fakes.checkpoint import POSITIONS, VOCAB
-from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, chat_of, open_house, valid
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, chat_of, open_cluster, valid
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,17 @@ from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, chat_of, open
         ({**HELLO, "stop_token_ids": [VOCAB]}, 400, "invalid_value", "stop_token_ids"),
     ],
 )
-async def test_errors_have_openais_shape(house: House, body: Any, status: int, code: str, param: str | None) -> None:
-    response, answer = await house.post(CHAT, body)
+async def test_errors_have_openais_shape(
+    cluster: Cluster, body: Any, status: int, code: str, param: str | None
+) -> None:
+    response, answer = await cluster.post(CHAT, body)
     assert response.status == status
     error = valid("ErrorResponse", answer)["error"]
     assert (error["code"], error["param"]) == (code, param)
     assert response.headers["x-request-id"] and "Traceback" not in error["message"]
 
 
-async def test_more_errors(house: House) -> None:
+async def test_more_errors(cluster: Cluster) -> None:
     for path, body, status in [
         (TEXT, {"prompt": ""}, 400),
         (TEXT, {"prompt": [VOCAB]}, 400),
@@ -47,26 +49,26 @@ async def test_more_errors(house: House) -> None:
         ("/v1/models", {}, 405),
         ("/nowhere", {}, 404),
     ]:
-        response, answer = await house.post(path, body)
+        response, answer = await cluster.post(path, body)
         assert response.status == status, (path, answer)
         valid("ErrorResponse", answer)
-    _, answer = await house.post(TEXT, {"prompt": "x" * (9 << 20)})
+    _, answer = await cluster.post(TEXT, {"prompt": "x" * (9 << 20)})
     assert all(told in answer["error"]["message"] for told in ("8,388,608 bytes", "--max-body-bytes"))
-    response, answer = await house.post("/admin/scale", {})
+    response, answer = await cluster.post("/admin/scale", {})
     assert response.status == 400 and "give prefill, decode or both" in answer["error"]["message"]
-    response, answer = await house.post(CHAT, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    response, answer = await cluster.post(CHAT, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
     assert response.status == 415
 
 
-async def test_a_wrong_method_is_told_the_right_ones(house: House) -> None:
-    response, _ = await house.post("/v1/models", {})
+async def test_a_wrong_method_is_told_the_right_ones(cluster: Cluster) -> None:
+    response, _ = await cluster.post("/v1/models", {})
     assert response.status == 405 and response.headers["Allow"] == "GET,HEAD"
 
 
 async def test_what_is_hopelessly_long_is_refused_without_any_work(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = house.services.model
+    model = cluster.services.model
     monkeypatch.setattr(model.text, "_control", None)
     monkeypatch.setattr(model.text, "slices", None)
     monkeypatch.setattr(model.text, "template", None)
@@ -80,17 +82,17 @@ async def test_what_is_hopelessly_long_is_refused_without_any_work(
         ("/tokenize", {"prompt": long}),
         ("/tokenize", {"messages": messages}),
     ):
-        response, body = await house.post(path, asked)
+        response, body = await cluster.post(path, asked)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert f"{model.context_length} tokens, at most {most} characters" in body["error"]["message"]
 
 
 async def test_what_a_template_makes_too_long_is_refused(model: Path) -> None:
     repeated = "{% for message in messages %}{{ message.content * 3 }}{% endfor %}"
-    async with open_house(model, "prefill", "decode", chat_template=repeated) as house:
-        most = house.services.model.context_length * house.services.model.text.chars_per_token
+    async with open_cluster(model, "prefill", "decode", chat_template=repeated) as cluster:
+        most = cluster.services.model.context_length * cluster.services.model.text.chars_per_token
         asked = {"messages": [{"role": "user", "content": "x" * (most // 2)}]}
-        response, body = await house.post("/tokenize", asked)
+        response, body = await cluster.post("/tokenize", asked)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert f"at most {most} characters" in body["error"]["message"]
 
@@ -109,19 +111,19 @@ async def test_values_that_a_template_indents_are_refused_beside_the_event_loop(
     for _ in range(55):
         value = [value]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": value}}}
-    async with open_house(model, "prefill", "decode", chat_template="{{ tools | tojson(indent=4) }}") as house:
+    async with open_cluster(model, "prefill", "decode", chat_template="{{ tools | tojson(indent=4) }}") as cluster:
         for path in (CHAT, "/tokenize"):
-            response, body = await house.post(path, {**HELLO, "tools": [tool]})
+            response, body = await cluster.post(path, {**HELLO, "tools": [tool]})
             assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
             assert body["error"]["param"] == "messages" and "the chat template makes more" in body["error"]["message"]
     assert threading.main_thread() not in threads
 
 
-async def test_more_tokens_than_the_context_are_refused_on_the_way(house: House) -> None:
-    limit = house.services.model.context_length
-    response, body = await house.post("/tokenize", {"prompt": "é" * limit * 4})
+async def test_more_tokens_than_the_context_are_refused_on_the_way(cluster: Cluster) -> None:
+    limit = cluster.services.model.context_length
+    response, body = await cluster.post("/tokenize", {"prompt": "é" * limit * 4})
     assert response.status == 200 and body["count"] > 2 * limit, "counting may go on"
     for path, asked in ((TEXT, {"prompt": "é" * limit * 10}), (CHAT, chat_of("é" * limit * 10))):
-        response, body = await house.post(path, asked)
+        response, body = await cluster.post(path, asked)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert f"has more than {limit}" in body["error"]["message"]

@@ -92,9 +92,9 @@ def test_who_was_away_for_a_moment_keeps_its_name_and_its_identity(door: Door) -
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_why_a_worker_is_refused_is_told_to_those_with_a_key_alone_and_logged_in_few_lines(
-    cluster: Path, keyed: bool, caplog: pytest.LogCaptureFixture
+    cluster_key: Path, keyed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = Door(cluster if keyed else None)
+    door = Door(cluster_key if keyed else None)
     try:
         door.registry.fingerprint = "served"
         hello = msgspec.structs.replace(hello_of("decode"), fingerprint="mine\n2026 forged line")
@@ -248,10 +248,10 @@ def test_three_bad_messages_cut_a_worker_off(door: Door) -> None:
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
-    cluster: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
+    cluster_key: Path, keyed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it is, a turn reads a bounded number of parts, and the others' silence meanwhile is our lag."""
-    door, received = Door(cluster if keyed else None), counted(monkeypatch)
+    door, received = Door(cluster_key if keyed else None), counted(monkeypatch)
     gateway = door.gateway
     try:
         hello = hello_of("decode")

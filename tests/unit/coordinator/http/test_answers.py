@@ -29,24 +29,34 @@ from coordinator.http.reply import WholeReply
 from coordinator.text.tokenizer import TextModel
 from tests.fakes.checkpoint import EOS, VOCAB
 from tests.fakes.worker import formula
-from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, prefilled, until, valid
+from tests.unit.coordinator.fake_cluster import (
+    CHAT,
+    HELLO,
+    TEXT,
+    Cluster,
+    letters,
+    open_cluster,
+    prefilled,
+    until,
+    valid,
+)
 
 
-async def talkers(house: House, text: str, **options: Any) -> None:
+async def talkers(cluster: Cluster, text: str, **options: Any) -> None:
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role in roles:
-        await house.add(role, script=letters(text), **options)
+        await cluster.add(role, script=letters(text), **options)
 
 
-async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
-    response, body = await house.post(CHAT, {**HELLO, "max_tokens": 6, "return_token_ids": True})
+async def test_a_chat_is_answered_by_a_pair(cluster: Cluster) -> None:
+    response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 6, "return_token_ids": True})
     assert response.status == 200
     valid("CreateChatCompletionResponse", body)
     prompt, ids = body["prompt_token_ids"], body["choices"][0]["token_ids"]
-    (sent,) = house.workers[0].got(Prefill)
+    (sent,) = cluster.workers[0].got(Prefill)
     assert sent.request.prompt_tokens() == prompt
     assert ids == [formula(sent.request, 0, position) for position in range(6)]
-    assert body["choices"][0]["message"]["content"] == house.services.model.text.decode(ids)
+    assert body["choices"][0]["message"]["content"] == cluster.services.model.text.decode(ids)
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"] == {
         "prompt_tokens": len(prompt),
@@ -58,7 +68,7 @@ async def test_a_chat_is_answered_by_a_pair(house: House) -> None:
     assert response.headers["x-tandem-path"] == "disagg"
     assert response.headers["x-tandem-prefill"] == "prefill-0"
     assert response.headers["x-tandem-decode"] == "decode-1"
-    (reserved,) = house.workers[1].got(Reserve)
+    (reserved,) = cluster.workers[1].got(Reserve)
     assert reserved.request.id == sent.request.id and reserved.prefill.name == "prefill-0"
     assert sent.decode.address == "tcp://127.0.0.1:1"
 
@@ -68,35 +78,35 @@ async def test_the_system_fingerprint_tells_how_weights_were_loaded(model: Path)
     seen: dict[str, list[str]] = {}
     roles: tuple[Role, ...] = ("prefill", "decode")
     for loaded in ("w", "w.int8", "w"):
-        async with open_house(model) as house:
-            fingerprint = f"{house.services.model.checkpoint.fingerprint}.{loaded}"
+        async with open_cluster(model) as cluster:
+            fingerprint = f"{cluster.services.model.checkpoint.fingerprint}.{loaded}"
             for role in roles:
-                await house.add(role, fingerprint=fingerprint)
-            _, body = await house.post(CHAT, {**HELLO, "max_tokens": 1})
+                await cluster.add(role, fingerprint=fingerprint)
+            _, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 1})
             seen.setdefault(loaded, []).append(body["system_fingerprint"])
     first, again = seen["w"]
     assert first == again and first not in seen["w.int8"]
 
 
-async def test_the_models_sampling_defaults_count_unless_asked_otherwise(house: House) -> None:
-    await house.post(CHAT, {**HELLO, "max_tokens": 1})
-    await house.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
-    first, second = (request.sampling for request in await prefilled(house, 2))
+async def test_the_models_sampling_defaults_count_unless_asked_otherwise(cluster: Cluster) -> None:
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 1})
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "temperature": 0, "top_k": -1, "seed": -1})
+    first, second = (request.sampling for request in await prefilled(cluster, 2))
     assert (first.temperature, first.top_k, first.eos_token_ids) == (0.7, 20, (EOS,))
     assert (second.temperature, second.top_k) == (0.0, 0) and second.seed >= 0
 
 
-async def test_different_seeds_stay_different(house: House) -> None:
+async def test_different_seeds_stay_different(cluster: Cluster) -> None:
     seeds = (-1, (1 << 63) - 1, 0, -(1 << 63), 1)
     for seed in seeds:
-        await house.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
-    sent = {request.sampling.seed for request in await prefilled(house, len(seeds))}
+        await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "seed": seed})
+    sent = {request.sampling.seed for request in await prefilled(cluster, len(seeds))}
     assert sent == {seed % (1 << 64) for seed in seeds} and len(sent) == len(seeds)
 
 
-async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
+async def test_a_stream_has_one_chunk_per_token(cluster: Cluster) -> None:
     asked = {**HELLO, "max_tokens": 5, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    response, events = await house.stream(CHAT, asked)
+    response, events = await cluster.stream(CHAT, asked)
     for event in events:
         valid("CreateChatCompletionStreamResponse", event)
     tokens, (end, usage) = events[:-2], events[-2:]
@@ -106,7 +116,7 @@ async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
     ids = [event["choices"][0]["token_ids"] for event in tokens]
     assert all(len(each) == 1 for each in ids) and tokens[0]["prompt_token_ids"]
     said = "".join(event["choices"][0]["delta"]["content"] for event in tokens)
-    assert said == house.services.model.text.decode([each[0] for each in ids])
+    assert said == cluster.services.model.text.decode([each[0] for each in ids])
     assert end["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
     assert all(event["usage"] is None for event in events[:-1])
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 5
@@ -115,19 +125,19 @@ async def test_a_stream_has_one_chunk_per_token(house: House) -> None:
     assert len({event["id"] for event in events}) == 1
 
 
-async def test_usage_in_every_chunk(house: House) -> None:
+async def test_usage_in_every_chunk(cluster: Cluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    _, events = await house.stream(TEXT, {"prompt": "hi", "max_tokens": 3, "stream_options": options})
+    _, events = await cluster.stream(TEXT, {"prompt": "hi", "max_tokens": 3, "stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
 
 
-async def test_completions_of_several_prompts_and_choices(house: House) -> None:
+async def test_completions_of_several_prompts_and_choices(cluster: Cluster) -> None:
     asked = {"prompt": ["one", "two three"], "n": 2, "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
-    _, body = await house.post(TEXT, asked)
+    _, body = await cluster.post(TEXT, asked)
     valid("CreateCompletionResponse", body)
     choices = body["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    requests = [sent.request for sent in house.workers[0].got(Prefill)]
+    requests = [sent.request for sent in cluster.workers[0].got(Prefill)]
     for index, choice in enumerate(choices):
         request = requests[index // 2]
         assert choice["prompt_token_ids"] == request.prompt_tokens()
@@ -136,8 +146,8 @@ async def test_completions_of_several_prompts_and_choices(house: House) -> None:
     assert body["usage"]["completion_tokens"] == 12
 
 
-async def test_streamed_completions_of_several_choices(house: House) -> None:
-    _, events = await house.stream(TEXT, {"prompt": [[40, 41], [42]], "n": 2, "max_tokens": 2, "logprobs": 0})
+async def test_streamed_completions_of_several_choices(cluster: Cluster) -> None:
+    _, events = await cluster.stream(TEXT, {"prompt": [[40, 41], [42]], "n": 2, "max_tokens": 2, "logprobs": 0})
     for event in events:
         valid("CreateCompletionStreamResponse", event)
     for index in range(4):
@@ -146,13 +156,13 @@ async def test_streamed_completions_of_several_choices(house: House) -> None:
         assert all(choice["logprobs"]["token_logprobs"] == [-0.5] for choice in mine[:2])
 
 
-async def test_chat_logprobs(house: House) -> None:
+async def test_chat_logprobs(cluster: Cluster) -> None:
     asked = {**HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
-    _, body = await house.post(CHAT, asked)
+    _, body = await cluster.post(CHAT, asked)
     valid("CreateChatCompletionResponse", body)
     content = body["choices"][0]["logprobs"]["content"]
     assert len(content) == 2 and [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
-    _, events = await house.stream(CHAT, asked)
+    _, events = await cluster.stream(CHAT, asked)
     streamed = [event["choices"][0]["logprobs"]["content"][0] for event in events[:-1]]
     assert [entry["top_logprobs"] for entry in streamed] == [entry["top_logprobs"] for entry in content]
 
@@ -202,86 +212,86 @@ async def test_logprobs_are_not_left_for_the_end(model: Path) -> None:
     ],
 )
 async def test_logprobs_of_a_whole_answer_are_bounded(
-    house: House, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], param: str
 ) -> None:
     monkeypatch.setattr("coordinator.api.service.MOST_LOGPROB_BYTES", 100_000)
-    _, body = await house.post(path, {**asked, "max_tokens": 40})
+    _, body = await cluster.post(path, {**asked, "max_tokens": 40})
     assert (body["error"]["param"], body["error"]["code"]) == (param, "invalid_value")
-    await house.stream(path, {**asked, "max_tokens": 40})
-    _, body = await house.post(path, {**asked, "max_tokens": 2})
+    await cluster.stream(path, {**asked, "max_tokens": 40})
+    _, body = await cluster.post(path, {**asked, "max_tokens": 2})
     assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
     if path == CHAT:  # who sets no limit gets what fits
-        _, body = await house.post(path, asked)
+        _, body = await cluster.post(path, asked)
         assert body["usage"]["completion_tokens"] == 2 * 16
 
 
-async def test_echo_repeats_the_prompt(house: House) -> None:
-    _, body = await house.post(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 1})
+async def test_echo_repeats_the_prompt(cluster: Cluster) -> None:
+    _, body = await cluster.post(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 1})
     assert body["choices"][0]["text"].startswith("hello")
-    _, events = await house.stream(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 2})
+    _, events = await cluster.stream(TEXT, {"prompt": "hello", "echo": True, "max_tokens": 2})
     assert events[0]["choices"][0]["text"].startswith("hello")
     assert not events[1]["choices"][0]["text"].startswith("hello")
 
 
-async def test_return_metrics_adds_up(house: House) -> None:
-    _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+async def test_return_metrics_adds_up(cluster: Cluster) -> None:
+    _, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
     stages = body["tandem"]
     assert stages["path"] == "disagg" and stages["why"] and stages["kv_bytes"] == 4096
     total = stages["queue_ms"] + stages["tokenize_ms"] + stages["prefill_ms"]
     assert total == pytest.approx(stages["ttft_ms"], abs=0.01)
-    _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
+    _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 4, "return_metrics": True})
     assert events[-1]["choices"][0]["finish_reason"] and events[-1]["tandem"]["decode"] == "decode-1"
     asked = {**HELLO, "max_tokens": 4, "return_metrics": True, "stream_options": {"include_usage": True}}
-    assert (await house.stream(CHAT, asked))[1][-1]["tandem"]["itl_ms_mean"] > 0
+    assert (await cluster.stream(CHAT, asked))[1][-1]["tandem"]["itl_ms_mean"] > 0
 
 
 async def test_end_of_sequence_is_not_shown(model: Path) -> None:
-    async with open_house(model) as house:
-        await talkers(house, "hi")
-        _, body = await house.post(CHAT, {**HELLO, "return_token_ids": True, "skip_special_tokens": False})
+    async with open_cluster(model) as cluster:
+        await talkers(cluster, "hi")
+        _, body = await cluster.post(CHAT, {**HELLO, "return_token_ids": True, "skip_special_tokens": False})
         choice = body["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
         assert choice["token_ids"][-1] == EOS
 
 
 async def test_the_first_token_may_end_it_on_prefill(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode", delay_s=5)
-        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode", delay_s=5)
+        response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
         assert body["usage"]["completion_tokens"] == 1
         assert response.headers["x-tandem-path"] == body["tandem"]["path"] == "prefill"
         assert response.headers["x-tandem-decode"] == "none"
         await until(lambda: decode.got(Abort), "decode is told")
-        _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
+        _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 1, "return_metrics": True})
         assert events[-1]["tandem"]["path"] == "prefill"
 
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_ends_it_everywhere_and_never_leaks(model: Path, include: bool) -> None:
-    async with open_house(model) as house:
-        await talkers(house, "some text STOP and more of it" * 5)
+    async with open_cluster(model) as cluster:
+        await talkers(cluster, "some text STOP and more of it" * 5)
         asked = {**HELLO, "stop": ["xyz", "STOP"], "include_stop_str_in_output": include}
         wanted = "some text STOP" if include else "some text "
-        _, body = await house.post(CHAT, asked)
+        _, body = await cluster.post(CHAT, asked)
         assert body["choices"][0]["message"]["content"] == wanted
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"]["completion_tokens"] == len("some text STOP")
-        _, events = await house.stream(CHAT, asked)
+        _, events = await cluster.stream(CHAT, asked)
         parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
         assert len(parts) == len("some text STOP") and "".join(parts) == wanted
-        await until(lambda: len(house.workers[1].got(Abort)) == 2, "decode is told")
+        await until(lambda: len(cluster.workers[1].got(Abort)) == 2, "decode is told")
 
 
 async def test_stop_strings_wait_for_min_tokens(model: Path) -> None:
-    async with open_house(model) as house:
-        await talkers(house, "ababab")
-        _, body = await house.post(CHAT, {**HELLO, "stop": "b", "min_tokens": 3})
+    async with open_cluster(model) as cluster:
+        await talkers(cluster, "ababab")
+        _, body = await cluster.post(CHAT, {**HELLO, "stop": "b", "min_tokens": 3})
         assert body["choices"][0]["message"]["content"] == "aba"
 
 
 async def test_a_character_of_several_tokens_comes_whole(model: Path) -> None:
-    async with open_house(model) as house:
-        await talkers(house, "é🙂!")
-        _, events = await house.stream(CHAT, HELLO)
+    async with open_cluster(model) as cluster:
+        await talkers(cluster, "é🙂!")
+        _, events = await cluster.stream(CHAT, HELLO)
         parts = [event["choices"][0]["delta"]["content"] for event in events[:-1]]
         assert parts == ["", "é", "", "", "", "🙂", "!", ""]

@@ -23,63 +23,72 @@ from coordinator.http.repeats import RateLimitedLog
 from coordinator.http.server import MAX_WAITING_BYTES, Connection
 from coordinator.http.sse import EventStream, deliver
 from tests.leaked_keys import new_key
-from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, _ask_and_read_no_more, _narrow, open_house, until
+from tests.unit.coordinator.fake_cluster import (
+    CHAT,
+    HELLO,
+    TEXT,
+    Cluster,
+    _ask_and_read_no_more,
+    _narrow,
+    open_cluster,
+    until,
+)
 
 
-async def test_request_ids_are_echoed_if_sane(house: House) -> None:
+async def test_request_ids_are_echoed_if_sane(cluster: Cluster) -> None:
     for given, same in (("my-id.1", True), ("x" * 200, False), ("a b", False)):
-        response, _ = await house.get("/health", headers={"X-Request-Id": given})
+        response, _ = await cluster.get("/health", headers={"X-Request-Id": given})
         assert (response.headers["x-request-id"] == given) is same
 
 
-async def test_ignored_fields_are_named(house: House) -> None:
-    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1, "store": True, "foo": 1})
+async def test_ignored_fields_are_named(cluster: Cluster) -> None:
+    response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 1, "store": True, "foo": 1})
     assert response.headers["x-tandem-ignored"] == "store, foo"
 
 
-async def test_other_web_sites_can_neither_post_nor_read_here(house: House) -> None:
+async def test_other_web_sites_can_neither_post_nor_read_here(cluster: Cluster) -> None:
     foreign = [("Host", "evil.example"), ("Origin", "https://evil.example"), ("Origin", "null")]
     for name, value in [*foreign, ("Host", "["), ("Origin", "http://["), ("Origin", "")]:
-        response, body = await house.post(CHAT, HELLO, headers={name: value})
+        response, body = await cluster.post(CHAT, HELLO, headers={name: value})
         assert response.status == 403 and body["error"]["code"] == "forbidden_origin"
-        response, _ = await house.get("/admin/workers", headers={name: value})
+        response, _ = await cluster.get("/admin/workers", headers={name: value})
         assert response.status == 403, "nor read"
-    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 1}, headers={"Origin": "http://localhost:3000"})
+    response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 1}, headers={"Origin": "http://localhost:3000"})
     assert response.status == 200
 
 
 async def test_with_a_key_everything_is_closed(model: Path) -> None:
     key, root = new_key(), new_key()
-    async with open_house(model, "colocated", api_key=key, admin_api_key=root) as house:
+    async with open_cluster(model, "colocated", api_key=key, admin_api_key=root) as cluster:
         good, admin = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {root}"}
         bad = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}, {"Authorization": "Bearer é"}]
         for path in ("/", "/v1/models", "/version", "/nowhere", "/admin/workers"):
             for headers in bad:
-                response, body = await house.get(path, headers=headers)
+                response, body = await cluster.get(path, headers=headers)
                 assert response.status == 401 and body["error"]["code"] == "invalid_api_key"
                 assert response.headers["WWW-Authenticate"] == "Bearer"
-        assert (await house.get("/v1/models", headers=good))[0].status == 200
-        assert (await house.get("/admin/workers", headers=good))[0].status == 403
-        assert (await house.get("/admin/workers", headers=admin))[0].status == 200
-        assert (await house.get("/health"))[0].status == 200
-        assert (await house.get("/ready"))[0].status == 200
+        assert (await cluster.get("/v1/models", headers=good))[0].status == 200
+        assert (await cluster.get("/admin/workers", headers=good))[0].status == 403
+        assert (await cluster.get("/admin/workers", headers=admin))[0].status == 200
+        assert (await cluster.get("/health"))[0].status == 200
+        assert (await cluster.get("/ready"))[0].status == 200
 
 
-async def _cut_off(house: House) -> dict[str, float]:
-    async with house.client.get(f"{house.url}/metrics") as response:
+async def _cut_off(cluster: Cluster) -> dict[str, float]:
+    async with cluster.client.get(f"{cluster.url}/metrics") as response:
         lines = re.findall(r'^tandem_clients_cut_off_total\{while="(\w+)"\} (\S+)', await response.text(), re.MULTILINE)
     return {doing: float(count) for doing, count in lines}
 
 
 async def test_a_reader_that_stopped_reading_is_cut_and_others_feel_nothing(model: Path) -> None:
     asked = {"prompt": "x", "stream": True, "n": 16, "logprobs": 20, "max_tokens": 2000, "ignore_eos": True}
-    async with open_house(model, client_timeout=0.5) as house:
-        worker = await house.add("colocated", changes={"kv_blocks": 4096})
-        _, writer = await _ask_and_read_no_more(house, asked)
-        other = asyncio.create_task(house.stream(TEXT, {"prompt": "y", "max_tokens": 200, "ignore_eos": True}))
+    async with open_cluster(model, client_timeout=0.5) as cluster:
+        worker = await cluster.add("colocated", changes={"kv_blocks": 4096})
+        _, writer = await _ask_and_read_no_more(cluster, asked)
+        other = asyncio.create_task(cluster.stream(TEXT, {"prompt": "y", "max_tokens": 200, "ignore_eos": True}))
         await until(lambda: worker.got(Abort), "it is cut and its work stopped", 20)
         assert len([event for event in (await other)[1] if event["choices"][0]["text"]]) > 100
-        assert await _cut_off(house) == {"reading": 1}
+        assert await _cut_off(cluster) == {"reading": 1}
         writer.close()
 
 
@@ -109,11 +118,13 @@ async def test_a_reader_of_a_whole_answer_that_takes_nothing_of_it_is_cut() -> N
         await runner.cleanup()
 
 
-async def test_clients_that_are_cut_off_are_counted_in_the_log(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    _, cut = read_timeout(house.services)
+async def test_clients_that_are_cut_off_are_counted_in_the_log(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, cut = read_timeout(cluster.services)
     for _ in range(1000):
         cut("is too far behind")
-    house.services.cuts.close()
+    cluster.services.cuts.close()
     assert caplog.messages == [
         "a client is cut off: it is too far behind",
         "999 more clients were cut off: 999 (is too far behind)",
@@ -237,18 +248,18 @@ async def test_an_answer_is_delivered_when_the_kernel_has_its_last_byte() -> Non
 
 
 async def test_a_body_that_does_not_come_is_answered_in_time(model: Path) -> None:
-    async with open_house(model, "colocated", client_timeout=0.3) as house:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rsplit(":", 1)[1]))
+    async with open_cluster(model, "colocated", client_timeout=0.3) as cluster:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rsplit(":", 1)[1]))
         writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
         async with asyncio.timeout(10):
             assert b" 408 " in await reader.readline()
-        assert await _cut_off(house) == {"sending": 1}
+        assert await _cut_off(cluster) == {"sending": 1}
         writer.close()
 
 
 async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
-    async with open_house(model, "colocated", client_timeout=0.4) as house:
-        port = int(house.url.rsplit(":", 1)[1])
+    async with open_cluster(model, "colocated", client_timeout=0.4) as cluster:
+        port = int(cluster.url.rsplit(":", 1)[1])
         lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         (never, _), (slow, dripping), (kept, asking) = lines
         asking.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -262,7 +273,7 @@ async def test_headers_that_do_not_come_hold_no_connection(model: Path) -> None:
             assert await never.read() == b""
         asking.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200" in (await kept.readuntil(b" 200 ")), "one that has asked may wait"
-        assert await _cut_off(house) == {"sending": 2}
+        assert await _cut_off(cluster) == {"sending": 2}
         for _, writer in lines:
             writer.close()
 

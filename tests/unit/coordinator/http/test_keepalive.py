@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.http import routes, sse
 from tests.fakes.checkpoint import fake_checkpoint
-from tests.unit.coordinator.house import House, open_house, until
+from tests.unit.coordinator.fake_cluster import Cluster, open_cluster, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 INTERVAL_S = 0.1
@@ -35,11 +35,11 @@ BODIES = {TEXT: {"prompt": "hello", **ASKED}, CHAT: {"messages": [{"role": "user
 class Gate:
     """A coordinator with one worker that makes one token per :meth:`release`."""
 
-    house: House
+    cluster: Cluster
     _permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     async def open(self) -> None:
-        worker = await self.house.add("colocated", step_s=0.0)
+        worker = await self.cluster.add("colocated", step_s=0.0)
         step = worker._step
 
         def gated(control: Any, now: float) -> None:
@@ -59,8 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def gate(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Gate]:
-    async with open_house(model, **getattr(request, "param", {})) as house:
-        gate = Gate(house)
+    async with open_cluster(model, **getattr(request, "param", {})) as cluster:
+        gate = Gate(cluster)
         await gate.open()
         yield gate
 
@@ -143,8 +143,8 @@ def plain(events: list[str]) -> list[Any]:
 async def with_waits(gate: Gate, path: str, reader: Any) -> tuple[list[str], bytes]:
     """The events as ``reader`` yields them, and all bytes. Each token is made when keep-alives came since the one
     before, by when the reader must have had that one."""
-    url, events, data, released = f"{gate.house.url}{path}", [], b"", 0
-    async with gate.house.client.post(url, json=BODIES[path]) as response:
+    url, events, data, released = f"{gate.cluster.url}{path}", [], b"", 0
+    async with gate.cluster.client.post(url, json=BODIES[path]) as response:
         async for chunk in response.content.iter_any():
             data += chunk
             events += reader.feed(chunk)
@@ -159,7 +159,7 @@ async def with_waits(gate: Gate, path: str, reader: Any) -> tuple[list[str], byt
 
 async def without_waits(gate: Gate, path: str) -> list[str]:
     gate.release(TOKENS)
-    async with gate.house.client.post(f"{gate.house.url}{path}", json=BODIES[path]) as response:
+    async with gate.cluster.client.post(f"{gate.cluster.url}{path}", json=BODIES[path]) as response:
         return Standard().feed(await response.read())
 
 
@@ -185,7 +185,7 @@ async def test_each_reader_has_each_event_at_its_time(
 @pytest.mark.parametrize("reader", READERS)
 async def test_an_error_after_a_wait_is_an_event_of_its_own(gate: Gate, reader: Callable[[], Any]) -> None:
     reading, events, data = reader(), [], b""
-    async with gate.house.client.post(f"{gate.house.url}{TEXT}", json=BODIES[TEXT]) as response:
+    async with gate.cluster.client.post(f"{gate.cluster.url}{TEXT}", json=BODIES[TEXT]) as response:
         assert response.status == 200
         async for chunk in response.content.iter_any():
             data += chunk
@@ -200,7 +200,7 @@ async def test_an_error_after_a_wait_is_an_event_of_its_own(gate: Gate, reader: 
 async def test_a_waiting_stream_is_never_silent_for_longer_than_the_interval(gate: Gate, version: str) -> None:
     """Headers come after one interval, then keep-alives one by one, as they stand on the wire. HTTP/1.0, which nginx
     speaks, has no chunks."""
-    host, port = gate.house.url.removeprefix("http://").split(":")
+    host, port = gate.cluster.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(BODIES[TEXT]).encode()
     head = f"POST {TEXT} HTTP/{version}\r\nHost: {host}\r\nContent-Length: {len(body)}"
@@ -218,4 +218,4 @@ async def test_a_waiting_stream_is_never_silent_for_longer_than_the_interval(gat
     rest = await reader.readuntil(b"data: [DONE]\n\n")
     assert rest.count(b"data: ") == TOKENS + 3
     writer.close()
-    await until(lambda: not gate.house.dispatcher.records, "the request ends")
+    await until(lambda: not gate.cluster.dispatcher.records, "the request ends")

@@ -16,32 +16,32 @@ from common.net.messages import Drain, Role, Timing
 from coordinator.app import LAG_EVERY_S
 from coordinator.metrics import FRESH_PAGES, PAGE_S, _Sum
 from tests.fakes.checkpoint import POSITIONS, VOCAB
-from tests.unit.coordinator.house import CHAT, HELLO, House, open_house, until, valid
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, Cluster, open_cluster, until, valid
 
 
 async def test_a_worker_is_drained_by_name(model: Path) -> None:
-    async with open_house(model, "prefill", "decode") as house:
-        other = await house.add("decode")
-        response, body = await house.post("/admin/drain", {"worker": "decode-2", "timeout": 2.5})
+    async with open_cluster(model, "prefill", "decode") as cluster:
+        other = await cluster.add("decode")
+        response, body = await cluster.post("/admin/drain", {"worker": "decode-2", "timeout": 2.5})
         assert response.status == 202 and body == {"worker": "decode-2", "timeout": 2.5}
         await until(lambda: other.got(Drain), "it hears of it")
         assert other.got(Drain) == [Drain(2500)]
         for wrong, code in ({"worker": "decode-7"}, 404), ({}, 400), ({"worker": "decode-2", "timeout": -1}, 400):
-            response, body = await house.post("/admin/drain", wrong)
+            response, body = await cluster.post("/admin/drain", wrong)
             assert response.status == code, body
 
 
-async def test_the_root_tells_what_is_here(house: House) -> None:
-    response, body = await house.get("/")
+async def test_the_root_tells_what_is_here(cluster: Cluster) -> None:
+    response, body = await cluster.get("/")
     assert response.status == 200 and body["server"] == "tandem" and body["model"] == "tiny"
     assert {"POST /v1/chat/completions", "GET /v1/models", "GET /health", "GET /metrics"} <= set(body["endpoints"])
     assert "GET /" not in body["endpoints"]
-    assert (await house.get("/nowhere"))[0].status == 404
+    assert (await cluster.get("/nowhere"))[0].status == 404
 
 
 async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> None:
-    async with open_house(model, "colocated", served_model_name="<b>&co") as house:
-        async with house.client.get(house.url, headers={"Accept": "text/html,*/*;q=0.8"}) as response:
+    async with open_cluster(model, "colocated", served_model_name="<b>&co") as cluster:
+        async with cluster.client.get(cluster.url, headers={"Accept": "text/html,*/*;q=0.8"}) as response:
             page = await response.text()
         assert response.content_type == "text/html" and response.headers["Vary"] == "Accept"
         assert "serves &lt;b&gt;&amp;co<" in page and "<b>" not in page
@@ -49,45 +49,45 @@ async def test_a_browser_gets_a_page_whose_links_lead_somewhere(model: Path) -> 
         links = re.findall(r'href="([^"]+)"', page)
         assert {"/v1/models", "/health", "/metrics", "/admin/workers"} <= set(links)
         for link in links:
-            async with house.client.get(house.url + link) as response:
+            async with cluster.client.get(cluster.url + link) as response:
                 assert response.status == 200, link
 
 
-async def test_models(house: House) -> None:
-    _, body = await house.get("/v1/models")
+async def test_models(cluster: Cluster) -> None:
+    _, body = await cluster.get("/v1/models")
     valid("ListModelsResponse", body)
     assert body["data"][0]["id"] == "tiny" and body["data"][0]["max_model_len"] == POSITIONS
-    valid("Model", (await house.get("/v1/models/tiny"))[1])
-    assert (await house.get("/v1/models/other"))[0].status == 404
+    valid("Model", (await cluster.get("/v1/models/tiny"))[1])
+    assert (await cluster.get("/v1/models/other"))[0].status == 404
 
 
-async def test_tokens_there_and_back(house: House) -> None:
-    _, body = await house.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+async def test_tokens_there_and_back(cluster: Cluster) -> None:
+    _, body = await cluster.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == POSITIONS
-    _, back = await house.post("/detokenize", {"tokens": body["tokens"]})
+    _, back = await cluster.post("/detokenize", {"tokens": body["tokens"]})
     assert back == {"prompt": "héllo"}
-    _, body = await house.post("/tokenize", HELLO)
-    assert (await house.post("/detokenize", {"tokens": body["tokens"]}))[1]["prompt"].endswith("<|assistant|>")
-    assert (await house.post("/tokenize", {}))[0].status == 400
-    assert (await house.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
+    _, body = await cluster.post("/tokenize", HELLO)
+    assert (await cluster.post("/detokenize", {"tokens": body["tokens"]}))[1]["prompt"].endswith("<|assistant|>")
+    assert (await cluster.post("/tokenize", {}))[0].status == 400
+    assert (await cluster.post("/detokenize", {"tokens": [VOCAB]}))[0].status == 400
 
 
 async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
-    async with open_house(model, expect_prefill=1, expect_decode=2) as house:
+    async with open_cluster(model, expect_prefill=1, expect_decode=2) as cluster:
         roles: tuple[Role, ...] = ("prefill", "decode")
         for role in roles:
-            response, body = await house.get("/ready")
+            response, body = await cluster.get("/ready")
             assert response.status == 503 and "0 of" in body["error"]["message"]
-            await house.add(role)
-        assert "1 of 2 decode" in (await house.get("/ready"))[1]["error"]["message"]
-        await house.add("decode")
-        assert (await house.get("/ready"))[0].status == 200
+            await cluster.add(role)
+        assert "1 of 2 decode" in (await cluster.get("/ready"))[1]["error"]["message"]
+        await cluster.add("decode")
+        assert (await cluster.get("/ready"))[0].status == 200
 
 
-async def test_workers_as_they_see_themselves(house: House) -> None:
-    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
-    await until(lambda: house.dispatcher.links.of(next(iter(house.services.registry))), "the link is measured")
-    _, body = await house.get("/admin/workers")
+async def test_workers_as_they_see_themselves(cluster: Cluster) -> None:
+    await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
+    await until(lambda: cluster.dispatcher.links.of(next(iter(cluster.services.registry))), "the link is measured")
+    _, body = await cluster.get("/admin/workers")
     for worker in body["workers"]:
         blocks = worker["kv_blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["held"] == blocks["total"] == 256
@@ -98,10 +98,10 @@ async def test_workers_as_they_see_themselves(house: House) -> None:
     assert decode["links"] == [] and prefill["transports"] == decode["transports"] == ["shm", "zmq"]
 
 
-async def test_metrics_have_vllms_names(house: House) -> None:
-    await house.post(CHAT, {**HELLO, "max_tokens": 4})
-    await until(lambda: all(worker.beat for worker in house.services.registry), "heartbeats")
-    async with house.client.get(f"{house.url}/metrics") as response:
+async def test_metrics_have_vllms_names(cluster: Cluster) -> None:
+    await cluster.post(CHAT, {**HELLO, "max_tokens": 4})
+    await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
+    async with cluster.client.get(f"{cluster.url}/metrics") as response:
         page = await response.text()
     for name in (
         "vllm:num_requests_running",
@@ -146,9 +146,9 @@ async def test_metrics_have_vllms_names(house: House) -> None:
         assert name in page, name
 
 
-async def test_a_flood_of_scrapes_makes_few_pages(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_scrapes_makes_few_pages(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whereas each of a few shows what happened just before it."""
-    metrics, now, made = house.services.metrics, 100.0, 0
+    metrics, now, made = cluster.services.metrics, 100.0, 0
 
     def make(registry: CollectorRegistry) -> bytes:
         nonlocal made
@@ -156,7 +156,7 @@ async def test_a_flood_of_scrapes_makes_few_pages(house: House, monkeypatch: pyt
         return generate_latest(registry)
 
     async def scrape() -> float:
-        async with house.client.get(f"{house.url}/metrics") as response:
+        async with cluster.client.get(f"{cluster.url}/metrics") as response:
             found = re.search(r'^tandem_clients_cut_off_total\{while="reading"\} (\S+)', await response.text(), re.M)
             return float(found[1]) if found else 0.0
 
@@ -171,9 +171,9 @@ async def test_a_flood_of_scrapes_makes_few_pages(house: House, monkeypatch: pyt
     assert await scrape() == FRESH_PAGES
 
 
-async def test_what_holds_the_event_loop_up_is_measured(house: House) -> None:
+async def test_what_holds_the_event_loop_up_is_measured(cluster: Cluster) -> None:
     """Also what is over before anybody's watchdog looks."""
-    lag = functools.partial(house.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
+    lag = functools.partial(cluster.services.metrics.registry.get_sample_value, "tandem_event_loop_lag_seconds_sum")
     before, began = lag(), time.monotonic()
     assert before is not None
     time.sleep(0.2)  # noqa: ASYNC251 - this is what holds it up
@@ -181,12 +181,12 @@ async def test_what_holds_the_event_loop_up_is_measured(house: House) -> None:
     assert (lag() or 0.0) - before <= time.monotonic() - began + LAG_EVERY_S, "no more than the time that passed"
 
 
-async def test_a_hand_off_counts_though_its_answer_has_ended_before(house: House) -> None:
+async def test_a_hand_off_counts_though_its_answer_has_ended_before(cluster: Cluster) -> None:
     """A short one may, whose last token decode has sent while prefill still learns that all of its KV was accepted."""
-    prefill = next(worker for worker in house.workers if worker.hello.role == "prefill")
+    prefill = next(worker for worker in cluster.workers if worker.hello.role == "prefill")
     values = {"transfer_ms": 4.0, "transfer_exposed_ms": 2.0, "kv_bytes": 4096.0}
     prefill.say(Timing(RequestId(bytes(16)), 1, values, "shm"))
-    metrics = house.services.metrics
+    metrics = cluster.services.metrics
     shown = functools.partial(metrics.registry.get_sample_value, "tandem_stage_seconds_sum")
     await until(lambda: shown({"stage": "transfer_exposed"}), "it is counted")
     assert shown({"stage": "transfer_exposed"}) == 0.002 and shown({"stage": "transfer"}) == 0.004

@@ -41,38 +41,38 @@ from coordinator.routing.breakers import FAILURES
 from coordinator.routing.router import Router
 from tests.fakes.checkpoint import EOS
 from tests.fakes.worker import FakeWorker, formula
-from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, letters, open_cluster, until
 
 
-async def stream_over(house: House, loss: Any, path: str = "disagg") -> None:
-    """A stream during which ``loss(house)`` happens: nothing missing, nothing twice."""
-    async with house.client.post(
-        f"{house.url}{CHAT}", json={**HELLO, "max_tokens": 40, "stream": True, "return_token_ids": True}
+async def stream_over(cluster: Cluster, loss: Any, path: str = "disagg") -> None:
+    """A stream during which ``loss(cluster)`` happens: nothing missing, nothing twice."""
+    async with cluster.client.post(
+        f"{cluster.url}{CHAT}", json={**HELLO, "max_tokens": 40, "stream": True, "return_token_ids": True}
     ) as response:
         lines: list[str] = []
         async for line in response.content:
             if line.startswith(b"data: {"):
                 lines.append(line.decode().removeprefix("data: "))
             if len(lines) == 10:
-                await loss(house)
+                await loss(cluster)
     events = [json.loads(line) for line in lines]
     assert "error" not in events[-1], events[-1]
     ids = [event["choices"][0]["token_ids"][0] for event in events[:-1]]
-    request = next(w for w in house.workers if w.got(Prefill) or w.got(Generate)).received
+    request = next(w for w in cluster.workers if w.got(Prefill) or w.got(Generate)).received
     sent = next(message for message in request if isinstance(message, Prefill | Generate)).request
     assert ids == [formula(sent, 0, position) for position in range(40)]
 
 
 async def test_a_dead_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        first = await house.add("decode", step_s=0.01)
-        await house.add("decode", step_s=0.01)
+    async with open_cluster(model, "prefill") as cluster:
+        first = await cluster.add("decode", step_s=0.01)
+        await cluster.add("decode", step_s=0.01)
 
-        async def kill(_: House) -> None:
+        async def kill(_: Cluster) -> None:
             first.stop()
 
-        await stream_over(house, kill)
-        migrated = [sent for sent in house.workers[0].got(Prefill) if sent.attempt == 1]
+        await stream_over(cluster, kill)
+        migrated = [sent for sent in cluster.workers[0].got(Prefill) if sent.attempt == 1]
         assert migrated and len(migrated[0].request.emitted_tokens(0)) >= 10
 
 
@@ -101,9 +101,9 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
     def talk(request: Request, choice: int, position: int) -> int:
         return int(talks[choice](request, choice, position))
 
-    async with open_house(model) as house:
-        await house.add("prefill", script=talk)
-        first = await house.add("decode", script=talk)
+    async with open_cluster(model) as cluster:
+        await cluster.add("prefill", script=talk)
+        first = await cluster.add("decode", script=talk)
 
         def talk_no_further(request: Request, choice: int, position: int) -> int:
             if position == said - 1:
@@ -112,20 +112,20 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
 
         async def ask() -> Any:
             if stream:
-                return as_shown((await house.stream(CHAT, asked))[1])
-            _, body = await house.post(CHAT, asked)
+                return as_shown((await cluster.stream(CHAT, asked))[1])
+            _, body = await cluster.post(CHAT, asked)
             return body["choices"], body["usage"]["completion_tokens"]
 
         undisturbed = await ask()
         first.script = talk_no_further
         disturbed = asyncio.create_task(ask())
-        await until(lambda: house.dispatcher.records, "it runs")
-        [record] = house.dispatcher.records.values()
+        await until(lambda: cluster.dispatcher.records, "it runs")
+        [record] = cluster.dispatcher.records.values()
         await until(lambda: len(record.life.output[0]) == said, "its first part is here")
-        await house.add("decode", script=talk)
+        await cluster.add("decode", script=talk)
         first.stop()
         assert await disturbed == undisturbed
-        assert house.services.metrics.registry.get_sample_value("tandem_migrations_total") == 1
+        assert cluster.services.metrics.registry.get_sample_value("tandem_migrations_total") == 1
     if stream:
         shown = [(text, finish) for text, _, finish in undisturbed]
     else:
@@ -134,14 +134,14 @@ async def test_a_stop_string_of_which_two_decode_workers_have_a_part_each(
 
 
 async def test_a_silent_decode_worker_is_replaced_in_mid_stream(model: Path) -> None:
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01)
-        await house.add("decode", step_s=0.01)
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01)
+        await cluster.add("decode", step_s=0.01)
 
-        async def hang(_: House) -> None:
+        async def hang(_: Cluster) -> None:
             first.fall_silent()
 
-        await stream_over(house, hang)
+        await stream_over(cluster, hang)
 
 
 @pytest.mark.parametrize("cut_off", ["it hears nothing", "it is not heard"])
@@ -151,59 +151,59 @@ async def test_a_worker_whose_heart_beats_over_another_connection_than_the_dead_
 ) -> None:
     """Before the first token too: nothing of such a request would ever be told, and a heart goes on beating."""
     others: dict[Role, tuple[Role, ...]] = {"prefill": ("decode",), "decode": ("prefill",), "colocated": ()}
-    async with open_house(model, *others[role], failure_timeout=0.5) as house:
-        dead = await house.add(role, name="dead", rejoins=False)
-        await house.add(role, name="alive")
+    async with open_cluster(model, *others[role], failure_timeout=0.5) as cluster:
+        dead = await cluster.add(role, name="dead", rejoins=False)
+        await cluster.add(role, name="alive")
         if cut_off == "it hears nothing":
             dead.deaf = True
         else:
             dead.drop |= {Tokens, Timing, LeaseAck}
-        asked = [house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(6)]
+        asked = [cluster.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(6)]
         async with asyncio.timeout(5):
             answers = await asyncio.gather(*asked)
         assert [response.status for response, _ in answers] == [200] * 6
-        known = house.dispatcher.registry
+        known = cluster.dispatcher.registry
         await until(lambda: [worker.hello.name for worker in known.ready(role)] == ["alive"], "it is gone")
 
 
 async def test_a_shorter_failure_timeout_notices_silence_sooner_than_the_usual_one_could(model: Path) -> None:
-    async with open_house(model, failure_timeout=0.5) as house:
-        worker = await house.add("colocated")
+    async with open_cluster(model, failure_timeout=0.5) as cluster:
+        worker = await cluster.add("colocated")
         (welcome,) = worker.got(Welcome)
         assert (welcome.heartbeat_ms, welcome.lease_ms, welcome.patience_ms) == (125, 2000, 500)
         worker.fall_silent()
         silent_at = time.monotonic()
-        await until(lambda: not len(house.dispatcher.registry), "it is gone")
+        await until(lambda: not len(cluster.dispatcher.registry), "it is gone")
         assert time.monotonic() - silent_at < FailureTimes().silence_s
 
 
 async def test_a_worker_that_leaves_politely(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        first = await house.add("decode", step_s=0.01)
-        await house.add("decode", step_s=0.01)
+    async with open_cluster(model, "prefill") as cluster:
+        first = await cluster.add("decode", step_s=0.01)
+        await cluster.add("decode", step_s=0.01)
 
-        async def leave(_: House) -> None:
+        async def leave(_: Cluster) -> None:
             first.say(Goodbye(first.hello.incarnation, "drained"))
 
-        await stream_over(house, leave)
+        await stream_over(cluster, leave)
 
 
 async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(model: Path) -> None:
     """It said Goodbye and is gone before anybody has read it: sending to it fails first."""
-    async with open_house(model, "colocated", "colocated") as house:
-        for worker in house.workers:
+    async with open_cluster(model, "colocated", "colocated") as cluster:
+        for worker in cluster.workers:
             worker.step_s = 0.02
-        asked = asyncio.create_task(house.post(TEXT, {"prompt": "wait", "max_tokens": 50, "ignore_eos": True}))
-        await until(lambda: any(worker.busy for worker in house.workers), "somebody has it")
-        leaving = next(worker for worker in house.workers if worker.busy)
-        record = next(iter(house.dispatcher.records.values()))
-        registered = house.services.registry.get(leaving.hello.incarnation)
+        asked = asyncio.create_task(cluster.post(TEXT, {"prompt": "wait", "max_tokens": 50, "ignore_eos": True}))
+        await until(lambda: any(worker.busy for worker in cluster.workers), "somebody has it")
+        leaving = next(worker for worker in cluster.workers if worker.busy)
+        record = next(iter(cluster.dispatcher.records.values()))
+        registered = cluster.services.registry.get(leaving.hello.incarnation)
         assert registered is not None
         leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
         time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to be away while both happen
         leaving.stop()
         time.sleep(0.2)  # noqa: ASYNC251
-        assert not house.dispatcher.gateway.send(registered, Abort(record.id, 99))
+        assert not cluster.dispatcher.gateway.send(registered, Abort(record.id, 99))
         response, body = await asked
         assert response.status == 200 and body["usage"]["completion_tokens"] == 50
         assert (
@@ -214,25 +214,25 @@ async def test_the_last_words_of_a_worker_are_read_before_it_is_called_lost(mode
 async def test_streams_move_from_workers_that_leave_more_often_than_they_could_after_losses(model: Path) -> None:
     """A planned move costs nothing of the budget, and the stream is the one that nothing had disturbed."""
     body = {"prompt": "moved about", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
-    async with open_house(model, "decode", "decode") as house:
-        for worker in house.workers:
+    async with open_cluster(model, "decode", "decode") as cluster:
+        for worker in cluster.workers:
             worker.step_s = 0.0
-        _, quiet = await house.stream(TEXT, body)
-        for worker in house.workers:
+        _, quiet = await cluster.stream(TEXT, body)
+        for worker in cluster.workers:
             worker.step_s = 0.02
-        asked = asyncio.create_task(house.stream(TEXT, body))
+        asked = asyncio.create_task(cluster.stream(TEXT, body))
         for _ in range(MAX_MIGRATIONS + 2):
             await until(
-                lambda: house.dispatcher.records and any(worker.busy for worker in house.workers), "somebody has it"
+                lambda: cluster.dispatcher.records and any(worker.busy for worker in cluster.workers), "somebody has it"
             )
-            leaving = next(worker for worker in house.workers if worker.busy)
-            record = next(iter(house.dispatcher.records.values()))
+            leaving = next(worker for worker in cluster.workers if worker.busy)
+            record = next(iter(cluster.dispatcher.records.values()))
             attempt = record.life.attempt
             leaving.say(Goodbye(leaving.hello.incarnation, "drained"))
             await until(lambda before=attempt, record=record: record.life.attempt > before, "it moves on")
             leaving._jobs.clear()
-            await until(lambda: len(house.services.registry.ready("decode")) == 2, "the one that left is back")
-        for worker in house.workers:
+            await until(lambda: len(cluster.services.registry.ready("decode")) == 2, "the one that left is back")
+        for worker in cluster.workers:
             worker.step_s = 0.0
         _, events = await asked
         assert record.life.migrations == 0
@@ -241,37 +241,37 @@ async def test_streams_move_from_workers_that_leave_more_often_than_they_could_a
 
 
 async def test_a_dead_prefill_worker_costs_a_retry_only(model: Path) -> None:
-    async with open_house(model, "decode") as house:
-        house.workers[0].delay_s = 30
-        slow = await house.add("prefill", delay_s=30)
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 3}))
+    async with open_cluster(model, "decode") as cluster:
+        cluster.workers[0].delay_s = 30
+        slow = await cluster.add("prefill", delay_s=30)
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 3}))
         await until(lambda: slow.busy, "it prefills")
-        await house.add("prefill")
-        house.workers[0].delay_s = 0
+        await cluster.add("prefill")
+        cluster.workers[0].delay_s = 0
         slow.stop()
         response, body = await asked
         assert response.status == 200 and body["usage"]["completion_tokens"] == 3
         assert response.headers["x-tandem-prefill"] == "prefill-2"
 
 
-async def test_a_tick_that_fails_is_not_the_last(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tick_that_fails_is_not_the_last(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def fail(now_s: float) -> None:
         calls.append(now_s)
         raise RuntimeError("this time only, let us say")
 
-    monkeypatch.setattr(house.dispatcher.gateway, "sweep", fail)
+    monkeypatch.setattr(cluster.dispatcher.gateway, "sweep", fail)
     await until(lambda: len(calls) > 1, "it is called again")
 
 
 async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is behind a message of too many parts. When that is dropped the time until then was our lag."""
     sweeps, looks = list[float](), list[Any]()
-    gateway, sweep = house.dispatcher.gateway, house.dispatcher.gateway.sweep
-    monkeypatch.setattr(house.dispatcher, "_look_for_stalls", lambda worker, now: looks.append(worker))
+    gateway, sweep = cluster.dispatcher.gateway, cluster.dispatcher.gateway.sweep
+    monkeypatch.setattr(cluster.dispatcher, "_look_for_stalls", lambda worker, now: looks.append(worker))
     with monkeypatch.context() as patch:
         patch.setattr(gateway, "sweep", lambda now: sweeps.append(now) or sweep(now))
         patch.setattr(gateway._socket, "dropping", True)
@@ -279,72 +279,72 @@ async def test_no_stream_stalls_while_what_workers_say_cannot_be_read(
         await until(lambda: len(sweeps) > 10, "it looks again and again, for longer than a worker may be silent")
         assert not looks
     await until(lambda: len(looks) > 1, "and looks for stalls again")
-    assert len(house.services.registry) == 2
+    assert len(cluster.services.registry) == 2
 
 
 @pytest.mark.parametrize("policy", ["wait", "reject"])
 async def test_one_failed_hand_off_holds_nobody_up(model: Path, policy: str) -> None:
-    async with open_house(model, "decode", no_prefill_policy=policy) as house:
+    async with open_cluster(model, "decode", no_prefill_policy=policy) as cluster:
         broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
-        prefill = await house.add("prefill", refuse=broken)
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+        prefill = await cluster.add("prefill", refuse=broken)
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: prefill.got(Prefill), "it tries")
         prefill.refuse = None
         async with asyncio.timeout(5):
             assert (await asked)[0].status == 200
-            assert (await house.post(CHAT, {**HELLO, "max_tokens": 2}))[0].status == 200
+            assert (await cluster.post(CHAT, {**HELLO, "max_tokens": 2}))[0].status == 200
 
 
 async def test_who_was_away_himself_has_not_heard_a_silence(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        await house.add("decode", step_s=0.05)
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
-        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.records.values()), "it runs")
-        [record] = house.dispatcher.records.values()
-        loop_lag = house.services.registry.loop_lag
+    async with open_cluster(model, "prefill") as cluster:
+        await cluster.add("decode", step_s=0.05)
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 20, "ignore_eos": True}))
+        await until(lambda: any(t.life.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs")
+        [record] = cluster.dispatcher.records.values()
+        loop_lag = cluster.services.registry.loop_lag
         await until(lambda: loop_lag._looked_at is not None, "it has looked once")
-        for worker in house.services.registry:  # as if this process had been stopped for so long
+        for worker in cluster.services.registry:  # as if this process had been stopped for so long
             worker.heard_at -= 5.0
         record.heard_at -= 5.0
         assert loop_lag._looked_at is not None and not asked.done()
         loop_lag._looked_at -= 5.0
-        house.dispatcher._tick()
+        cluster.dispatcher._tick()
         assert (await asked)[0].status == 200 and record.life.attempt == 0
 
 
 async def test_requests_whose_clients_left_do_not_stay_behind_one_that_waits(model: Path) -> None:
-    async with open_house(model, "decode", no_prefill_policy="wait", max_queued_requests=1000) as house:
-        first = asyncio.create_task(house.post(CHAT, HELLO))
+    async with open_cluster(model, "decode", no_prefill_policy="wait", max_queued_requests=1000) as cluster:
+        first = asyncio.create_task(cluster.post(CHAT, HELLO))
         for _ in range(4):
-            tasks = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(50)]
-            await until(lambda: len(house.dispatcher.records) == 51, "all wait")
+            tasks = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(50)]
+            await until(lambda: len(cluster.dispatcher.records) == 51, "all wait")
             for task in tasks:
                 task.cancel()
-            await until(lambda: len(house.dispatcher.records) == 1, "they are forgotten")
-        assert len(house.dispatcher._queue) < 100
-        await house.add("prefill")
+            await until(lambda: len(cluster.dispatcher.records) == 1, "they are forgotten")
+        assert len(cluster.dispatcher._queue) < 100
+        await cluster.add("prefill")
         response, _ = await first
         assert response.status == 200
 
 
 async def test_how_a_stream_went_on_elsewhere_is_no_part_of_its_usage(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode", step_s=0.05)
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 20}))
-        await until(lambda: any(t.life.state is State.DECODING for t in house.dispatcher.records.values()), "it runs")
-        [record] = house.dispatcher.records.values()
-        [worker] = [each for each in house.dispatcher.registry if each.id == decode.hello.incarnation]
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode", step_s=0.05)
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 20}))
+        await until(lambda: any(t.life.state is State.DECODING for t in cluster.dispatcher.records.values()), "it runs")
+        [record] = cluster.dispatcher.records.values()
+        [worker] = [each for each in cluster.dispatcher.registry if each.id == decode.hello.incarnation]
         record.life.attempt += 1
-        house.dispatcher.timing(worker, Timing(record.id, record.life.attempt, {"cached_tokens": 80.0}))
+        cluster.dispatcher.timing(worker, Timing(record.id, record.life.attempt, {"cached_tokens": 80.0}))
         record.life.attempt -= 1
         _, body = await asked
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_two_crashes_are_enough(model: Path) -> None:
-    async with open_house(model) as house:
-        workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
-        asked = asyncio.create_task(house.post(CHAT, HELLO))
+    async with open_cluster(model) as cluster:
+        workers = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
+        asked = asyncio.create_task(cluster.post(CHAT, HELLO))
         for _ in range(2):
             await until(lambda: any(worker.busy for worker in workers), "it runs somewhere")
             victim = next(worker for worker in workers if worker.busy)
@@ -356,21 +356,21 @@ async def test_two_crashes_are_enough(model: Path) -> None:
 
 async def test_broken_connections_cost_no_attempt_while_their_workers_live(model: Path) -> None:
     """But for a request that breaks more than anybody else would meet."""
-    async with open_house(model) as house:
+    async with open_cluster(model) as cluster:
         for n in range(2):
-            await house.add("colocated", delay_s=30, name=f"c{n}")
-        asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.records, "it has come")
-        [record] = house.dispatcher.records.values()
+            await cluster.add("colocated", delay_s=30, name=f"c{n}")
+        asked = asyncio.create_task(cluster.post(CHAT, HELLO))
+        await until(lambda: cluster.dispatcher.records, "it has come")
+        [record] = cluster.dispatcher.records.values()
 
         def runs_on() -> list[WorkerHandle]:
-            known = house.dispatcher.registry
+            known = cluster.dispatcher.registry
             return [each for each in known if each.id in record.life.workers and each.answered >= record.asked]
 
         for broken in range(MAX_BREAKS + MAX_RETRIES + 1):
             await until(runs_on, "it runs somewhere")
             assert record.life.retries == max(0, broken - MAX_BREAKS)
-            house.dispatcher.gateway._lose(runs_on()[0])
+            cluster.dispatcher.gateway._lose(runs_on()[0])
             lost = functools.partial(lambda at: record.life.attempt > at or record.life.over, broken)
             await until(lost, "it has lost its worker")
         response, body = await asked
@@ -378,37 +378,37 @@ async def test_broken_connections_cost_no_attempt_while_their_workers_live(model
 
 
 async def test_a_new_request_waits_for_a_worker_that_may_have_lost_only_its_connection(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode")
-        [worker] = [each for each in house.dispatcher.registry if each.role == "decode"]
-        house.dispatcher.gateway._lose(worker)
-        assert (await house.post(CHAT, HELLO))[0].status == 200
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode")
+        [worker] = [each for each in cluster.dispatcher.registry if each.role == "decode"]
+        cluster.dispatcher.gateway._lose(worker)
+        assert (await cluster.post(CHAT, HELLO))[0].status == 200
         decode.stop()
-        await until(lambda: not house.dispatcher.registry.ready("decode"), "it is missed")
-        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
-        await until(lambda: len(house.dispatcher.records) == 2, "they wait")
+        await until(lambda: not cluster.dispatcher.registry.ready("decode"), "it is missed")
+        asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]
+        await until(lambda: len(cluster.dispatcher.records) == 2, "they wait")
         async with asyncio.timeout(dispatch.WORKERLESS_WAIT_S / 2):  # no longer than that is not known
             for response, body in await asyncio.gather(*asked):
                 assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
-        response, _ = await house.post(CHAT, HELLO)
+        response, _ = await cluster.post(CHAT, HELLO)
         assert response.status == 503
 
 
 async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(model: Path) -> None:
     """As long as its heart tells of a turn that may end it is waited for; then it is left to the launcher."""
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        decode = await house.add("decode", rejoins=False)
-        gateway, replaced = house.dispatcher.gateway, []
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        decode = await cluster.add("decode", rejoins=False)
+        gateway, replaced = cluster.dispatcher.gateway, []
         gateway.supervise(lambda name, pid, why: replaced.append((name, why)), {})
-        [worker] = house.dispatcher.registry.ready("decode")
+        [worker] = cluster.dispatcher.registry.ready("decode")
         gateway._lose(worker)
-        asked = asyncio.create_task(house.post(CHAT, HELLO))
-        await until(lambda: house.dispatcher.records, "it waits")
+        asked = asyncio.create_task(cluster.post(CHAT, HELLO))
+        await until(lambda: cluster.dispatcher.records, "it waits")
         decode.turn_ms = 10_000
         async with asyncio.timeout(5):
             response, body = await asked
         assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
-        assert (await house.post(CHAT, HELLO))[0].status == 503
+        assert (await cluster.post(CHAT, HELLO))[0].status == 503
         await until(lambda: replaced, "it is replaced")
         [(name, why)] = replaced
         assert name == decode.name and why.startswith("no Hello since its connection broke for 2")
@@ -416,31 +416,31 @@ async def test_nobody_waits_for_a_worker_that_has_lost_its_connection_and_hangs(
 
 async def test_a_request_that_waits_for_a_missing_worker_gets_what_that_one_holds(model: Path) -> None:
     """Who asks for no length gets what fits, as of a worker that is there."""
-    async with open_house(model, "prefill") as house:
-        await house.add("decode", changes={"kv_blocks": 16, "max_model_len": 200})
+    async with open_cluster(model, "prefill") as cluster:
+        await cluster.add("decode", changes={"kv_blocks": 16, "max_model_len": 200})
         usages = []
         for lost in (False, True):
-            for worker in list(house.dispatcher.registry) if lost else ():
-                house.dispatcher.gateway._lose(worker)
-            response, body = await house.post(CHAT, {**HELLO, "n": 2})
+            for worker in list(cluster.dispatcher.registry) if lost else ():
+                cluster.dispatcher.gateway._lose(worker)
+            response, body = await cluster.post(CHAT, {**HELLO, "n": 2})
             assert response.status == 200, body
             usages.append(body["usage"])
         assert usages[0] == usages[1]
 
 
 async def test_who_waited_for_a_missing_worker_that_came_back_waits_for_the_next_as_others_do(model: Path) -> None:
-    async with open_house(model) as house:
-        worker = await house.add("colocated", delay_s=30, changes={"max_num_seqs": 1})
-        [known] = house.dispatcher.registry
-        house.dispatcher.gateway._lose(known)
-        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
-        await until(lambda: worker.busy == 1 and len(house.dispatcher.records) == 2, "one runs, the other waits")
+    async with open_cluster(model) as cluster:
+        worker = await cluster.add("colocated", delay_s=30, changes={"max_num_seqs": 1})
+        [known] = cluster.dispatcher.registry
+        cluster.dispatcher.gateway._lose(known)
+        asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]
+        await until(lambda: worker.busy == 1 and len(cluster.dispatcher.records) == 2, "one runs, the other waits")
         worker.stop()
-        await until(lambda: not len(house.dispatcher.registry), "it is missed")
-        await until(lambda: not house.dispatcher.gateway.may_return("decode"), "it has died")
-        looked_at = house.dispatcher._clock() + 2 * house.dispatcher.times.sweep_s
-        await until(lambda: house.dispatcher._clock() > looked_at, "who may not wait is told so")
-        await house.add("colocated")
+        await until(lambda: not len(cluster.dispatcher.registry), "it is missed")
+        await until(lambda: not cluster.dispatcher.gateway.may_return("decode"), "it has died")
+        looked_at = cluster.dispatcher._clock() + 2 * cluster.dispatcher.times.sweep_s
+        await until(lambda: cluster.dispatcher._clock() > looked_at, "who may not wait is told so")
+        await cluster.add("colocated")
         assert [(await each)[0].status for each in asked] == [200, 200]
 
 
@@ -448,11 +448,11 @@ async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.2)
-    async with open_house(model) as house:
-        first = await house.add("colocated", delay_s=30)
-        asked = [asyncio.create_task(house.post(CHAT, HELLO)) for _ in range(2)]
+    async with open_cluster(model) as cluster:
+        first = await cluster.add("colocated", delay_s=30)
+        asked = [asyncio.create_task(cluster.post(CHAT, HELLO)) for _ in range(2)]
         await until(lambda: first.busy == 2, "both run")
-        second = await house.add("colocated", delay_s=30)
+        second = await cluster.add("colocated", delay_s=30)
         first.stop()
         await until(lambda: second.busy == 2, "both run elsewhere")
         second.stop()
@@ -463,19 +463,19 @@ async def test_suspects_do_not_wait_for_ever_where_no_worker_is_left(
 
 async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> None:
     """Several workers are killed at once, and the connections of some are closed when the request has moved there."""
-    async with open_house(model) as house:
-        dying = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(4)]
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 4}))
+    async with open_cluster(model) as cluster:
+        dying = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(4)]
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 4}))
         await until(lambda: any(worker.busy for worker in dying), "it runs somewhere")
         for worker in dying:
             worker.fall_silent()
-        [record] = house.dispatcher.records.values()
+        [record] = cluster.dispatcher.records.values()
         while dying:
             await until(lambda: any(on_it(record, worker) for worker in dying), "the next one gets it")
             victim = next(worker for worker in dying if on_it(record, worker))
             victim.stop()
             dying.remove(victim)
-        await house.add("colocated", name="new")
+        await cluster.add("colocated", name="new")
         response, _ = await asked
         assert response.status == 200
         assert len(record.life.crashes) == 1, "that of the one that died with it"
@@ -484,21 +484,21 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead(model: Path) -> No
 async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answered(model: Path) -> None:
     """While the request waited for room there."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
-    async with open_house(model) as house:
-        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(2)]
-        asked = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(2)]
+    async with open_cluster(model) as cluster:
+        workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(2)]
+        asked = [asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(2)]
         await until(lambda: all(worker.busy for worker in workers), "both run")
-        bereft, leaving = house.dispatcher.records.values()
+        bereft, leaving = cluster.dispatcher.records.values()
         dies, dies_too = sorted(workers, key=lambda worker: not on_it(bereft, worker))
         dies.stop()
-        shortages = house.dispatcher._shortages
-        await until(lambda: house.dispatcher._shortages > shortages, "the other one has answered, and has no room")
+        shortages = cluster.dispatcher._shortages
+        await until(lambda: cluster.dispatcher._shortages > shortages, "the other one has answered, and has no room")
         dies_too.answers = False  # what a process that was killed has not sent so far, it does not send
         asked[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
+        await until(lambda: leaving.id not in cluster.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, dies_too), "it has that")
         dies_too.stop()
-        await house.add("colocated", name="new")
+        await cluster.add("colocated", name="new")
         response, _ = await asked[0]
         assert response.status == 200
 
@@ -506,9 +506,9 @@ async def test_nobody_dies_of_a_request_that_got_it_when_dead_after_it_had_answe
 async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
     """Else all that it dies of later would be taken for what it got when it was dead. An answer to an earlier
     coordinator, which has asked more often, is none."""
-    async with open_house(model) as house:
-        workers = [await house.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
-        asked = asyncio.create_task(house.post(CHAT, HELLO))
+    async with open_cluster(model) as cluster:
+        workers = [await cluster.add("colocated", delay_s=30, name=f"c{n}") for n in range(3)]
+        asked = asyncio.create_task(cluster.post(CHAT, HELLO))
         await until(lambda: any(worker.busy for worker in workers), "it runs somewhere")
         victim = next(worker for worker in workers if worker.busy)
         others = [worker for worker in workers if worker is not victim]
@@ -517,7 +517,7 @@ async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
         victim.stop()
         await until(lambda: any(worker.busy for worker in others), "it is given to another, which has not answered")
         victim = next(worker for worker in others if worker.busy)
-        known = house.dispatcher.registry.get(victim.hello.incarnation)
+        known = cluster.dispatcher.registry.get(victim.hello.incarnation)
         assert known is not None
         victim.say(victim.beat(99))
         heard_at = known.heard_at
@@ -533,19 +533,19 @@ async def test_who_did_not_answer_is_asked_again(model: Path) -> None:
 async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -> None:
     """Also while it is not known yet who else lives: a place that becomes free meanwhile is not for a later request."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
-    async with open_house(model) as house:
-        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(2)]
-        long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60})) for _ in range(2)]
+    async with open_cluster(model) as cluster:
+        workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(2)]
+        long = [asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 60})) for _ in range(2)]
         await until(lambda: all(worker.busy for worker in workers), "both run")
-        later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
-        await until(lambda: len(house.dispatcher.records) == 3, "one waits")
-        bereft, leaving, waiting = house.dispatcher.records.values()
+        later = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 60}))
+        await until(lambda: len(cluster.dispatcher.records) == 3, "one waits")
+        bereft, leaving, waiting = cluster.dispatcher.records.values()
         dies, lives = sorted(workers, key=lambda worker: not on_it(bereft, worker))
         lives.answers = False
         dies.stop()
         await until(lambda: bereft.queued, "it has lost its worker")
         long[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
+        await until(lambda: leaving.id not in cluster.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, lives), "it has that")
         assert waiting.queued
         assert [response.status for response, _ in await asyncio.gather(long[0], later)] == [200, 200]
@@ -554,14 +554,14 @@ async def test_who_has_lost_its_worker_goes_before_who_came_later(model: Path) -
 async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) -> None:
     """Of a request that may be the reason, and waits until that is known."""
     one = {"changes": {"max_num_seqs": 1}, "step_s": 0.01}
-    async with open_house(model) as house:
-        workers = [await house.add("colocated", name=f"c{n}", **one) for n in range(3)]
-        long = [asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(3)]
+    async with open_cluster(model) as cluster:
+        workers = [await cluster.add("colocated", name=f"c{n}", **one) for n in range(3)]
+        long = [asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 150})) for _ in range(3)]
         await until(lambda: all(worker.busy for worker in workers), "all run")
-        bereft, leaving, suspect = house.dispatcher.records.values()
-        later = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 60}))
-        await until(lambda: len(house.dispatcher.records) == 4, "one waits")
-        waiting = list(house.dispatcher.records.values())[3]
+        bereft, leaving, suspect = cluster.dispatcher.records.values()
+        later = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 60}))
+        await until(lambda: len(cluster.dispatcher.records) == 4, "one waits")
+        waiting = list(cluster.dispatcher.records.values())[3]
         suspect.life.crashes.add(Incarnation("one that died before"))
         dies, lives, dies_too = (next(each for each in workers if on_it(t, each)) for t in (bereft, leaving, suspect))
         lives.answers = False
@@ -570,7 +570,7 @@ async def test_it_does_so_too_when_another_worker_dies_meanwhile(model: Path) ->
         dies_too.stop()
         await until(lambda: suspect.queued, "the other one, too")
         long[1].cancel()
-        await until(lambda: leaving.id not in house.dispatcher.records, "a place is free")
+        await until(lambda: leaving.id not in cluster.dispatcher.records, "a place is free")
         await until(lambda: on_it(bereft, lives), "it has that")
         assert waiting.queued
         later.cancel()
@@ -584,33 +584,33 @@ def on_it(record: RequestRecord, worker: FakeWorker) -> bool:
 
 async def test_a_stream_that_is_held_and_never_served_moves(model: Path) -> None:
     """The decode worker lives, lists the request, and says nothing about it."""
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        stuck = await house.add("decode", step_s=30.0)
-        await house.add("decode", step_s=0.001, name="other")
-        answers = [await house.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(2)]
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        stuck = await cluster.add("decode", step_s=30.0)
+        await cluster.add("decode", step_s=0.001, name="other")
+        answers = [await cluster.post(CHAT, {**HELLO, "max_tokens": 4}) for _ in range(2)]
         assert [response.status for response, _ in answers] == [200, 200]
         await until(lambda: not stuck.busy, "the stuck worker is told")
 
 
 async def test_lost_token_messages_are_asked_for_again(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode", step_s=0.02)
-        asked = asyncio.create_task(house.stream(CHAT, {**HELLO, "max_tokens": 60, "return_token_ids": True}))
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode", step_s=0.02)
+        asked = asyncio.create_task(cluster.stream(CHAT, {**HELLO, "max_tokens": 60, "return_token_ids": True}))
         await until(lambda: decode.busy, "it decodes")
         decode.drop.add(Tokens)
         await asyncio.sleep(0.1)
         decode.drop.clear()
         _, events = await asked
-        sent = house.workers[0].got(Prefill)[0].request
+        sent = cluster.workers[0].got(Prefill)[0].request
         ids = [event["choices"][0]["token_ids"][0] for event in events[:-1]]
         assert ids == [formula(sent, 0, position) for position in range(60)]
         assert decode.got(Resend)
 
 
 async def test_lost_last_tokens_are_asked_for_when_heartbeats_omit_the_request(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode", drop={Tokens})
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 5, "n": 2}))
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode", drop={Tokens})
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 5, "n": 2}))
         await until(lambda: decode.got(Reserve) and not decode.busy, "it has finished")
         decode.drop.clear()
         response, body = await asked
@@ -624,11 +624,11 @@ async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(mod
         worker.drop = {Tokens} if position == 20 else set()  # of that step: both choices' tokens, and the end of one
         return EOS if (choice, position) == (0, 20) else formula(request, choice, position)
 
-    async with open_house(model) as house:
-        worker = await house.add("colocated", script=script, step_s=0.02)
+    async with open_cluster(model) as cluster:
+        worker = await cluster.add("colocated", script=script, step_s=0.02)
         body = {**HELLO, "n": 2, "max_tokens": 500, "stream": True, "return_token_ids": True}
         tokens: dict[int, list[int]] = {0: [], 1: []}
-        async with house.client.post(house.url + CHAT, json=body) as response:
+        async with cluster.client.post(cluster.url + CHAT, json=body) as response:
             async for line in response.content:
                 if line.startswith(b"data: {") and (told := json.loads(line[6:])["choices"]):
                     tokens[told[0]["index"]] += told[0].get("token_ids") or []
@@ -642,9 +642,9 @@ async def test_the_lost_end_of_one_choice_is_asked_for_while_another_goes_on(mod
 
 
 async def test_a_request_whose_end_is_not_told_again_is_given_again(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        decode = await house.add("decode", drop={Tokens})
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 5}))
+    async with open_cluster(model, "prefill") as cluster:
+        decode = await cluster.add("decode", drop={Tokens})
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 5}))
         await until(lambda: len(decode.got(Reserve)) > 1, "it is given again")
         decode.drop.clear()
         response, body = await asked
@@ -652,32 +652,32 @@ async def test_a_request_whose_end_is_not_told_again_is_given_again(model: Path)
 
 
 async def test_decode_alone_is_enough_when_prefills_token_is_lost(model: Path) -> None:
-    async with open_house(model, "decode") as house:
-        await house.add("prefill", drop={Tokens, Timing})
-        _, body = await house.post(CHAT, {**HELLO, "max_tokens": 4, "return_token_ids": True})
+    async with open_cluster(model, "decode") as cluster:
+        await cluster.add("prefill", drop={Tokens, Timing})
+        _, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 4, "return_token_ids": True})
         assert len(body["choices"][0]["token_ids"]) == 4
 
 
 async def test_a_pair_that_keeps_failing_is_left_alone_until_it_works_again(model: Path) -> None:
     async def path() -> str:
-        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 2})
         return response.headers["x-tandem-path"]
 
-    async with open_house(model) as house:
-        await house.add("decode", delay_s=0.2)  # longer than it takes prefill to say so
+    async with open_cluster(model) as cluster:
+        await cluster.add("decode", delay_s=0.2)  # longer than it takes prefill to say so
         broken = RequestFailed(RequestId(bytes(16)), 0, "transfer_failed", "connection reset", retriable=True)
-        prefill = await house.add("prefill", refuse=broken)
+        prefill = await cluster.add("prefill", refuse=broken)
         assert [await path() for _ in range(FAILURES + 1)] == ["local"] * (FAILURES + 1), "decode does it all"
         assert len(prefill.got(Prefill)) == FAILURES, "the last one did not even try"
-        _, body = await house.get("/admin/workers")
+        _, body = await cluster.get("/admin/workers")
         assert {worker["id"]: worker["avoids"] for worker in body["workers"]}["prefill-1"] == ["decode-0"]
-        async with house.client.get(f"{house.url}/metrics") as response:
+        async with cluster.client.get(f"{cluster.url}/metrics") as response:
             assert "tandem_open_breakers 1.0" in await response.text()
         prefill.refuse = None
         async with asyncio.timeout(10):
             while await path() == "local":  # noqa: ASYNC110 - the cool-down is the coordinator's own
                 await asyncio.sleep(0.05)
-        _, body = await house.get("/admin/workers")
+        _, body = await cluster.get("/admin/workers")
         assert not any(worker["avoids"] for worker in body["workers"]), "one success is enough"
 
 
@@ -685,11 +685,11 @@ async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
     def listed(worker: FakeWorker) -> set[int]:
         return {transfer.attempt for transfer in unpack_transfers(worker.got(Lease)[-1].live)}
 
-    async with open_house(model) as house:
-        first = await house.add("colocated", name="a", delay_s=60.0)
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+    async with open_cluster(model) as cluster:
+        first = await cluster.add("colocated", name="a", delay_s=60.0)
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: first.got(Lease) and listed(first) == {0}, "it is told that it may hold it")
-        second = await house.add("colocated", name="b", delay_s=60.0)
+        second = await cluster.add("colocated", name="b", delay_s=60.0)
         first.say(
             RequestFailed(first.got(Generate)[0].request.id, 0, "draining", "this worker is leaving", retriable=True)
         )
@@ -700,15 +700,15 @@ async def test_leases_list_what_a_worker_may_hold(model: Path) -> None:
 
 
 async def test_a_worker_that_refuses(model: Path) -> None:
-    async with open_house(model) as house:
+    async with open_cluster(model) as cluster:
         failure = RequestFailed(RequestId(bytes(16)), 0, "no_memory", "full", retriable=True)
-        unwilling = await house.add("colocated", refuse=failure, name="a")
-        asked = asyncio.create_task(house.post(CHAT, {**HELLO, "max_tokens": 2}))
+        unwilling = await cluster.add("colocated", refuse=failure, name="a")
+        asked = asyncio.create_task(cluster.post(CHAT, {**HELLO, "max_tokens": 2}))
         await until(lambda: unwilling.got(Generate), "it was asked")
         unwilling.refuse = None
         assert (await asked)[0].status == 200
         unwilling.refuse = RequestFailed(RequestId(bytes(16)), 0, "too_long", "9 tokens, 5 fit", retriable=False)
-        response, body = await house.post(CHAT, HELLO)
+        response, body = await cluster.post(CHAT, HELLO)
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
@@ -717,72 +717,74 @@ async def test_a_worker_that_refuses(model: Path) -> None:
 async def test_a_time_that_is_no_number_keeps_no_answer_from_its_end(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
 ) -> None:
-    async with open_house(model) as house:
-        worker = await house.add("colocated")
+    async with open_cluster(model) as cluster:
+        worker = await cluster.add("colocated")
         monkeypatch.setattr(worker, "_timings", lambda: {name: value})
         asked = {**HELLO, "max_tokens": 3, "return_metrics": True}
         async with asyncio.timeout(3.0):
-            response, _ = await house.post(CHAT, asked)
+            response, _ = await cluster.post(CHAT, asked)
             assert response.status == 200
-            await house.stream(CHAT, asked)
+            await cluster.stream(CHAT, asked)
 
 
 async def test_an_answer_whose_end_cannot_be_written_ends_all_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.http.reply.StreamReply._complete", lambda reply: 1 // 0)
-    async with open_house(model) as house:
-        await house.add("colocated")
+    async with open_cluster(model) as cluster:
+        await cluster.add("colocated")
         async with asyncio.timeout(3.0):
-            _, events = await house.stream(CHAT, {**HELLO, "max_tokens": 3})
+            _, events = await cluster.stream(CHAT, {**HELLO, "max_tokens": 3})
         assert events[-1]["error"]["code"] == "internal_error"
 
 
 async def test_a_request_that_cannot_be_placed_is_gone_once_it_is_answered(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatcher = house.dispatcher
+    dispatcher = cluster.dispatcher
     with monkeypatch.context() as broken:
         broken.setattr(Router, "place", lambda router, demand: 1 // 0)
-        response, body = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+        response, body = await cluster.post(CHAT, {**HELLO, "max_tokens": 3})
         assert response.status == 500 and body["error"]["code"] == "internal_error"
     assert not dispatcher.records and not dispatcher.admission.requests
-    response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 3})
+    response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 3})
     assert response.status == 200
 
 
 async def test_workers_that_leave_cost_a_request_nothing(model: Path) -> None:
     """There are more of them than retries, and a request is the first to hear of it."""
-    async with open_house(model) as house:
+    async with open_cluster(model) as cluster:
         draining = RequestFailed(RequestId(bytes(16)), 0, "draining", "this worker is leaving", retriable=True)
-        leaving = [await house.add("colocated", refuse=draining, name=f"a{index}") for index in range(MAX_RETRIES + 2)]
-        await house.add("colocated", name="z")
-        response, _ = await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        leaving = [
+            await cluster.add("colocated", refuse=draining, name=f"a{index}") for index in range(MAX_RETRIES + 2)
+        ]
+        await cluster.add("colocated", name="z")
+        response, _ = await cluster.post(CHAT, {**HELLO, "max_tokens": 2})
         assert response.status == 200
         assert [len(worker.got(Generate)) for worker in leaving] == [1] * len(leaving), "each is asked once"
-        await house.post(CHAT, {**HELLO, "max_tokens": 2})
+        await cluster.post(CHAT, {**HELLO, "max_tokens": 2})
         assert all(len(worker.got(Generate)) == 1 for worker in leaving), "and never again"
 
 
-async def test_a_worker_of_another_model_is_turned_away(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = await house.add("decode", fingerprint="other")
+async def test_a_worker_of_another_model_is_turned_away(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = await cluster.add("decode", fingerprint="other")
     assert stranger.turned and "fingerprint" not in stranger.turned, "it has shown no key"
     assert "decode-2" in caplog.text and "fingerprint other" in caplog.text
-    _, body = await house.get("/admin/workers")
+    _, body = await cluster.get("/admin/workers")
     assert [worker["id"] for worker in body["workers"]] == ["prefill-0", "decode-1"]
 
 
-async def test_an_unknown_worker_is_asked_to_say_hello_again(house: House) -> None:
-    decode = house.workers[1]
-    worker = house.services.registry.get(decode.hello.incarnation)
+async def test_an_unknown_worker_is_asked_to_say_hello_again(cluster: Cluster) -> None:
+    decode = cluster.workers[1]
+    worker = cluster.services.registry.get(decode.hello.incarnation)
     assert worker is not None
-    house.services.registry.gone(worker)
+    cluster.services.registry.gone(worker)
     await until(lambda: decode.got(Rejoin), "it is told")
-    await until(lambda: house.services.registry.ready("decode"), "it is back")
+    await until(lambda: cluster.services.registry.ready("decode"), "it is back")
 
 
-async def test_more_than_any_worker_says_is_not_read(house: House) -> None:
-    gateway = house.dispatcher.gateway
+async def test_more_than_any_worker_says_is_not_read(cluster: Cluster) -> None:
+    gateway = cluster.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         closed = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -791,15 +793,15 @@ async def test_more_than_any_worker_says_is_not_read(house: House) -> None:
         await until(lambda: closed.poll(0), "its connection is closed")
         socket.disable_monitor()
         closed.close()
-    assert not gateway.bad_messages and len(house.services.registry) == 2
-    assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
+    assert not gateway.bad_messages and len(cluster.services.registry) == 2
+    assert (await cluster.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
 
 
 async def test_rubbish_on_the_control_socket_is_counted_and_survived(
-    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.cluster.gateway.COMPLAIN_EVERY_S", 0.5)
-    gateway = house.dispatcher.gateway
+    gateway = cluster.dispatcher.gateway
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(gateway.address)
@@ -810,6 +812,6 @@ async def test_rubbish_on_the_control_socket_is_counted_and_survived(
         await until(lambda: gateway.bad_messages == len(frames), "all are counted")
     await until(lambda: f"dropped {len(frames) - 1} bad messages" in caplog.text, "the rest is told of together")
     assert caplog.text.count("bad messages") == 2, "not a line for each"
-    async with house.client.get(f"{house.url}/metrics") as response:
+    async with cluster.client.get(f"{cluster.url}/metrics") as response:
         assert 'tandem_cut_off_peers_total{source="coordinator"} 1.0' in await response.text()
-    assert (await house.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200
+    assert (await cluster.post(CHAT, {**HELLO, "max_tokens": 1}))[0].status == 200

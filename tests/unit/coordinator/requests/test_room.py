@@ -15,45 +15,45 @@ from coordinator.cluster.registry import WorkerHandle
 from coordinator.requests import dispatcher as dispatch
 from coordinator.requests.record import RequestRecord
 from coordinator.routing.router import HORIZON_TOKENS, Router
-from tests.unit.coordinator.house import CHAT, HELLO, TEXT, House, letters, open_house, prefilled, until
+from tests.unit.coordinator.fake_cluster import CHAT, HELLO, TEXT, Cluster, letters, open_cluster, prefilled, until
 
 
 async def test_more_blocks_than_any_worker_has(model: Path) -> None:
-    async with open_house(model, "prefill") as house:
-        await house.add("decode", changes={"kv_blocks": 20})
-        response, body = await house.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
+    async with open_cluster(model, "prefill") as cluster:
+        await cluster.add("decode", changes={"kv_blocks": 20})
+        response, body = await cluster.post(CHAT, {**HELLO, "n": 8, "max_tokens": 100})
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert "20" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("n", [1, 4])
 async def test_who_sets_no_limit_gets_what_the_pool_holds(model: Path, n: int) -> None:
-    async with open_house(model) as house:
-        await house.add("prefill", script=letters("hi"))
-        await house.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
-        response, _ = await house.post(CHAT, {**HELLO, "n": n})
+    async with open_cluster(model) as cluster:
+        await cluster.add("prefill", script=letters("hi"))
+        await cluster.add("decode", script=letters("hi"), changes={"kv_blocks": 40})
+        response, _ = await cluster.post(CHAT, {**HELLO, "n": n})
         assert response.status == 200
-        (request,) = await prefilled(house, 1)
+        (request,) = await prefilled(cluster, 1)
         assert 0 <= 40 * 16 - request.prompt_length - n * request.sampling.max_tokens < n * 16
 
 
-async def asked_until_one_token(house: House, body: Any) -> asyncio.Task[Any]:
+async def asked_until_one_token(cluster: Cluster, body: Any) -> asyncio.Task[Any]:
     """A stream that has begun."""
-    stream = asyncio.create_task(house.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
-    records = house.dispatcher.records
+    stream = asyncio.create_task(cluster.stream(TEXT, {**body, "stream_options": {"include_usage": True}}))
+    records = cluster.dispatcher.records
     await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
     return stream
 
 
 async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> None:
     """The only decode worker comes back with one block less, as pools do that are a share of the free memory."""
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 20})
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 20})
         body = {"messages": HELLO["messages"], "ignore_eos": True, "stream_options": {"include_usage": True}}
-        stream = asyncio.create_task(house.stream(CHAT, body))
-        await until(lambda: any(each.output_length > 1 for each in house.dispatcher.records.values()), "it has begun")
+        stream = asyncio.create_task(cluster.stream(CHAT, body))
+        await until(lambda: any(each.output_length > 1 for each in cluster.dispatcher.records.values()), "it has begun")
         first.stop()
-        await house.add("decode", changes={"kv_blocks": 19})
+        await cluster.add("decode", changes={"kv_blocks": 19})
         _, events = await stream
         usage = events[-1]["usage"]
         assert usage["total_tokens"] == 19 * 16
@@ -61,26 +61,26 @@ async def test_a_stream_without_a_limit_goes_on_where_less_fits(model: Path) -> 
 
 
 async def test_a_stream_with_a_limit_waits_for_a_worker_that_holds_all_of_it(model: Path) -> None:
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01)
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01)
         body = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
-        stream = await asked_until_one_token(house, body)
-        short = await house.add("decode", changes={"max_model_len": 200})
+        stream = await asked_until_one_token(cluster, body)
+        short = await cluster.add("decode", changes={"max_model_len": 200})
         first.stop()
         await until(
-            lambda: any(each.unplaceable_since for each in house.dispatcher.records.values()), "nobody holds it"
+            lambda: any(each.unplaceable_since for each in cluster.dispatcher.records.values()), "nobody holds it"
         )
-        await house.add("decode")
+        await cluster.add("decode")
         _, events = await stream
         assert events[-1]["usage"]["completion_tokens"] == 300 and not short.got(Reserve) and not short.got(Generate)
 
 
 async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01)
-        stream = await asked_until_one_token(house, {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True})
-        await house.add("decode", changes={"kv_blocks": 10})
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01)
+        stream = await asked_until_one_token(cluster, {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True})
+        await cluster.add("decode", changes={"kv_blocks": 10})
         first.stop()
         _, events = await stream
         assert events[-1]["error"]["code"] == "worker_lost" and "316 tokens" in events[-1]["error"]["message"]
@@ -89,14 +89,14 @@ async def test_a_stream_that_fits_nobody_any_more_ends_in_words(model: Path, mon
 async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer without a limit much less than half fits: it waits for a larger worker, and then takes that."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
-        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
-        records = house.dispatcher.records
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(cluster.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        records = cluster.dispatcher.records
         await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
         (record,) = records.values()
         blocks = -(-record.prompt_length // 16) + 3
-        await house.add("decode", changes={"kv_blocks": blocks})
+        await cluster.add("decode", changes={"kv_blocks": blocks})
         first.stop()
         await until(lambda: record.unplaceable_since, "nobody holds enough of it")
         _, events = await stream
@@ -107,15 +107,15 @@ async def test_who_settles_for_less_gets_what_there_is(model: Path, monkeypatch:
 async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that have met two deaths each, so that they are tried apart from each other."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.02)
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 300, "ignore_eos": True}
-        streams = [asyncio.create_task(house.stream(TEXT, asked)) for _ in range(2)]
-        records = house.dispatcher.records
+        streams = [asyncio.create_task(cluster.stream(TEXT, asked)) for _ in range(2)]
+        records = cluster.dispatcher.records
         await until(lambda: [each.output_length > 1 for each in records.values()] == [True] * 2, "both have begun")
         for record in records.values():
             record.life.crashes.add(new_incarnation())
-        await house.add("decode", changes={"kv_blocks": 10})
+        await cluster.add("decode", changes={"kv_blocks": 10})
         first.stop()
         for stream in streams:
             _, events = await stream
@@ -125,13 +125,13 @@ async def test_suspects_that_fit_nobody_any_more_end_in_words_too(model: Path, m
 async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who could be served there does not settle for less meanwhile, and when that one is lost, too, waits anew."""
     monkeypatch.setattr(dispatch, "WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        first = await house.add("decode", step_s=0.01, changes={"kv_blocks": 40})
-        stream = asyncio.create_task(house.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
-        records, router = house.dispatcher.records, house.dispatcher.router
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        first = await cluster.add("decode", step_s=0.01, changes={"kv_blocks": 40})
+        stream = asyncio.create_task(cluster.stream(CHAT, {"messages": HELLO["messages"], "ignore_eos": True}))
+        records, router = cluster.dispatcher.records, cluster.dispatcher.router
         await until(lambda: any(each.output_length > 1 for each in records.values()), "it has begun")
         (record,) = records.values()
-        await house.add("decode", changes={"kv_blocks": -(-record.prompt_length // 16) + 3})
+        await cluster.add("decode", changes={"kv_blocks": -(-record.prompt_length // 16) + 3})
         first.stop()
         await until(lambda: record.unplaceable_since, "nobody holds enough of it")
         fits = Router._fits
@@ -140,15 +140,15 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
             return worker.hello.kv_blocks < 30 and fits(self, demand, worker)
 
         monkeypatch.setattr(Router, "_fits", full)
-        busy = await house.add("decode", changes={"kv_blocks": 30})
+        busy = await cluster.add("decode", changes={"kv_blocks": 30})
         assert router.could_serve(record.demand())
         await until(lambda: record.unplaceable_since is None, "it waits for that one")
-        await asyncio.sleep(house.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
+        await asyncio.sleep(cluster.dispatcher.times.lease_s + 0.6)  # longer than who fits nobody waits
         assert record.queued and not record.accepts_truncation
         busy.stop()
         await until(lambda: record.unplaceable_since, "nobody holds enough of it again")
         monkeypatch.setattr(Router, "_fits", fits)
-        await house.add("decode", changes={"kv_blocks": 30})
+        await cluster.add("decode", changes={"kv_blocks": 30})
         _, events = await stream
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert record.prompt_length + record.output_length == 16 * 30
@@ -156,13 +156,13 @@ async def test_a_worker_that_is_only_busy_is_waited_for(model: Path, monkeypatch
 
 @pytest.mark.parametrize("policy", ["wait", "reject"])
 async def test_a_prompt_that_only_decode_could_compute_is_refused_where_it_may_not(model: Path, policy: str) -> None:
-    async with open_house(model, no_prefill_policy=policy) as house:
-        await house.add("prefill", changes={"kv_blocks": 4})
-        await house.add("decode")
-        response, body = await house.post(TEXT, {"prompt": [50] * 65, "max_tokens": 3})
+    async with open_cluster(model, no_prefill_policy=policy) as cluster:
+        await cluster.add("prefill", changes={"kv_blocks": 4})
+        await cluster.add("decode")
+        response, body = await cluster.post(TEXT, {"prompt": [50] * 65, "max_tokens": 3})
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert body["error"]["param"] == "prompt" and "64" in body["error"]["message"]
-        assert (await house.post(TEXT, {"prompt": [50] * 64, "max_tokens": 3}))[0].status == 200
+        assert (await cluster.post(TEXT, {"prompt": [50] * 64, "max_tokens": 3}))[0].status == 200
 
 
 def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> None:
@@ -188,20 +188,20 @@ def test_what_a_ticket_needs_is_what_its_choices_need_that_have_not_ended() -> N
 
 async def test_what_fits_nobody_any_more_does_not_block_the_queue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill") as house:
-        large = await house.add("decode", step_s=0.02, changes={"kv_blocks": 20})
-        await house.add("decode", changes={"kv_blocks": 3})
+    async with open_cluster(model, "prefill") as cluster:
+        large = await cluster.add("decode", step_s=0.02, changes={"kv_blocks": 20})
+        await cluster.add("decode", changes={"kv_blocks": 3})
         asked = {"prompt": [50] * 16, "max_tokens": 240, "ignore_eos": True}
-        running = [asyncio.create_task(house.post(TEXT, asked)) for _ in range(2)]
-        await until(lambda: house.dispatcher.admission.requests == 1, "one waits")
-        behind = asyncio.create_task(house.post(TEXT, {**asked, "max_tokens": 4}))
-        await until(lambda: house.dispatcher.admission.requests == 2, "two wait")
+        running = [asyncio.create_task(cluster.post(TEXT, asked)) for _ in range(2)]
+        await until(lambda: cluster.dispatcher.admission.requests == 1, "one waits")
+        behind = asyncio.create_task(cluster.post(TEXT, {**asked, "max_tokens": 4}))
+        await until(lambda: cluster.dispatcher.admission.requests == 2, "two wait")
         large.stop()
         assert (await behind)[0].status == 200
         (refused,), (started,) = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         response, body = refused.result()
         assert response.status == 400 and body["error"]["code"] == "context_length_exceeded"
-        await house.add("decode", changes={"kv_blocks": 20})  # the worker comes back, and what had started goes on
+        await cluster.add("decode", changes={"kv_blocks": 20})  # the worker comes back, and what had started goes on
         response, body = await started
         assert response.status == 200 and body["usage"]["completion_tokens"] == 240
 
@@ -210,18 +210,18 @@ async def test_what_nobody_has_seen_yet_ends_in_words_and_a_stream_waits(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.requests.dispatcher.WORKERLESS_WAIT_S", 0.3)
-    async with open_house(model, "prefill", failure_timeout=0.5) as house:
-        only = await house.add("decode", step_s=0.02)
+    async with open_cluster(model, "prefill", failure_timeout=0.5) as cluster:
+        only = await cluster.add("decode", step_s=0.02)
         asked = {"prompt": [50] * 16, "max_tokens": 100, "ignore_eos": True}
-        whole = asyncio.create_task(house.post(TEXT, asked))
-        stream = asyncio.create_task(house.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
-        records = house.dispatcher.records
+        whole = asyncio.create_task(cluster.post(TEXT, asked))
+        stream = asyncio.create_task(cluster.stream(TEXT, {**asked, "stream_options": {"include_usage": True}}))
+        records = cluster.dispatcher.records
         await until(lambda: [each.life.started for each in records.values()] == [True] * 2, "both have begun")
         only.stop()
         response, body = await whole
         assert response.status == 503 and body["error"]["code"] == "no_decode_workers"
         assert len(records) == 1, "the stream waits"
-        await house.add("decode")
+        await cluster.add("decode")
         _, events = await stream
         assert events[-1]["usage"]["completion_tokens"] == 100
         assert events[-2]["choices"][0]["finish_reason"] == "length"

@@ -8,7 +8,7 @@ from common.config.up import UpConfig
 from coordinator.routing.queue_pressure import DEEP_STEPS, SHALLOW_STEPS, QueuePressure
 from deploy.launcher import supervisor as up
 from deploy.launcher.screen import Lines
-from tests.unit.coordinator.routing.test_router import house
+from tests.unit.coordinator.routing.test_router import cluster
 
 
 def test_it_is_told_of_once_and_does_not_flutter() -> None:
@@ -22,13 +22,13 @@ def test_it_is_told_of_once_and_does_not_flutter() -> None:
 
 
 def test_the_longest_queue_of_prefill_counts() -> None:
-    router, (first, second, decode) = house(prefills=2)
+    router, (first, second, decode) = cluster(prefills=2)
     assert router.backlog_steps() == 0
     router.account(first).prefill_tokens += 512
     router.account(second).prefill_tokens += 16 * 512
     router.account(decode).prefill_tokens += 64 * 512  # decode prefills between its steps: it has no core to win
     assert router.backlog_steps() == 16
-    assert house(prefills=0)[0].backlog_steps() == 0
+    assert cluster(prefills=0)[0].backlog_steps() == 0
 
 
 async def test_the_coordinator_runs_beside_streams_while_prompts_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

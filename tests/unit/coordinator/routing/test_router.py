@@ -30,7 +30,9 @@ from coordinator.routing.router import (
 from tests.unit.coordinator.cluster.test_registry import join
 
 
-def house(prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: Any) -> tuple[Router, list[WorkerHandle]]:
+def cluster(
+    prefills: int = 1, decodes: int = 1, colocated: int = 0, **options: Any
+) -> tuple[Router, list[WorkerHandle]]:
     registry = Registry("f")
     workers = [join(registry, f"p{n}", f"p{n}", "prefill") for n in range(prefills)]
     workers += [join(registry, f"d{n}", f"d{n}", "decode") for n in range(decodes)]
@@ -58,14 +60,14 @@ def announce(
 
 
 def test_a_request_goes_to_a_pair() -> None:
-    router, (prefill, decode) = house()
+    router, (prefill, decode) = cluster()
     placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("disagg", prefill, decode)
 
 
 def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
-    router, (first, second, _) = house(prefills=2)
+    router, (first, second, _) = cluster(prefills=2)
     placement, promise = place(router, Demand(500, 10, 1))
     assert placement.prefill is first
     assert place(router, Demand(100, 10, 1))[0].prefill is second
@@ -75,7 +77,7 @@ def test_prefill_goes_where_the_fewest_tokens_stand() -> None:
 
 
 def test_a_cached_prefix_is_worth_a_queue() -> None:
-    router, (first, second, _) = house(prefills=2)
+    router, (first, second, _) = cluster(prefills=2)
     keys = chains(400)
     announce(router, second, keys)
     place(router, Demand(50, 10, 1))  # stands at the first
@@ -88,7 +90,7 @@ def test_a_cached_prefix_is_worth_a_queue() -> None:
 
 
 def test_decode_goes_to_the_least_loaded() -> None:
-    router, (_, first, second) = house(decodes=2)
+    router, (_, first, second) = cluster(decodes=2)
     assert place(router, Demand(160, 160, 1))[0].decode is first
     assert place(router, Demand(160, 160, 1))[0].decode is second
     assert place(router, Demand(16, 16, 1))[0].decode is first
@@ -116,7 +118,7 @@ def test_a_small_pool_gets_what_it_can_hold() -> None:
 
 
 def test_decode_goes_where_its_prefix_is_unless_that_costs_a_place() -> None:
-    router, (_, first, second) = house(decodes=2)
+    router, (_, first, second) = cluster(decodes=2)
     keys = chains(320)
     announce(router, second, keys)
     assert place(router, Demand(321, 16, 1, keys))[0].decode is second
@@ -126,7 +128,7 @@ def test_decode_goes_where_its_prefix_is_unless_that_costs_a_place() -> None:
 
 
 def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
-    router, _ = house()
+    router, _ = cluster()
     promises = [place(router, Demand(400, 400, 1))[1] for _ in range(2)]  # 50 of 100 blocks each
     assert isinstance(router.place(Demand(16, 16, 1)), Wait)
     router.release(promises[0])
@@ -136,7 +138,7 @@ def test_what_does_not_fit_waits_and_fits_after_a_release() -> None:
 
 
 def test_slots_are_promised_with_a_little_slack() -> None:
-    router, _ = house()
+    router, _ = cluster()
     for _ in range(10):  # 8 slots, a quarter more
         place(router, Demand(1, 1, 1))
     assert isinstance(router.place(Demand(1, 1, 1)), Wait)
@@ -149,7 +151,7 @@ def test_the_promise_stops_at_the_horizon() -> None:
 
 
 def test_a_request_alone_is_not_held_back_by_slots() -> None:
-    router, _ = house()
+    router, _ = cluster()
     assert isinstance(router.place(Demand(16, 16, 16)), Placement), "sixteen choices, eight slots"
 
 
@@ -229,25 +231,25 @@ def test_a_prefill_worker_that_is_too_small_computes_nothing_of_it(policy: Any) 
 
 
 def test_roles_that_are_missing() -> None:
-    router, _ = house(prefills=0, decodes=0)
+    router, _ = cluster(prefills=0, decodes=0)
     assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
     assert router.missing_role() == "decode"
-    router, _ = house(prefills=1, decodes=0)
+    router, _ = cluster(prefills=1, decodes=0)
     assert router.place(Demand(1, 1, 1)) == NoWorkers("decode")
-    router, _ = house(prefills=0)
+    router, _ = cluster(prefills=0)
     placement = router.place(Demand(1, 1, 1))
     assert isinstance(placement, Placement) and placement.path == "local" and router.missing_role() is None
-    router, _ = house(prefills=0, no_prefill="reject")
+    router, _ = cluster(prefills=0, no_prefill="reject")
     assert router.place(Demand(1, 1, 1)) == NoWorkers("prefill") and router.missing_role() == "prefill"
-    router, _ = house(prefills=0, no_prefill="wait")
+    router, _ = cluster(prefills=0, no_prefill="wait")
     assert isinstance(router.place(Demand(1, 1, 1)), Wait)
 
 
 def test_colocated_workers_alone_and_beside_pools() -> None:
-    router, (worker,) = house(0, 0, 1)
+    router, (worker,) = cluster(0, 0, 1)
     placement, _ = place(router, Demand(100, 10, 1))
     assert (placement.path, placement.prefill, placement.decode) == ("colocated", None, worker)
-    router, (_, _, colocated) = house(1, 1, 1)
+    router, (_, _, colocated) = cluster(1, 1, 1)
     assert place(router, Demand(800, 700, 1))[0].path == "disagg"
     placement, _ = place(router, Demand(800, 700, 1))
     assert placement.path == "colocated" and placement.decode is colocated
@@ -255,7 +257,7 @@ def test_colocated_workers_alone_and_beside_pools() -> None:
 
 def test_a_worker_with_another_kv_dtype_is_found_by_its_own_keys() -> None:
     """What decode got from prefill is known by how prefill computed it: nothing that it could prefill from locally."""
-    router, (first, second, decode) = house(prefills=2)
+    router, (first, second, decode) = cluster(prefills=2)
     second.hello = msgspec.structs.replace(second.hello, dtype="bfloat16")
     keys = chains(320, "float32", "bfloat16")
     announce(router, second, keys, "bfloat16")
@@ -271,23 +273,23 @@ def test_a_worker_with_another_kv_dtype_is_found_by_its_own_keys() -> None:
 
 
 def test_local_prefill_always_and_never() -> None:
-    router, _ = house(local_prefill="always")
+    router, _ = cluster(local_prefill="always")
     assert place(router, Demand(1000, 10, 1))[0].path == "local"
-    router, (_, decode) = house(local_prefill="never")
+    router, (_, decode) = cluster(local_prefill="never")
     keys = chains(320)
     announce(router, decode, keys)
     assert place(router, Demand(330, 10, 1, keys))[0].path == "disagg"
 
 
 def test_choices_that_have_diverged_stay_on_one_worker() -> None:
-    router, (_, decode) = house(local_prefill="never")
+    router, (_, decode) = cluster(local_prefill="never")
     placement = router.place(Demand(100, 10, 3, diverged=True))
     assert isinstance(placement, Placement)
     assert (placement.path, placement.prefill, placement.decode) == ("local", None, decode)
 
 
 def test_local_prefill_auto_needs_a_reason() -> None:
-    router, (_, decode) = house()
+    router, (_, decode) = cluster()
     assert place(router, Demand(8, 10, 1))[0].path == "disagg", "a short prompt alone is none"
     keys = chains(320)
     announce(router, decode, keys)
@@ -297,7 +299,7 @@ def test_local_prefill_auto_needs_a_reason() -> None:
 
 
 def test_a_tiny_prompt_does_not_stand_behind_a_long_one_when_decode_is_idle() -> None:
-    router, (_, busy, _) = house(decodes=2)
+    router, (_, busy, _) = cluster(decodes=2)
     placement, _ = place(router, Demand(LOCAL_QUEUE_TOKENS, 10, 1))
     assert placement.decode is busy
     assert place(router, Demand(8, 10, 1))[0].path == "local"
@@ -394,7 +396,7 @@ def test_local_prefill_never_means_that_prompts_pile_up() -> None:
 
 
 def test_the_ledger_of_a_lost_worker_goes_with_it() -> None:
-    router, (_, decode) = house()
+    router, (_, decode) = cluster()
     _, promise = place(router, Demand(100, 10, 1))
     router.registry.gone(decode)
     router.forget(decode)
@@ -407,7 +409,7 @@ def test_the_ledger_of_a_lost_worker_goes_with_it() -> None:
 def test_the_ledger_never_promises_too_much_and_returns_to_zero(
     requests: list[tuple[int, int, int, bool]],
 ) -> None:
-    router, workers = house(2, 2, 1)
+    router, workers = cluster(2, 2, 1)
     promises: list[Promise] = []
     for tokens, output, choices, releases in requests:
         demand = Demand(tokens, output, choices)
@@ -431,14 +433,14 @@ def fail(router: Router, prefill: WorkerHandle, decode: WorkerHandle) -> None:
 
 
 def test_a_pair_whose_hand_offs_keep_failing_is_passed_over() -> None:
-    router, (first, second, decode) = house(prefills=2)
+    router, (first, second, decode) = cluster(prefills=2)
     fail(router, first, decode)
     placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement) and placement.prefill is second
 
 
 def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -> None:
-    router, (_, sick, sound) = house(decodes=2)
+    router, (_, sick, sound) = cluster(decodes=2)
     for _ in range(FAILURES):
         router.breakers.failed(Alone(sick.id), new_request_id(), 0.0)
     for _ in range(40):
@@ -457,7 +459,7 @@ def test_a_worker_that_fails_everything_is_left_out_however_much_room_it_has() -
 
 
 def test_a_worker_that_fails_everything_is_better_than_none() -> None:
-    router, (prefill, decode) = house()
+    router, (prefill, decode) = cluster()
     for worker in (prefill, decode):
         for _ in range(FAILURES):
             router.breakers.failed(Alone(worker.id), new_request_id(), 0.0)
@@ -465,7 +467,7 @@ def test_a_worker_that_fails_everything_is_better_than_none() -> None:
 
 
 def test_suspects_are_placed_apart() -> None:
-    router, (first, second, one, other) = house(prefills=2, decodes=2)
+    router, (first, second, one, other) = cluster(prefills=2, decodes=2)
     placement = router.place(Demand(100, 10, 1, apart_from=frozenset({first.id, one.id})))
     assert isinstance(placement, Placement)
     assert (placement.prefill, placement.decode) == (second, other)
@@ -473,7 +475,7 @@ def test_suspects_are_placed_apart() -> None:
 
 
 def test_rather_another_decode_worker_than_a_failing_pair() -> None:
-    router, (prefill, first, second) = house(decodes=2)
+    router, (prefill, first, second) = cluster(decodes=2)
     fail(router, prefill, first)
     placement = router.place(Demand(100, 10, 1))
     assert isinstance(placement, Placement)
@@ -482,14 +484,14 @@ def test_rather_another_decode_worker_than_a_failing_pair() -> None:
 
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
 def test_a_pair_that_failed_this_request_is_better_than_none(policy: str, path: str) -> None:
-    router, (prefill, decode) = house(no_prefill=policy)
+    router, (prefill, decode) = cluster(no_prefill=policy)
     placement = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({Pair(prefill.id, decode.id)})))
     assert isinstance(placement, Placement) and placement.path == path
 
 
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", None), ("reject", None)])
 def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> None:
-    router, (prefill, decode) = house(no_prefill=policy)
+    router, (prefill, decode) = cluster(no_prefill=policy)
     fail(router, prefill, decode)
     verdict = router.place(Demand(100, 10, 1))
     assert isinstance(verdict, Placement if path else Wait), "a worker that is there is not missing"
@@ -502,7 +504,7 @@ def test_with_no_pair_left_the_policy_decides(policy: str, path: str | None) -> 
 @pytest.mark.parametrize(("policy", "path"), [("local", "local"), ("wait", "disagg"), ("reject", "disagg")])
 def test_after_two_pairs_have_failed_a_request_decode_prefills_if_it_may(policy: str, path: str) -> None:
     """Attempts are few: the last one is not spent on a third pair while there is a way without a hand-off."""
-    router, (first, second, *decodes) = house(prefills=2, decodes=2, no_prefill=policy)
+    router, (first, second, *decodes) = cluster(prefills=2, decodes=2, no_prefill=policy)
     failed = Pair(first.id, decodes[0].id)
     once = router.place(Demand(100, 10, 1, excluded_pairs=frozenset({failed})))
     assert isinstance(once, Placement) and once.path == "disagg"

@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object], what: str, seconds: float = 5.0
 
 
 @dataclass
-class House:
+class Cluster:
     """``url`` of the server, its parts, and the fakes."""
 
     services: Services
@@ -102,21 +102,21 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def open_house(model: Path, *roles: Role, **options: Any) -> AsyncIterator[House]:
+async def open_cluster(model: Path, *roles: Role, **options: Any) -> AsyncIterator[Cluster]:
     """A serving coordinator with one fake worker per role; everything must be idle at the end."""
     config = CoordinatorConfig(**{"model": str(model), "served_model_name": "tiny", "control_port": 0, **options})
     async with create_app(config) as app:
         listener = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with serving(app, listener), aiohttp.ClientSession(auto_decompress=False) as client:
-            house = House(app[SERVICES], url, client)
+            cluster = Cluster(app[SERVICES], url, client)
             try:
                 for role in roles:
-                    await house.add(role)
-                yield house
-                await house.idle()
+                    await cluster.add(role)
+                yield cluster
+                await cluster.idle()
             finally:
-                for worker in house.workers:
+                for worker in cluster.workers:
                     worker.stop()
 
 
@@ -138,9 +138,9 @@ def letters(text: str) -> Any:
     return script
 
 
-async def prefilled(house: House, count: int) -> list[Request]:
+async def prefilled(cluster: Cluster, count: int) -> list[Request]:
     """The requests that the first worker was given, once they are so many: decode may have been faster."""
-    worker = house.workers[0]
+    worker = cluster.workers[0]
     await until(lambda: len(worker.got(Prefill)) == count, f"prefill has {count} requests")
     return [sent.request for sent in worker.got(Prefill)]
 
@@ -152,11 +152,11 @@ def chat_of(content: str) -> dict[str, Any]:
 class Held:
     """Texts whose tokens are held back until ``go_on``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, house: House) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
         self.begun: list[str] = []
         self.go_on = threading.Event()
-        self._slices = house.services.model.text.slices
-        monkeypatch.setattr(house.services.model.text, "slices", self)
+        self._slices = cluster.services.model.text.slices
+        monkeypatch.setattr(cluster.services.model.text, "slices", self)
 
     def __call__(self, text: str, **_: Any) -> Iterator[list[int]]:
         for part in self._slices(text):
@@ -174,11 +174,11 @@ def _narrow(port: int) -> socket.socket:
 
 
 async def _ask_and_read_no_more(
-    house: House, asked: dict[str, Any]
+    cluster: Cluster, asked: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A client that reads nothing so far, with buffers so small that the server notices soon."""
     body = json.dumps(asked)
-    connection = _narrow(int(house.url.rsplit(":", 1)[1]))
+    connection = _narrow(int(cluster.url.rsplit(":", 1)[1]))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     return reader, writer
