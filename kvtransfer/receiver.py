@@ -21,7 +21,7 @@ from common.core.ids import BlockId, TransferId, new_incarnation
 from common.kv.layout import KvLayout
 from common.kv.storage.host import KvMemory
 from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Message, Open, Peer, Released, ToDecode
-from common.net.peer_ban_list import Strikes
+from common.net.peer_ban_list import PeerBanList
 from common.net.sockets import Channels, send
 from common.net.wire import MAX_HANDOFF_BYTES, decode
 from kvtransfer.flow_control import TRANSFER_BYTES, CreditBook
@@ -123,7 +123,7 @@ class Receiver:
         self.step_s = 0.0
         """How long the worker's steps take, in which nothing is answered here."""
         self.bad_messages = 0
-        self.strikes = Strikes()
+        self.strikes = PeerBanList()
         self.stale_frames = 0
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ from common.core.errors import Damaged, InvariantBroken, WireError
 from common.core.ids import BlockId, Incarnation, TransferId
 from common.kv.storage.host import KvMemory
 from common.net.messages import Accept, Ack, Cancel, Commit, Grant, Heard, Logprobs, Open, Peer, Released, ToPrefill
-from common.net.peer_ban_list import Strikes
+from common.net.peer_ban_list import PeerBanList
 from common.net.sockets import Channels, receive, send
 from kvtransfer.frames import FrameHeader, Rectangle
 from kvtransfer.links import nixl, pull, shm, zeromq
@@ -164,7 +164,7 @@ class Sender:
         self.behind = False
         """Whether the last :meth:`pump` ended for want of time: there is more to send at once."""
         self.bad_messages = 0
-        self.strikes = Strikes()
+        self.strikes = PeerBanList()
 
     def __len__(self) -> int:
         return len(self._outgoing)

@@ -10,7 +10,7 @@ REMEMBERED = 4096
 """Peers; who has not been heard of for longest is forgotten first."""
 
 
-class Strikes:
+class PeerBanList:
     """Counts bad messages per peer; at the third one (``most``) the peer is cut off for good."""
 
     def __init__(self, most: int = STRIKES) -> None:

@@ -46,7 +46,7 @@ from common.net.messages import (
     Tokens,
     Welcome,
 )
-from common.net.peer_ban_list import STRIKES, Strikes
+from common.net.peer_ban_list import STRIKES, PeerBanList
 from common.net.socket_monitor import EVENT
 from common.net.sockets import BEAT_SUFFIX, Channels, is_local, send
 from common.net.wire import MAX_REPORT_BYTES, decode
@@ -145,8 +145,8 @@ class Gateway:
         self.registry = registry
         self.incarnation = new_incarnation()
         self.bad_messages = 0
-        self.strikes = Strikes()
-        self._asked = Strikes(MOST_ASKED)
+        self.strikes = PeerBanList()
+        self._asked = PeerBanList(MOST_ASKED)
         self._last_bad = ""
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S

@@ -46,7 +46,7 @@ class Link:
         return self.latency_us is not None
 
 
-class Links:
+class LinkStats:
     """The measured links, by prefill and decode incarnation."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from common.net.messages import Drain
 from coordinator.api.fields import Fields, JsonBudget, refuse
 from coordinator.api.openai import parse_chat, token_ids
 from coordinator.api.service import ServedModel, product_version
-from coordinator.cluster.link_stats import Links
+from coordinator.cluster.link_stats import LinkStats
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.http.context import SERVICES, Services, deliver_whole, read_body
 from coordinator.http.middleware import json_response
@@ -224,7 +224,7 @@ async def workers(request: web.Request) -> web.StreamResponse:
     dispatcher, registry = services.dispatcher, services.registry
     avoided = {worker.id: _avoided(worker, dispatcher.breakers, registry) for worker in registry}
     now_s = dispatcher.gateway.clock()
-    shown = [_worker(each, dispatcher.links, avoided[each.id], now_s) for each in registry]
+    shown = [_worker(each, dispatcher.link_stats, avoided[each.id], now_s) for each in registry]
     return await deliver_whole(request, json_response({"workers": shown}))
 
 
@@ -270,7 +270,7 @@ def _avoided(prefill: WorkerHandle, breakers: Breakers, registry: Registry) -> l
     ]
 
 
-def _worker(worker: WorkerHandle, links: Links, avoids: list[str], now_s: float) -> Json:
+def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: float) -> Json:
     """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom
     it gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another.
     ``turn_ms``: how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that

@@ -47,7 +47,7 @@ from common.net.messages import (
     Tokens,
 )
 from coordinator.cluster.gateway import Gateway, Loss
-from coordinator.cluster.link_stats import Links, Trial
+from coordinator.cluster.link_stats import LinkStats, Trial
 from coordinator.cluster.registry import Registry, WorkerHandle
 from coordinator.metrics import Metrics
 from coordinator.requests.admission import Admission, RetryBudget
@@ -117,7 +117,7 @@ class Dispatcher:
         self.breakers = router.breakers
         self.retries = RetryBudget()
         admission.running = self._running
-        self.links = Links()
+        self.link_stats = LinkStats()
         self.records: dict[bytes, RequestRecord] = {}
         self.draining = False
         self.queue_pressure: QueuePressure | None = None
@@ -463,7 +463,7 @@ class Dispatcher:
         if self.router.missing_role() is None:
             for record in self.records.values():
                 record.awaiting_reconnect = False
-        for trial in self.links.trials(worker, self.registry):
+        for trial in self.link_stats.trials(worker, self.registry):
             self._try(trial)
         self.pump_soon()
 
@@ -476,7 +476,7 @@ class Dispatcher:
 
     def measured(self, worker: WorkerHandle, message: Measured) -> None:
         decode = self.registry.get(message.decode)
-        if decode is not None and (trial := self.links.measured(worker, decode, message)) is not None:
+        if decode is not None and (trial := self.link_stats.measured(worker, decode, message)) is not None:
             self._try(trial)
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
@@ -562,7 +562,7 @@ class Dispatcher:
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:
         """Forgets a worker that is gone; the requests that cannot go on without it."""
         self.router.forget(worker)
-        self.links.forget(worker)
+        self.link_stats.forget(worker)
         self._emptied.pop(worker.id, None)
         records = [record for record in self._on.pop(worker.id, {}).values() if record.life.needs(worker.id)]
         if records:

@@ -20,7 +20,7 @@ from common.core.ids import BlockId, Incarnation, RequestId, TransferId, WorkerN
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
 from common.net.messages import Peer
-from common.net.peer_ban_list import Strikes
+from common.net.peer_ban_list import PeerBanList
 from common.net.wire import DIGEST_BYTES, seal
 from kvtransfer.flow_control import CreditBook
 from kvtransfer.frames import HEADER_BYTES
@@ -274,7 +274,7 @@ def test_whatever_arrives_nothing_breaks_and_nothing_is_left(
             house.turn(0.1)
         assert not house.held and len(house.sender) == 0 and len(house.receiver) == 0
         assert len(house.credit) == 0 and house.credit.held() == 0
-        house.sender.strikes, house.receiver.strikes = Strikes(), Strikes()  # as another incarnation has none
+        house.sender.strikes, house.receiver.strikes = PeerBanList(), PeerBanList()  # as another incarnation has none
         house.begin(0)  # and it still works
         landed = house.landed
         for _ in range(30):

@@ -11,7 +11,7 @@ import pytest
 
 from common.net.keys import Party
 from common.net.messages import PROTOCOL, Drain, Goodbye, NameTaken, Rejected, Rejoin, ToWorker, Welcome
-from common.net.peer_ban_list import REMEMBERED, STRIKES, Strikes
+from common.net.peer_ban_list import REMEMBERED, STRIKES, PeerBanList
 from common.net.sockets import DROPPED_PARTS, identity, receive, send
 from common.net.wire import seal
 from coordinator.cluster.gateway import MOST_ASKED
@@ -285,7 +285,7 @@ def test_a_message_of_too_many_parts_is_a_strike_and_silences_nobody(
 
 
 def test_strikes_are_counted_per_peer_and_forgotten_in_order() -> None:
-    strikes = Strikes()
+    strikes = PeerBanList()
     assert [strikes.strike("a") for _ in range(4)] == [False, False, True, False]
     assert strikes.out("a") and not strikes.out("b") and strikes.cut_off == 1
     for peer in range(REMEMBERED):

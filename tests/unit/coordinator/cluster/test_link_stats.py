@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.core.ids import Incarnation
 from common.net.messages import Measured
-from coordinator.cluster.link_stats import LATENCY_TOKENS, MAX_PEERS, Links, Trial
+from coordinator.cluster.link_stats import LATENCY_TOKENS, MAX_PEERS, LinkStats, Trial
 from coordinator.cluster.registry import Registry, WorkerHandle
 from tests.unit.coordinator.cluster.test_registry import join
 
@@ -22,7 +22,7 @@ def decode(registry: Registry, number: int) -> WorkerHandle:
 
 
 def test_each_pair_is_tried_when_its_second_end_joins() -> None:
-    registry, links = Registry(None), Links()
+    registry, links = Registry(None), LinkStats()
     assert links.trials(prefill(registry, 0), registry) == []
     assert pairs(links.trials(decode(registry, 0), registry)) == [("p0", "d0")]
     assert pairs(links.trials(decode(registry, 1), registry)) == [("p0", "d1")]
@@ -30,14 +30,14 @@ def test_each_pair_is_tried_when_its_second_end_joins() -> None:
 
 
 def test_a_joining_worker_is_tried_with_a_few_others() -> None:
-    registry, links = Registry(None), Links()
+    registry, links = Registry(None), LinkStats()
     for number in range(MAX_PEERS + 2):
         assert links.trials(decode(registry, number), registry) == []
     assert len(links.trials(prefill(registry, 0), registry)) == MAX_PEERS
 
 
 def test_the_second_trial_tells_the_rate_and_the_third_the_latency() -> None:
-    registry, links = Registry(None), Links()
+    registry, links = Registry(None), LinkStats()
     ends = prefill(registry, 0), decode(registry, 0)
 
     def told(count: int, seconds: float) -> Trial | None:

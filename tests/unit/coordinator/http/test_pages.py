@@ -86,7 +86,7 @@ async def test_ready_waits_for_everybody_who_was_asked_for(model: Path) -> None:
 
 async def test_workers_as_they_see_themselves(cluster: Cluster) -> None:
     await until(lambda: all(worker.beat for worker in cluster.services.registry), "heartbeats")
-    await until(lambda: cluster.dispatcher.links.of(next(iter(cluster.services.registry))), "the link is measured")
+    await until(lambda: cluster.dispatcher.link_stats.of(next(iter(cluster.services.registry))), "the link is measured")
     _, body = await cluster.get("/admin/workers")
     for worker in body["workers"]:
         blocks = worker["kv_blocks"]
