@@ -144,7 +144,9 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(system: System) -> 
             if tokens == 0:
                 await _until_running(client)
                 response.cancel()
-                await asyncio.gather(response, return_exceptions=True)
+                [begun] = await asyncio.gather(response, return_exceptions=True)
+                if isinstance(begun, aiohttp.ClientResponse):  # it streams already
+                    begun.close()
             else:
                 await _read_tokens(await response, tokens)
             await client.until_idle(within_s=1)
