@@ -105,7 +105,7 @@ async def _serve(
                     "without --cluster-key-file every user of this machine can join as a worker and read prompts"
                 )
             if not (is_loopback(config.host) or config.api_keys()):
-                log.warning("without API keys whoever reaches %s can use it", url)
+                log.warning("no API key is set: every client that reaches %s can use it", url)
             gc.collect()
             gc.freeze()  # what serves lives for ever: a collection that walked it would hold up every stream
             if on_ready is not None:

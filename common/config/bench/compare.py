@@ -49,5 +49,5 @@ class BenchCompareConfig(ArrivalOptions, LoadOptions):
         except ValueError as error:
             raise StartError("--up-flags is no list of flags", str(error), "write it as for a shell") from None
         if holds_key:
-            why = "whoever lists this machine's processes would read it"
+            why = "other users of this machine can read it in the list of processes"
             raise StartError("--up-flags holds a key", why, "leave it out: they answer on this machine only")
