@@ -1,1 +1,2 @@
-"""The HTTP server: connections, middleware, endpoints, streams. Knows requests by their records, and no worker."""
+"""The HTTP server: connections, middleware, endpoints and streams. Must not know how a request is placed on workers: it
+submits request records to the dispatcher and receives their tokens."""

@@ -1,4 +1,4 @@
-"""The aiohttp application over running services, and the connections on which it is served."""
+"""The aiohttp application for the running services, and the server that accepts its connections."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = logging.getLogger("tandem.http")
 
 KEEPALIVE_CONNECTION_S = 75.0
 LINGER_S = 2.0
-"""For how long the rest of a body that was refused is read and dropped, so that its sender can read why."""
+"""How long to keep reading and discarding a refused body, so that its sender gets to read the error response."""
 READ_BYTES = 64 << 10
-"""Buffer of a body. aiohttp stops reading from the client while its handler has twice as much to take."""
+"""Buffer size of a request body. aiohttp pauses reading from the client while twice this much is unconsumed."""
 BACKLOG = 4_096
 _LAST_WORDS_S = 1.0
 
 
 def make_app(services: Services) -> web.Application:
-    """The aiohttp application over running services."""
+    """Build the aiohttp application for the running services."""
     config = services.config
     cors = Cors(config.allowed_origins or ())
     if cors.allows_all and not config.api_keys():
@@ -64,13 +64,13 @@ async def _close_logs(left: RateLimitedLog, cuts: RateLimitedLog, _: web.Applica
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Without versions: whoever looks for weak ones learns nothing."""
+    """Set the ``Server`` header, without a version number that would help an attacker."""
     response.headers["Server"] = SERVER
 
 
 def make_runner(app: web.Application) -> Runner:
-    """How the application is served: a client that leaves cancels its handler, and no body is unpacked, not even one
-    that is refused and drained."""
+    """Build the runner of the application. The handler of a client that disconnects is cancelled, and no body is
+    decompressed, not even one that is refused and drained."""
     return Runner(
         app,
         error_response,
@@ -89,7 +89,7 @@ def make_runner(app: web.Application) -> Runner:
 
 @contextlib.asynccontextmanager
 async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    """Takes connections of ``listener``; at the end those that are left have a second for their last words."""
+    """Accept connections of ``listener``. On exit, wait up to one second for open connections to finish."""
     runner = make_runner(app)
     await runner.setup()
     usher = asyncio.create_task(_show_out(app[SERVICES], runner))
@@ -102,7 +102,7 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
 
 
 async def _show_out(services: Services, runner: Runner) -> None:
-    """Looks at all connections from time to time."""
+    """Check all connections periodically, until cancelled."""
     patience_s, cut = read_timeout(services)
     while True:
         await asyncio.sleep(patience_s / LOOKS)
@@ -113,8 +113,11 @@ async def _show_out(services: Services, runner: Runner) -> None:
 def _close_silent_and_unread(
     services: Services, runner: web.AppRunner, patience_s: float, cut: Callable[[str], None]
 ) -> None:
-    """Closes connections whose first request does not come (aiohttp waits for headers for ever; later ones on the same
-    connection have the keep-alive limit), and those whose client does not read, whatever it has asked for."""
+    """Close connections that have not sent their first request in time, and those whose client does not read its
+    responses.
+
+    aiohttp has no timeout for the first request of a connection; later requests are covered by its keep-alive timeout.
+    """
     now = time.monotonic()
     for connection in runner.server.connections if runner.server else ():
         if not isinstance(connection, Connection):

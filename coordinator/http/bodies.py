@@ -1,6 +1,6 @@
-"""The memory for request bodies that are being received or wait to be parsed.
+"""Memory budgets for request bodies that are being received or are waiting to be parsed.
 
-Small, ordinary and large ones have budgets of their own, so that a flood of one kind cannot use up what others need.
+Small, ordinary and large bodies have separate budgets, so that a flood of one kind cannot starve the others.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from coordinator.requests.errors import overloaded
 from coordinator.text.lanes import INLINE_BYTES, LARGE_BYTES
 
 SMALL_BUDGET = 32 << 20
-"""Bytes of all bodies of up to INLINE_BYTES together that have come in part."""
+"""Total bytes of partially received bodies of up to INLINE_BYTES each."""
 ORDINARY_BUDGET = 32 << 20
-"""Bytes of all larger bodies of up to LARGE_BYTES together."""
+"""Total bytes of bodies between INLINE_BYTES and LARGE_BYTES."""
 LARGE_BUDGET = 64 << 20
-"""Bytes of all larger bodies together, or twice the largest body that is allowed, whichever is more."""
+"""Total bytes of bodies above LARGE_BYTES. Twice the largest allowed body is used instead if that is more."""
 RETRY_S = 1.0
 
 
 class BodyKind(Enum):
-    """The kind of a body, by its size so far."""
+    """The size class of a body, by the bytes received so far."""
 
     SMALL = "small"
     ORDINARY = "ordinary"
@@ -30,14 +30,14 @@ class BodyKind(Enum):
 
 
 def kind_of(size: int) -> BodyKind:
-    """The kind of a body of ``size`` bytes."""
+    """Return the size class of a body of ``size`` bytes."""
     if size <= INLINE_BYTES:
         return BodyKind.SMALL
     return BodyKind.LARGE if size > LARGE_BYTES else BodyKind.ORDINARY
 
 
 class Bodies:
-    """Counts the bytes of request bodies in memory, by kind."""
+    """The bytes of request bodies in memory, by kind."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.budgets = {
@@ -49,7 +49,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """The share of one request, for as long as its body is needed."""
+        """Yield the share of one request. Its bytes are released on exit."""
         share = BodyShare(self)
         try:
             yield share
@@ -58,13 +58,13 @@ class Bodies:
 
 
 class BodyShare:
-    """The bytes of one body."""
+    """The bytes of one body that are counted in :class:`Bodies`."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies, self._size = bodies, 0
 
     def grow(self, size: int) -> None:
-        """Count ``size`` bytes, all that the body has by now; RequestError 429 if its kind is over the budget."""
+        """Set the size of this body so far to ``size`` bytes. Raises RequestError 429 if its kind is over budget."""
         self.release()
         self._size = size
         kind = kind_of(size)
@@ -73,6 +73,6 @@ class BodyShare:
             raise overloaded(f"{kind.value} request bodies of {held:,} bytes are being received", RETRY_S)
 
     def release(self) -> None:
-        """Count nothing any more."""
+        """Return the counted bytes to the budget."""
         self._bodies.held[kind_of(self._size)] -= self._size
         self._size = 0

@@ -1,4 +1,4 @@
-"""What the handlers share: the services of the coordinator, and how a body is read and an answer delivered."""
+"""Shared by all handlers: the coordinator's services, reading a request body, delivering a response."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from coordinator.text.lanes import INLINE_BYTES, is_small
 T = TypeVar("T")
 
 Scale = Callable[[int | None, int | None], Awaitable[tuple[int, int]]]
-"""Makes the prefill and the decode pool that large (None: as it is); returns their sizes, or raises RequestError."""
+"""Resizes the (prefill, decode) pools to the given worker counts (None: unchanged) and returns their new sizes. Raises
+RequestError if that is not possible."""
 
 
 class OpenAnswers:
-    """Counts answers from their admission until the kernel has their last byte; ``none`` is set while there are none.
+    """Counts open answers, each from its admission until the kernel has its last byte. ``none`` is set while no answer
+    is open.
 
-    Each is entered as a context."""
+    Enter it as a context manager once per answer."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,7 +58,7 @@ class OpenAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What handlers need, made once per coordinator."""
+    """The services that handlers use. One instance per coordinator."""
 
     config: CoordinatorConfig
     model: ServedModel
@@ -78,11 +80,11 @@ SERVICES = web.AppKey("services", Services)
 
 
 async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T]) -> T:
-    """Return ``read`` of the JSON object of a POST, and of what its JSON may still have; RequestError for anything else
-    that was sent.
+    """Read the body of a POST and return ``read(body, budget)``: the parsed JSON object and its remaining JSON budget.
+    Raises RequestError if the body is not a JSON object.
 
-    The parser and ``read`` run as one step of a lane if the body is long or has many objects, so that bodies wait as
-    bytes, not as objects."""
+    For a body that is long or has many objects, parsing and ``read`` run as one step of a lane, so that bodies wait for
+    a lane as bytes rather than as the larger parsed objects."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(
@@ -91,7 +93,7 @@ async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T])
             code="unsupported_content_encoding",
         )
     services = request.app[SERVICES]
-    await asyncio.sleep(0)  # a client that has sent everything and left is known to have left behind this
+    await asyncio.sleep(0)  # lets the event loop cancel this handler if the client has sent everything and disconnected
     with services.bodies.share() as share:
         body = await _receive(request, share)
 
@@ -103,10 +105,12 @@ async def read_body(request: web.Request, read: Callable[[Json, JsonBudget], T])
 
 
 async def _receive(request: web.Request, share: BodyShare) -> bytes:
-    """All bytes of the body, counted in ``share`` as they come: while a flood of small ones that stay unfinished is
-    refused, those that come in one piece are served."""
+    """Return all bytes of the body. They are counted in ``share`` while they arrive.
+
+    A small body that arrives in one piece is not counted, so that it is served even during a flood of small bodies that
+    stay unfinished."""
     services = request.app[SERVICES]
-    all_there = request.content.is_eof()  # a timer would be for nothing
+    all_there = request.content.is_eof()  # then no timer is needed
     announce_reading(request)
     body = bytearray()
     try:
@@ -115,7 +119,7 @@ async def _receive(request: web.Request, share: BodyShare) -> bytes:
                 body += chunk
                 if len(body) > request.client_max_size:
                     raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
-                if len(body) > INLINE_BYTES or not request.content.is_eof():  # a lane counts small ones that are whole
+                if len(body) > INLINE_BYTES or not request.content.is_eof():  # complete small ones: counted by a lane
                     share.grow(len(body))
     except TimeoutError:
         services.metrics.cut_off("sending")
@@ -128,15 +132,15 @@ async def _receive(request: web.Request, share: BodyShare) -> bytes:
 
 
 async def deliver_whole(request: web.Request, response: web.Response) -> web.StreamResponse:
-    """Sends all of ``response``; a client that takes nothing of it for ``client_timeout`` is cut."""
+    """Send all of ``response``. Disconnects a client that reads nothing for ``client_timeout``."""
     response.headers["x-request-id"] = request[REQUEST_ID]
     if EXPECTATION in request:
-        response.force_close()  # as of guard, for what is sent before it sees it
+        response.force_close()  # as in middleware.guard, which sees this response only after it has been sent
     return await deliver(request, response, *read_timeout(request.app[SERVICES]))
 
 
 def read_timeout(services: Services) -> tuple[float, Callable[[str], None]]:
-    """How long a client may not read, and who hears if it does not."""
+    """Return the seconds for which a client may read nothing, and the function that counts and logs a disconnection."""
 
     def cut(why: str) -> None:
         services.metrics.cut_off("reading")

@@ -1,7 +1,7 @@
-"""Cross-origin requests (CORS): which web pages of other origins may call this server from a browser, and read answers.
+"""Cross-origin resource sharing (CORS): which web pages of other origins may call this server and read its responses.
 
-Off unless origins are allowed. A page sends its key in a header: requests with a browser's own credentials (cookies)
-are never allowed, so that ``*`` gives no page more than what its key gives it.
+Off unless origins are allowed. A page authenticates with a key in a header. Requests with browser credentials (cookies)
+are never allowed, so that ``*`` gives a page no access beyond that of its key.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ EXPOSED = ", ".join(
         "x-tandem-path", "x-tandem-prefill", "x-tandem-decode", "x-tandem-ignored",
     )
 )  # fmt: skip
-"""Headers of answers that a page may read."""
+"""Response headers that a page may read."""
 HEADERS = "Authorization, Content-Type, x-api-key, x-request-id"
-"""What a page may send if it does not ask."""
+"""Request headers allowed to a preflight that names none."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _MAX_HEADER_NAMES = 2048
 
 
 class Cors:
-    """The rules for ``origins``, spelled as browsers do; ``*`` among them allows all."""
+    """The CORS rules for the allowed ``origins``, spelled as in an ``Origin`` header; ``*`` allows all."""
 
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origins)
@@ -37,13 +37,13 @@ class Cors:
         return self.allows_all or origin in self._origins
 
     def is_preflight(self, request: web.Request) -> bool:
-        """Whether a browser asks for leave to send a page's request. It does so without the page's key."""
+        """Return whether this is a CORS preflight of an allowed origin. A preflight never carries the page's key."""
         headers = request.headers
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in headers
         return asks and self._allowed_origin(request) is not None
 
     def preflight(self, request: web.Request) -> web.Response:
-        """The answer to :meth:`is_preflight`."""
+        """Return the response to a preflight request."""
         wanted = request.headers.get("Access-Control-Request-Headers", "").strip()
         sane = len(wanted) <= _MAX_HEADER_NAMES and _HEADER_NAMES.fullmatch(wanted)
         headers = {
@@ -55,8 +55,8 @@ class Cors:
         return web.Response(status=204, headers=headers)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Tells the browser that the page of an allowed origin may read ``response``, also if it is an error or a
-        stream; a signal receiver of ``on_response_prepare``."""
+        """Add the headers that let a page of an allowed origin read ``response``, error and stream responses included.
+        A signal receiver of ``on_response_prepare``."""
         if not self._origins:
             return
         if not self.allows_all:  # caches must not give one origin's answer to another

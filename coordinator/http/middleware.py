@@ -1,8 +1,8 @@
-"""What every HTTP request passes: its id, its right to be here, and the shape of errors.
+"""The middleware that every HTTP request passes: request id, access checks, and error responses.
 
-Owns authentication (default-deny as soon as clients have keys), the check against web sites in a browser here (on every
-route that asks for no key), the limit of the body, and the translation of every exception to OpenAI's error object. A
-stack trace never leaves.
+Owns authentication (default-deny as soon as a client key is configured), the protection of routes without a key against
+web pages in a local browser (cross-site requests and DNS rebinding), the body size limit, and the translation of every
+exception to OpenAI's error object. A stack trace is never sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("tandem.http")
 
 REQUEST_ID = web.RequestKey("request_id", str)
 WRITTEN = web.RequestKey("written", asyncio.Future)
-"""Of a stream: done when its last event was written, after which a client has no reason to stay."""
+"""For streams: done when the last event has been written. A client that disconnects afterwards is not logged."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN_PATHS = ("/health", "/ready")
 REMEMBERED_HOSTS = 256
@@ -41,7 +41,8 @@ _LOCAL_NAMES = ("localhost", "ip6-localhost")
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{0,5})?")
 _WITH_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _CLOSING = ("server_shutting_down", "request_too_large", "malformed_request")
-"""Codes of errors that end the connection: what a client sends after them would be the rest of its body, or wasted."""
+"""Codes of errors that close the connection, because what the client sends next would be the rest of its body, or would
+be refused as well."""
 
 
 def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -49,7 +50,7 @@ def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | No
 
 
 def error_response(error: RequestError) -> web.Response:
-    """``error`` as a response, with the headers that belong to its status."""
+    """Return ``error`` as a response with the headers for its status."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers |= _retry_headers(error.retry_after_s)
@@ -62,13 +63,13 @@ def error_response(error: RequestError) -> web.Response:
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:
-    """Return ``seconds`` with jitter in both forms that clients read; ``Retry-After``, in whole seconds, rounds up."""
+    """Return ``seconds`` with jitter in both headers that clients read; ``Retry-After`` rounds up to whole seconds."""
     delay_ms = max(1, round(1000 * seconds * _RANDOM.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER)))
     return {"Retry-After": str(-(-delay_ms // 1000)), "retry-after-ms": str(delay_ms)}
 
 
 def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middleware:
-    """The one middleware. ``left`` is told of clients that leave before they are answered."""
+    """Return the application's only middleware. ``left`` logs clients that disconnect before their response."""
     gate = _Gate(config, cors)
 
     @web.middleware
@@ -101,20 +102,20 @@ def guard(config: CoordinatorConfig, cors: Cors, left: RateLimitedLog) -> Middle
         if not response.prepared:
             response.headers["x-request-id"] = request[REQUEST_ID]
             if EXPECTATION in request:
-                response.force_close()  # the body was not asked for: what comes next is that, or another request
+                response.force_close()  # no 100 Continue was sent: the next bytes may be the body or another request
         return response
 
     return middleware
 
 
 def route(request: web.Request) -> str:
-    """The path of the handler that ``request`` has reached, which is ours; the client's where there is none."""
+    """Return the path pattern of the route that matched ``request``, or the path of the request if none matched."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else request.path
 
 
 def _check_body(request: web.Request) -> None:
-    """RequestError 413 or 417 if the headers of ``request`` announce a body that will not be read."""
+    """Raise RequestError 413 or 417 if the headers of ``request`` announce a body that will not be read."""
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large(request)
     if request.get(EXPECTATION, "100-continue").lower() != "100-continue":
@@ -122,7 +123,7 @@ def _check_body(request: web.Request) -> None:
 
 
 def announce_reading(request: web.Request) -> None:
-    """Lets a client send its body that waits to hear that it is wanted (``Expect: 100-continue``)."""
+    """Send ``100 Continue`` if the client waits for it before it sends the body (``Expect: 100-continue``)."""
     waits = request.pop(EXPECTATION, None) is not None and not request.content.is_eof()
     if waits and request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -134,20 +135,20 @@ def _request_id(request: web.Request) -> str:
 
 
 class _Gate:
-    """Who may call what."""
+    """The access checks: which client may call which route."""
 
     def __init__(self, config: CoordinatorConfig, cors: Cors) -> None:
         self._admin_keys = [config.admin_api_key.encode()] if config.admin_api_key else []
         self._client_keys = [key.encode() for key in config.api_keys()]
         self._metrics_need_a_key = config.metrics_need_a_key
         self._own_host = config.host.lower().strip("[]")
-        # elsewhere every route without a key was opened in words
+        # on any other address, a route without a key needs an explicit flag
         self._checks_site = is_loopback(config.host) and not config.insecure_http
         self._cors = cors
         self._is_here = functools.lru_cache(maxsize=REMEMBERED_HOSTS)(self._names_here)
 
     def _keys_of(self, path: str) -> list[bytes]:
-        """The keys with which ``path`` may be called; without any it needs none."""
+        """Return the keys that give access to ``path``; empty if it needs no key."""
         if path in _OPEN_PATHS:
             return []
         if path.startswith("/admin"):
@@ -156,16 +157,17 @@ class _Gate:
         return self._client_keys + self._admin_keys if needed else []
 
     def check_site(self, request: web.Request) -> None:
-        """RequestError 403 if ``request`` may come from a web page of another site, and needs no key.
+        """Raise RequestError 403 if ``request`` needs no key and may come from a web page of another site.
 
-        A web page in a browser on this machine could post here, or read what a name that it has made point here shows:
-        its Host or Origin gives it away. A request of HTTP/1.0 without a Host comes from no browser.
+        A web page in a browser on this machine could send a POST to this server (the Origin header shows it), or read
+        responses through a host name of its own that it resolves to this machine (DNS rebinding; the Host header shows
+        it). An HTTP/1.0 request without a Host does not come from a browser.
         """
         path = route(request)
         if not self._checks_site or path in _OPEN_PATHS or self._keys_of(path):
             return
         hosts = request.headers.getall("Host", ())
-        if target := _WITH_SCHEME.match(request.raw_path):  # wins over the header, for whoever takes it from there
+        if target := _WITH_SCHEME.match(request.raw_path):  # an absolute target overrides Host
             hosts = (*hosts, target[1])
         for host in hosts:
             if not self._is_here(host):
@@ -176,7 +178,7 @@ class _Gate:
                 raise _foreign("Origin", origin)
 
     def check_key(self, request: web.Request) -> None:
-        """RequestError 401 or 403 unless ``request`` has a key for what it calls."""
+        """Raise RequestError 401 or 403 unless ``request`` has a key for its route."""
         path = route(request)
         keys = self._keys_of(path)
         if not keys:
@@ -188,7 +190,7 @@ class _Gate:
             raise _unauthorized(token)
 
     def _names_here(self, authority: str) -> bool:
-        """Whether ``authority`` (a host, perhaps with a port) is this machine."""
+        """Return whether ``authority`` (a host, optionally with a port) names this machine."""
         match = _AUTHORITY.fullmatch(authority)
         if match is None:
             return False
@@ -197,7 +199,8 @@ class _Gate:
 
 
 def _token(request: web.Request) -> bytes | None:
-    """The key of a request: a bearer token (OpenAI's clients), or x-api-key (Anthropic's)."""
+    """Return the key of a request, from a bearer token (OpenAI's clients) or ``x-api-key`` (Anthropic's). Raises
+    RequestError 401 if it has several different keys."""
     tokens = set()
     for value in request.headers.getall("Authorization", ()):
         scheme, _, token = value.partition(" ")
@@ -211,7 +214,7 @@ def _token(request: web.Request) -> bytes | None:
 
 
 def _matches(token: bytes | None, keys: list[bytes]) -> bool:
-    """In the same time for every wrong token."""
+    """Compare in constant time: every key is compared, whether or not an earlier one matches."""
     return token is not None and sum(hmac.compare_digest(token, key) for key in keys) > 0
 
 
@@ -238,7 +241,7 @@ def _too_large(request: web.Request) -> RequestError:
 
 
 def _from_aiohttp(request: web.Request, error: web.HTTPException) -> RequestError:
-    """aiohttp's own refusals in OpenAI's shape."""
+    """Translate an error of aiohttp's router or body reader to a RequestError."""
     match error.status:
         case 404:
             text = f"There is no {request.method} {request.path[:128]} here."

@@ -1,4 +1,4 @@
-"""Endpoints that show something or turn text into tokens: what is here, models, health, metrics, workers, tokenize."""
+"""All endpoints that do not generate text: front page, models, tokenize and detokenize, health, metrics, admin."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ MAX_WORKERS = 4096
 MAX_NAME = 256
 MAX_DRAIN_S = 86_400.0
 SHOWN_DIGITS = 8
-"""Of an incarnation, which all but names a worker to the coordinator's socket: enough to tell a restart."""
+"""Hexadecimal digits of a worker's incarnation that are shown, enough to notice a restart. The full value is close to
+the worker's identity on the coordinator's socket and is not published."""
 
 
-# -- what is here -----------------------------------------------------------------------------------------------------
+# -- front page -------------------------------------------------------------------------------------------------------
 
 
 @routes.get("/")
 async def front(request: web.Request) -> web.Response:
-    """The model and every endpoint: a page for who takes HTML, as browsers say they do, else JSON."""
+    """Show the model and all endpoints, as HTML if the client accepts it (a browser), else as JSON."""
     services = request.app[SERVICES]
     found = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
     endpoints = sorted({(path, method) for method, path in found if method != "HEAD" and path != "/"})
@@ -54,7 +55,7 @@ async def front(request: web.Request) -> web.Response:
 
 
 def _front_page(model: str, endpoints: Iterable[tuple[str, str]]) -> str:
-    """Links where a click can follow them: to what takes GET at a fixed path."""
+    """Return the HTML front page. Endpoints with GET and a fixed path are links."""
     items = []
     for path, method in endpoints:
         linked = method == "GET" and "{" not in path
@@ -99,7 +100,7 @@ async def model(request: web.Request) -> web.Response:
 
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """vLLM's shape: a prompt or messages in, ``tokens``, ``count`` and ``max_model_len`` out."""
+    """Tokenize a prompt or messages. The request and the response have the format of vLLM's ``/tokenize``."""
     return await deliver_whole(request, await _tokenized(request))
 
 
@@ -128,7 +129,7 @@ async def _tokenized(request: web.Request) -> web.Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A POST /tokenize."""
+    """A validated body of POST /tokenize."""
 
     prompt: str | ChatText
     add_special_tokens: bool
@@ -139,7 +140,7 @@ _TEMPLATED = (
     *("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),
 )
-"""What a chat's prompt depends on."""
+"""Fields of a chat request that its prompt depends on."""
 
 
 def _as_chat(body: Json, budget: JsonBudget, model: ServedModel) -> ChatBody:
@@ -148,7 +149,7 @@ def _as_chat(body: Json, budget: JsonBudget, model: ServedModel) -> ChatBody:
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    """The text of at most a context of tokens."""
+    """Return the text of ``tokens``, at most as many as the context length."""
     return await deliver_whole(request, await _detokenized(request))
 
 
@@ -180,7 +181,7 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/ready")
 async def ready(request: web.Request) -> web.Response:
-    """200 as soon as a request could be served, and every worker that was asked for has joined once."""
+    """Answer 200 if a request could be served now and every configured worker has joined at least once, else 503."""
     services = request.app[SERVICES]
     reason = _not_ready(services)
     if reason is None:
@@ -230,8 +231,10 @@ async def workers(request: web.Request) -> web.StreamResponse:
 
 @routes.post("/admin/drain")
 async def drain(request: web.Request) -> web.Response:
-    """``worker`` takes nothing new and leaves when it has finished, at the latest after ``timeout`` seconds: streams
-    that are left then go on elsewhere. Answers at once. ``tandem up`` starts another in its place."""
+    """Drain ``worker``: it takes no new requests and exits when its running ones are done, or after ``timeout``
+    seconds. Streams that are still running then continue on another worker.
+
+    The response (202) does not wait for the drain. ``tandem up`` starts a replacement."""
     services = request.app[SERVICES]
     fields = await read_body(request, lambda body, _: Fields(body))
     name, timeout_s = fields.string("worker", limit=MAX_NAME), fields.number("timeout", 0, MAX_DRAIN_S)
@@ -247,7 +250,7 @@ async def drain(request: web.Request) -> web.Response:
 
 @routes.post("/admin/scale")
 async def scale(request: web.Request) -> web.Response:
-    """``prefill`` and ``decode``: how many workers of each are wanted. Answers when there are so many."""
+    """Resize the pools to ``prefill`` and ``decode`` workers. The response is sent when the pools have these sizes."""
     services = request.app[SERVICES]
     fields = await read_body(request, lambda body, _: Fields(body))
     prefill, decode = fields.integer("prefill", 0, MAX_WORKERS), fields.integer("decode", 1, MAX_WORKERS)
@@ -271,10 +274,12 @@ def _avoided(prefill: WorkerHandle, breakers: Breakers, registry: Registry) -> l
 
 
 def _worker(worker: WorkerHandle, links: LinkStats, avoids: list[str], now_s: float) -> Json:
-    """``links``: those measured so far, of one that sends. ``transports``: what it speaks, best first. ``avoids``: whom
-    it gets no hand-offs to, as several failed. ``incarnation``: how it begins, which tells one start from another.
-    ``turn_ms``: how long the running turn of its loop has taken so far, None while it waits. ``heard_ms``: how old that
-    is."""
+    """Return one worker as JSON.
+
+    ``links``: measured links, of a worker that sends KV. ``transports``: the supported ones, best first. ``avoids``:
+    names of the decode workers to which its circuit breaker is not closed. ``incarnation``: its first digits, which
+    change when the worker restarts. ``turn_ms``: how long the current iteration of the worker's loop has taken so far,
+    None while it waits for messages. ``heard_ms``: time since the worker's last heartbeat."""
     hello, beat = worker.hello, worker.beat
     free, cached, held = worker.blocks
     return {

@@ -1,4 +1,4 @@
-"""Log lines that clients can cause as often as they like."""
+"""Rate-limited logging, for events that clients can trigger as often as they like."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ log = logging.getLogger("tandem.http")
 
 
 class RateLimitedLog:
-    """Logs at ``level`` in at most one line every ten seconds: the first event at once, those after it counted by kind,
-    in a line of ``more``, which has places for their number and for ``COUNT KIND, ...``.
+    """Logs at ``level``, at most one line every ten seconds.
 
-    There must be few kinds, none of which a client names."""
+    The first event is logged at once. Later events are counted by kind and logged as a summary in the format ``more``,
+    which has placeholders for the total and for ``COUNT KIND, ...``. There must be few kinds, and clients must not be
+    able to make up new ones, because the counts are kept in memory."""
 
     def __init__(self, level: int, more: str) -> None:
         self._level, self._more = level, more
@@ -23,7 +24,7 @@ class RateLimitedLog:
         self._pause: asyncio.TimerHandle | None = None
 
     def add(self, kind: str, line: str) -> None:
-        """An event of ``kind``, which ``line`` tells of if it is not counted."""
+        """Log ``line``, or count the event under ``kind`` if a line was logged recently."""
         if self._pause is not None:
             self._counts[kind] += 1
             return
@@ -31,7 +32,7 @@ class RateLimitedLog:
         self._wait()
 
     def close(self) -> None:
-        """Logs what was counted and not logged yet."""
+        """Log the events that were counted and not logged yet."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None

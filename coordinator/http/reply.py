@@ -1,7 +1,8 @@
-"""The client's end of a request: what happens with tokens when they arrive.
+"""Replies: the consumers of the tokens of one HTTP request.
 
-A reply collects the records of one HTTP request. :class:`WholeReply` gathers, :class:`StreamReply` writes one chunk per
-token straight into the connection (no task is woken for a token). Both end in exactly one way: complete, or one error.
+A reply serves all records of one HTTP request. :class:`WholeReply` collects the tokens; :class:`StreamReply` writes one
+chunk per token directly to the connection, without waking a task per token. Each reply ends exactly once, complete or
+with one error.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: RequestError) -> Json:
-    """OpenAI's error object."""
+    """Return ``error`` as OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 class Reply:
-    """Base of both replies, of ``count`` choices of all ``records``, in OpenAI's order.
+    """Base class of both replies. ``count`` is the number of choices of all records together, in OpenAI's order.
 
-    ``make`` makes a choice from its index when its first tokens come: a request that is refused costs little."""
+    ``make`` builds the choice of an index. It is called when the first tokens of the choice arrive, so that a refused
+    request costs little."""
 
     def __init__(self, options: Options, shape: Shape, count: int, make: Callable[[int], Choice]) -> None:
         self.options, self.shape = options, shape
@@ -38,18 +40,18 @@ class Reply:
         self.error: RequestError | None = None
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
-        """Resolved with the first token, with the end, or when headers should not wait any longer (:meth:`start`)."""
+        """Resolved when the response may begin: at the first token, at the end, or by :meth:`start` after a timeout."""
         self.finished: asyncio.Future[None] = loop.create_future()
         self._first: dict[bytes, int] = {}
         self._left = 0
 
     @property
     def told(self) -> bool:
-        """Whether the client has seen anything of the answer."""
+        """Whether the client may have received a part of the response."""
         return False
 
     def expect(self, records: Sequence[RequestRecord]) -> None:
-        """The records whose tokens will come, in the order of their choices."""
+        """Set the records of this reply, in the order of their choices."""
         self.records = list(records)
         self._left = len(records)
         at = 0
@@ -58,13 +60,13 @@ class Reply:
             at += record.n
 
     def choice(self, index: int) -> Choice:
-        """The choice at ``index``, made if it is new."""
+        """Return the choice at ``index``, building it on first use."""
         if index not in self._choices:
             self._choices[index] = self._make(index)
         return self._choices[index]
 
     def usage(self) -> Usage:
-        """What was used so far."""
+        """Return the token counts so far."""
         return Usage(
             prompt=sum(record.prompt_length for record in self.records),
             completion=self._completion_tokens,
@@ -72,7 +74,7 @@ class Reply:
         )
 
     def metrics(self) -> Json:
-        """The extra member ``tandem`` if it was asked for."""
+        """Return the extra member ``tandem`` if the client requested it (``return_metrics``), else {}."""
         return {"tandem": measured(self.records[0])} if self.options.return_metrics else {}
 
     # -- from the dispatcher ------------------------------------------------------------------------------------------
@@ -93,12 +95,12 @@ class Reply:
         return finish is FinishReason.RUNNING and mine.stopped
 
     def start(self) -> None:
-        """Whoever waits for the beginning of the answer need not wait longer. Idempotent."""
+        """Let the response begin. Idempotent."""
         if not self.started.done():
             self.started.set_result(None)
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
-        """Takes and counts new tokens of ``choice``."""
+        """Process and count new tokens of ``choice``."""
 
     def done(self, record: RequestRecord) -> None:
         self._left -= 1
@@ -113,10 +115,10 @@ class Reply:
             self._settle()
 
     def _complete(self) -> None:
-        """Every choice has ended well."""
+        """Called when all choices have ended without an error."""
 
     def _broken(self, error: RequestError) -> None:
-        """The request has failed."""
+        """Called once, when the first record fails."""
 
     def _settle(self) -> None:
         self.start()
@@ -125,7 +127,7 @@ class Reply:
 
 
 class WholeReply(Reply):
-    """Gathers everything, log-probabilities as JSON; the body is made at the end."""
+    """Collects all text, and log-probabilities as JSON, and builds the body at the end."""
 
     def _feed(self, choice: Choice, ids: list[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> None:
         keep = self.shape.keep_logprobs if self.options.sampling.logprobs is not None else None
@@ -142,7 +144,7 @@ class WholeReply(Reply):
 
 
 class StreamReply(Reply):
-    """Writes chunks as tokens come. Until :meth:`open` they are kept: headers are sent with the first of them."""
+    """Writes a chunk per token. Chunks are buffered until :meth:`open`, because the headers must be sent first."""
 
     def __init__(self, options: Options, shape: Shape, count: int, make: Callable[[int], Choice]) -> None:
         super().__init__(options, shape, count, make)
@@ -158,11 +160,11 @@ class StreamReply(Reply):
 
     @property
     def refused(self) -> bool:
-        """Failed before anything was said: the error can still be the response."""
+        """Whether the request failed before its first chunk, so that the error can still be the HTTP response."""
         return self.error is not None and not self._early
 
     def open(self, write: Callable[[bytes], None]) -> bytes:
-        """From now on chunks go to ``write``; returns those that have come so far."""
+        """Send further chunks to ``write``. Returns the chunks that were buffered so far."""
         self._write, self.opened = write, True
         return b"".join(self._early)
 
@@ -174,7 +176,7 @@ class StreamReply(Reply):
             chunks.append(self.shape.chunk(choice, piece, self.usage() if continuous else None))
         if choice.finish_reason is not None:
             self._running -= 1
-            if self._running == 0:  # its finish chunk carries the metrics, which are complete when the request is done
+            if self._running == 0:  # the last finish chunk carries the metrics: written when all records are done
                 self._last = choice.index
             else:
                 chunks.append(self.shape.end(choice, self.usage() if continuous else None, {}))
@@ -192,9 +194,11 @@ class StreamReply(Reply):
 
 
 def measured(record: RequestRecord) -> Json:
-    """``tandem`` of a response with ``return_metrics``: ms by stage. What of the time to first token was neither
-    tokenising nor computing the prompt was waiting, here or on the worker. Null is what is not known:
-    prefill tells of a hand-off when decode has taken it, which a short answer may not wait for."""
+    """Return the member ``tandem`` of a response with ``return_metrics``: milliseconds per stage of ``record``.
+
+    ``queue_ms`` is the part of the time to first token that was neither tokenization nor prefill: waiting in the
+    coordinator or on the worker. Transfer values are null if unknown: prefill reports a hand-off when decode has
+    accepted it, and a short answer may end before that."""
     timings = record.timings
     first = record.first_token_at if record.first_token_at is not None else record.arrived_at
     ttft = (first - record.arrived_at) * 1000

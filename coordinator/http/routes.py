@@ -1,7 +1,7 @@
 """The endpoints that generate text.
 
-Owns the walk of one HTTP request: body, prompt, records, reply. What a body means is in :mod:`coordinator.api.openai`,
-what an answer looks like in :mod:`coordinator.api.response_encoder`.
+Owns the path of one HTTP request: body, prompts, records, reply. :mod:`coordinator.api.openai` parses the body,
+:mod:`coordinator.api.response_encoder` encodes the response.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coordinator.text.tokenizer import ChatText, StopStrings
 routes = web.RouteTableDef()
 
 RETRY_COUNT = "x-stainless-retry-count"
-"""Header with the number of retries before this one, of the openai and anthropic clients among others."""
+"""Request header with the number of earlier attempts, sent by clients such as those of OpenAI and Anthropic."""
 
 
 @routes.post("/v1/chat/completions")
@@ -82,7 +82,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _echoes(model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
-    """What each choice begins with: the text of its prompt."""
+    """Return the prompt text with which each choice begins (``echo``)."""
     given = body.prompts
     texts = await model.run(
         sum(map(len, prompts)), lambda: [each if isinstance(each, str) else model.text.decode(each) for each in given]
@@ -107,7 +107,7 @@ async def _answer(
     options: Options,
     shape: Shape,
 ) -> web.StreamResponse:
-    """Tickets for ``prompts``, submitted together; the reply as a whole or as a stream."""
+    """Submit one record per prompt, all together, and return the response, whole or as a stream."""
     services = request.app[SERVICES]
     model = services.model
     stops = StopStrings(options.stop, options.include_stop) if options.stop else None
@@ -131,7 +131,7 @@ async def _answer(
             if isinstance(reply, StreamReply):
                 return await _stream(request, reply)
             await reply.finished
-        finally:  # the client has left, or one request of several has failed
+        finally:  # the client may have disconnected, or one of several records may have failed
             for record in records:
                 services.dispatcher.abort(record)
         if reply.error is not None:
@@ -166,7 +166,8 @@ def _record(
 
 
 async def _stream(request: web.Request, reply: StreamReply) -> web.StreamResponse:
-    """Headers go out with the first token, so that a failure before it has a status of its own; or after 15 s."""
+    """Send a stream. Headers are sent with the first token, so that a failure before it still gets an HTTP error
+    status, or after KEEPALIVE_S without a token."""
     patience = asyncio.get_running_loop().call_later(KEEPALIVE_S, reply.start)
     try:
         await reply.started
@@ -184,7 +185,7 @@ async def _stream(request: web.Request, reply: StreamReply) -> web.StreamRespons
 
 
 def _headers(request: web.Request, reply: Reply) -> dict[str, str]:
-    """Where the (first) request went, or is going to."""
+    """Return the ``x-`` headers of a response. The path and the workers are those of the first record."""
     record = reply.records[0]
     headers = {"x-request-id": request[REQUEST_ID], "x-tandem-path": record.path}
     if (placement := record.placement) is not None:

@@ -1,10 +1,14 @@
-"""The HTTP server below the application: connections, and requests that are none.
+"""The HTTP server below the application: connections, malformed requests, and memory bounds per connection.
 
-aiohttp logs a malformed request with the bytes that it read (keys among them) and a traceback, repeats them to the
-client as plain text, and names its own version. Here such a request is counted, logged at most every ten seconds
-without a byte of it, and answered with an error in our shape. ``Expect`` is handled by the application, not before it.
-aiohttp bounds each header and their number, so that their product would be what a connection may hold: here the request
-line and the headers have a bound together.
+Replaces defaults of aiohttp that are unsafe for a public server:
+
+- aiohttp logs a malformed request with a traceback and the bytes received (which may include keys), repeats them to the
+  client as plain text, and names its own version. Here such a request is logged by kind only, rate-limited, and
+  answered with an OpenAI-shaped error.
+- aiohttp answers ``Expect`` before the handler runs. Here the middleware does, after it has checked the key and the
+  length of the body.
+- aiohttp limits the size of one header and the number of headers, so that a connection may hold the product of both.
+  Here the request line and all headers together have a limit.
 """
 
 from __future__ import annotations
@@ -34,59 +38,63 @@ from coordinator.requests.errors import overloaded
 log = logging.getLogger("tandem.http")
 
 EXPECTATION = web.RequestKey("expectation", str)
-"""The ``Expect`` header of a request that has one."""
+"""The ``Expect`` header of a request, if it has one."""
 _UNREADABLE = web.RequestKey("unreadable", bool)
-"""Whether the message of a request could not be read."""
+"""Set if the parser accepted the message but no request could be built from it."""
 _OTHER_VERSION = web.RequestKey("other version", bool)
-"""Whether a request is of another version of HTTP, or of another protocol, than those that are spoken."""
+"""Set if the request has a version other than HTTP/1.0 and 1.1, or another protocol."""
 MAX_HEADER_BYTES = 16 << 10
-"""Bytes of the request line, and of each header."""
+"""Maximum bytes of the request line, and of each header."""
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10
-"""Bytes of the request line and all headers together, as sent. Trailers of a chunked body have the same bound."""
+"""Maximum bytes of the request line and all headers together, as sent. Also the limit for the trailers of a chunked
+body."""
 MAX_WAITING_BYTES = 4 * MAX_HEAD_BYTES
-"""Bound on the heads and bodies of all requests that wait on one connection for the answer to an earlier one. The body
-of the last does not count."""
+"""Maximum bytes of the pipelined requests, heads and bodies, that wait on one connection for an earlier response. The
+body of the last request is not counted."""
 UNFINISHED_BUDGET = 32 << 20
-"""Bytes of unfinished heads, and of requests that wait for an earlier one, on all connections together."""
+"""Maximum bytes of unfinished heads and waiting pipelined requests on all connections together."""
 FREE_BYTES = 8 << 10
-"""Of them on one connection, with which it is not refused: an ordinary head that comes in two pieces."""
+"""A connection that holds at most this many of those bytes is never refused, so that an ordinary head that arrives in
+two pieces is accepted during a flood."""
 SLICE_BYTES = 16 << 10
-"""That the parser is given at once: what it keeps of the last slice with a request is not counted."""
+"""Maximum bytes passed to the parser at once. Bytes that the parser keeps from a slice that completed a request are not
+counted, so a slice bounds them."""
 RETRY_S = 1.0
 CHUNK_BYTES = 128
-"""That a chunk of a body takes in memory beside its own bytes."""
+"""Memory overhead of one chunk of a chunked body."""
 FREE_CHUNKS = 1024
-"""Chunks that a body may have, whatever their size."""
+"""Number of chunks that a body may have regardless of their size."""
 LEAST_CHUNK_BYTES = 256
-"""Average size that chunks beyond those must have: the parser spends as much on a chunk as on hundreds of bytes."""
+"""Minimum average size of the chunks beyond FREE_CHUNKS. The parser spends as much time on a chunk as on hundreds of
+bytes."""
 SERVER = "tandem"
 
 ErrorResponse = Callable[[RequestError], web.Response]
 
 
 class Unreadable(http_exceptions.BadHttpMessage):
-    """A message that the parser takes and of which no request can be made."""
+    """The parser accepted the message, but no request can be built from it."""
 
 
 class HeadTooLong(http_exceptions.BadHttpMessage):
-    """A request line and headers of more than MAX_HEAD_BYTES, or waiting requests of more than MAX_WAITING_BYTES."""
+    """The request line and headers exceed MAX_HEAD_BYTES, or the waiting requests exceed MAX_WAITING_BYTES."""
 
 
 class TooMuchHeld(http_exceptions.BadHttpMessage):
-    """All connections hold more than UNFINISHED_BUDGET, and this one more than FREE_BYTES of it."""
+    """All connections together hold more than UNFINISHED_BUDGET, and this one holds more than FREE_BYTES."""
 
 
 class TooManyFiles(http_exceptions.BadHttpMessage):
-    """A connection with which nearly as many files are open as may be."""
+    """Accepting this connection would leave too few file descriptors for the rest of the process."""
 
 
 class SmallChunks(web.RequestPayloadError):
-    """A body of more than FREE_CHUNKS that have fewer than LEAST_CHUNK_BYTES."""
+    """The body has more than FREE_CHUNKS chunks, and those beyond average fewer than LEAST_CHUNK_BYTES."""
 
 
 class Held:
-    """Bytes of all connections together that count in UNFINISHED_BUDGET."""
+    """The bytes of all connections together that count towards UNFINISHED_BUDGET."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -120,11 +128,13 @@ _MALFORMED: tuple[tuple[type[BaseException], str, str], ...] = (
     (web.RequestPayloadError, "bad body", "The request body is malformed."),
     (http_exceptions.HttpProcessingError, "bad HTTP", "The request is not well-formed HTTP/1.1."),
 )
-"""What a request can be instead of HTTP: kind for the log, words for the client. The first that fits counts."""
+"""Exception types for malformed requests, each with a kind for the log and a message for the client. The first match
+wins."""
 
 
 def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
-    """The kind of a malformed request, and the answer to it; None if ``error`` is not about what a client sent."""
+    """Return the kind of a malformed request and the error to answer it with, or None if ``error`` was not caused by
+    what a client sent."""
     for kind, name, text in _MALFORMED:
         if isinstance(error, kind):
             return name, RequestError(text, code="malformed_request")
@@ -132,7 +142,7 @@ def malformed_request(error: BaseException) -> tuple[str, RequestError] | None:
 
 
 class Connection(web.RequestHandler):
-    """One connection of a client."""
+    """One client connection. Enforces the limits on heads, pipelined requests and chunks."""
 
     __slots__ = (
         "_body",
@@ -165,19 +175,20 @@ class Connection(web.RequestHandler):
         super().__init__(manager, **arguments)
         self._held, self._mine = held, 0
         self._tail = 0
-        """Bytes that have come since as many requests waited as may, at most: the parser holds them unseen."""
+        """Upper bound of the bytes that the parser holds unparsed because the queue of waiting requests is full."""
         self._malformed, self._no_file, self._error_response = malformed, no_file, error_response
         self._body: StreamReader | None = None
         self._chunks = 0
-        """Chunks of ``_body`` so far. Those of the slice in which its head came are not counted."""
+        """Chunks of ``_body`` so far, without those that arrived in the same slice as its head."""
         self._refused = False
         self._unparsed = 0
-        """Bytes that have come since the parser last had a request or a part of a body of them: it holds them."""
+        """Bytes received since the parser last produced a request or a part of a body. The parser holds them."""
         self.requests = 0
-        """That it has sent and the server has begun to answer."""
+        """Number of requests of this connection for which a handler has been started."""
         self.made_at = self._moved_at = time.monotonic()
         self._out: asyncio.Transport | None = None
-        """Its transport, also while the last bytes of it are sent: aiohttp drops ``transport`` before."""
+        """The transport, kept until the connection is lost. aiohttp clears ``transport`` before the last bytes are
+        sent."""
         self._seen = (0, 0, 0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -190,7 +201,8 @@ class Connection(web.RequestHandler):
             self._refuse(0, TooManyFiles(message=""), lingering=False)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Gives back what has come and was not answered, at once: the collector finds dead connections late."""
+        """Release everything received and not answered now, because the garbage collector frees dead connections
+        late."""
         super().connection_lost(exc)
         self._messages.clear()
         self._message_tail = b""
@@ -199,8 +211,8 @@ class Connection(web.RequestHandler):
         self.count()
 
     def is_unread(self, now: float, patience_s: float) -> bool:
-        """Whether its client has taken nothing for ``patience_s`` of what was written for it, as far as the looks show
-        that are calls of this. A client that reads makes less wait, or the server go on to another request."""
+        """Return whether the client has read nothing for ``patience_s`` although data is waiting for it. Must be called
+        periodically: each call compares the waiting bytes and the request count with those of the call before."""
         waiting = self._out.get_write_buffer_size() if self._out is not None else 0
         seen = waiting, _unacknowledged(self._out) if waiting else 0, self.requests
         if not waiting or seen != self._seen:
@@ -208,12 +220,12 @@ class Connection(web.RequestHandler):
         return now - self._moved_at >= patience_s
 
     def abort(self) -> None:
-        """Ends it, with what its client has not read."""
+        """Close the connection at once and discard what the client has not read."""
         if self._out is not None:
             self._out.abort()
 
     def _end_failed(self, task: asyncio.Task[None]) -> None:
-        """Closes the connection if ``task``, which answers its requests, has failed: nothing else would."""
+        """Close the connection if ``task``, which handles its requests, has failed. aiohttp would leave it open."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log(error)
             self.force_close()
@@ -234,7 +246,7 @@ class Connection(web.RequestHandler):
         body, chunks = self._body, _chunks_held(self._body)
         try:
             super().data_received(data)
-        except Exception as error:  # asyncio would log it, with all that its text says
+        except Exception as error:  # asyncio would log the text of the error, which may contain received bytes
             self._log(error)
             self.force_close()
             return
@@ -248,8 +260,8 @@ class Connection(web.RequestHandler):
             self._tail = 0
 
     def count(self) -> None:
-        """Counts what this connection holds, and refuses it if that is too much with all others."""
-        first = 0 if self._waiter is None else 1  # else the first is taken next
+        """Update the bytes counted for this connection, and refuse it if the budget of all connections is exceeded."""
+        first = 0 if self._waiter is None else 1  # an idle handler takes the first request next: it is not waiting
         mine = self._unparsed + self._tail
         for message, body in itertools.islice(self._messages, first, None):
             if isinstance(message, RawRequestMessage):
@@ -260,7 +272,7 @@ class Connection(web.RequestHandler):
             self._refuse(first, TooMuchHeld(message=""))
 
     def _parsed(self) -> tuple[int, int]:
-        """Requests so far, and bytes of the body of the last of them."""
+        """Return the number of requests so far and the bytes of the last request's body."""
         if self._messages:
             self._body = self._messages[-1][1]
         elif self._current_request is not None:
@@ -268,9 +280,9 @@ class Connection(web.RequestHandler):
         return self._request_count, self._body.total_bytes if self._body is not None else 0
 
     def _refuse_long_heads(self) -> None:
-        """Ends the connection with an error at the first head that is too long, whether all of it has come or not, or
-        at the first request that waits where too much does. Of the last one only the head counts: its body may still be
-        coming, and little of it is read before its turn."""
+        """Refuse the first request whose head is too long, even if it is incomplete, or with which the waiting requests
+        exceed MAX_WAITING_BYTES. The body of the last request is not counted: it may still be arriving, and little of
+        it is read before it is handled."""
         waiting = 0
         for place, (message, body) in enumerate(self._messages):
             if isinstance(message, RawRequestMessage):
@@ -279,33 +291,34 @@ class Connection(web.RequestHandler):
                     self._refuse(place, HeadTooLong(message=""))
                     return
                 waiting += size
-                if place or self._waiter is None:  # else it is taken next
+                if place or self._waiter is None:  # else the idle handler takes it next
                     waiting += _body_bytes(body)
         if self._unparsed > MAX_HEAD_BYTES:
             self._refuse(len(self._messages), HeadTooLong(message=""))
 
     def _refuse_small_chunks(self) -> None:
-        """Ends the connection with an error if its last body has too many small chunks: a megabyte of them would take
-        half a second to parse."""
+        """Refuse the last body if it has too many small chunks: a megabyte of them would take half a second to
+        parse."""
         body = self._body
         if body is None or self._chunks <= FREE_CHUNKS + body.total_bytes // LEAST_CHUNK_BYTES:
             return
         if self._messages and self._messages[-1][1] is body:
             self._refuse(len(self._messages) - 1, SmallChunks())
-        else:  # it is being read, or dropped
+        else:  # a handler is reading or draining it
             self._refuse(len(self._messages), SmallChunks())
             body.set_exception(SmallChunks())
 
     def _refuse(self, place: int, error: Exception, lingering: bool = True) -> None:
-        """Answers the requests before ``place``, and then ``error``. What the parser holds is given back; what still
-        comes is dropped, if ``lingering`` for as long as the rest of a body that was refused is, so that its sender can
-        read why."""
+        """Drop the waiting requests from ``place`` on and answer with ``error`` after those before it, then close.
+
+        Releases what the parser holds and discards further input. With ``lingering`` the connection stays open for
+        LINGER_S after the response, as for a refused body, so that the client gets to read it."""
         while len(self._messages) > place:
             self._messages.pop()
         rest = StreamReader(self, limit=1, loop=self._loop) if lingering else EMPTY_PAYLOAD
         self._messages.append((_ErrInfo(400, error, ""), rest))
         self._refused, self._parser, self._body, self._unparsed, self._tail = True, None, None, 0, 0
-        if self._reading_paused:  # by a body that is dropped: that the client leaves would not be noticed
+        if self._reading_paused:  # by a body that is now dropped; while paused, a disconnect would go unnoticed
             self._reading_paused = False
             self._resume_transport_reading()
         self.count()
@@ -313,7 +326,7 @@ class Connection(web.RequestHandler):
             self._waiter.set_result(None)
 
     def _end_malformed_body(self) -> None:
-        """Fails the body that is being read if what has come cannot be parsed: its reader would wait for the rest."""
+        """Fail the body that is being read if the received data cannot be parsed; its reader would wait for ever."""
         request = self._current_request
         malformed = self._messages and not isinstance(self._messages[-1][0], RawRequestMessage)
         if malformed and request is not None and not request.content.is_eof():
@@ -326,7 +339,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a malformed request, or to one that failed outside of the application."""
+        """Return the response to a malformed request, or to one that failed outside of the application."""
         if exc is not None:
             self._log(exc)
         if request.writer.output_size > 0:
@@ -345,10 +358,10 @@ class Connection(web.RequestHandler):
         self._log(error if isinstance(error, BaseException) else sys.exc_info()[1])
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
-        """Nothing: aiohttp's own details."""
+        """Do nothing: drops aiohttp's own debug lines."""
 
     def _log(self, error: BaseException | None) -> None:
-        """One line without the text of ``error``, which may hold what a client has sent."""
+        """Log one line without the text of ``error``, which may contain what a client has sent."""
         if isinstance(error, TooManyFiles):
             self._no_file.add("refused", _all_open("a connection is refused"))
         elif error is not None and (found := malformed_request(error)):
@@ -365,34 +378,36 @@ def _all_open(what: str) -> str:
 
 
 def _unacknowledged(transport: asyncio.BaseTransport | None) -> int:
-    """Bytes that the kernel holds for the peer. It takes more only when a third of its buffer is free, which may be
-    long after a slow reader has read some. 0 where the kernel does not tell."""
+    """Return the bytes in the kernel's send buffer, 0 if unknown.
+
+    They show progress of a slow reader earlier than the transport's buffer does: the kernel accepts more data only when
+    a third of its buffer is free."""
     connection = transport.get_extra_info("socket") if transport is not None else None
     try:
         return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder) if connection else 0
-    except (OSError, ValueError):  # it has ended
+    except (OSError, ValueError):  # the connection is closed
         return 0
 
 
 def _head_bytes(message: RawRequestMessage) -> int:
-    """Bytes of the request line and the headers, with their line ends."""
+    """Return the bytes of the request line and the headers, with their line ends."""
     line = len(message.method) + len(message.path) + len("  HTTP/1.1\r\n")
     return line + sum(len(name) + len(value) + len(": \r\n") for name, value in message.raw_headers)
 
 
 def _body_bytes(body: StreamReader) -> int:
-    """Bytes that ``body``, which nothing has read yet, takes in memory: what has come, and the places of chunks."""
+    """Return the memory of a ``body`` that has not been read yet: its bytes and its list of chunk ends."""
     return body.total_bytes + CHUNK_BYTES * _chunks_held(body)
 
 
 def _chunks_held(body: StreamReader | None) -> int:
-    """Chunks of ``body`` that have come and were not taken."""
+    """Return the number of received chunks of ``body`` that have not been read."""
     splits = None if body is None or body is EMPTY_PAYLOAD else body._http_chunk_splits
     return len(splits or ())
 
 
 def place_of(error: BaseException | None) -> str:
-    """Type and place of ``error``, without its text."""
+    """Return the type of ``error`` and the line that raised it, without its text."""
     if error is None:
         return "for an unknown reason"
     frames = traceback.extract_tb(error.__traceback__)
@@ -405,7 +420,7 @@ def internal_error() -> RequestError:
 
 
 class Server(web.Server):
-    """Makes the connections."""
+    """Creates a :class:`Connection` per accepted socket."""
 
     def __init__(self, handler: Any, connection: dict[str, Any], **arguments: Any) -> None:
         super().__init__(_refusing_other_versions(handler), **arguments)
@@ -416,7 +431,7 @@ class Server(web.Server):
 
 
 def _refusing_other_versions(handler: Any) -> Any:
-    """``handler``, and for requests with _OTHER_VERSION the answer to a malformed one."""
+    """Wrap ``handler`` so that requests with _OTHER_VERSION are answered as malformed."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if request.get(_OTHER_VERSION, False):
@@ -428,9 +443,10 @@ def _refusing_other_versions(handler: Any) -> Any:
 
 
 def _of_spoken_versions(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """``factory`` of requests of HTTP/1.0 and 1.1. The parser takes others, too, and reads them as if they were: they
-    have _OTHER_VERSION. aiohttp's answer names the version of the request, so they are of HTTP/1.1 themselves, and so
-    is what stands for a request that cannot be parsed, of whose version nothing is known."""
+    """Wrap ``factory`` so that requests of versions other than HTTP/1.0 and 1.1 are marked with _OTHER_VERSION.
+
+    The parser accepts any version and reads it like HTTP/1.1. aiohttp answers in the version of the request, so these
+    requests, and the placeholder for a message that could not be parsed, are given version 1.1."""
 
     def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
         if message is not ERROR and message.version in (HttpVersion10, HttpVersion11):
@@ -443,7 +459,7 @@ def _of_spoken_versions(factory: Callable[..., web.BaseRequest]) -> Callable[...
 
 
 class Runner(web.AppRunner):
-    """Runs an application on such connections."""
+    """Runs an application whose connections are :class:`Connection` objects."""
 
     __slots__ = ("_error_response", "_malformed", "_no_file")
 
@@ -454,7 +470,7 @@ class Runner(web.AppRunner):
         self._no_file = RateLimitedLog(logging.WARNING, "%d more times too many files were open: %s")
 
     def check_files(self) -> None:
-        """Logs it if no file can be opened: uvloop then resets connections that come, and tells nobody."""
+        """Log a warning if no file can be opened. uvloop then resets incoming connections without an error."""
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
@@ -484,8 +500,9 @@ class Runner(web.AppRunner):
 
 
 def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """``factory``, and of a message on which it fails a request with _UNREADABLE: aiohttp would neither answer the
-    client nor close the connection. It fails, for one, on an absolute target whose host is no IDNA."""
+    """Wrap ``factory`` so that a message on which it fails becomes a request marked with _UNREADABLE. aiohttp would
+    neither answer the client nor close the connection. One such message is an absolute target whose host is not valid
+    IDNA."""
 
     def make(message: RawRequestMessage, body: StreamReader, connection: Connection, *more: Any) -> web.BaseRequest:
         connection.requests += 1
@@ -504,7 +521,7 @@ def _safe(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequ
 def _refusing_unreadable(
     handler: Callable[..., Awaitable[web.StreamResponse]],
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """``handler``, and for requests with _UNREADABLE the answer to a malformed one."""
+    """Wrap ``handler`` so that requests with _UNREADABLE are answered as malformed."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if request.get(_UNREADABLE, False):
@@ -515,8 +532,8 @@ def _refusing_unreadable(
 
 
 def _without_expect(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """``factory`` of requests whose ``Expect`` header stands under EXPECTATION instead: aiohttp would answer it before
-    anything has looked at the key or at the length of the body."""
+    """Wrap ``factory`` so that the ``Expect`` header is moved to EXPECTATION. aiohttp would answer it before the key
+    and the length of the body have been checked."""
 
     def make(message: RawRequestMessage, *arguments: Any) -> web.BaseRequest:
         expectation = message.headers.get("Expect")

@@ -1,9 +1,9 @@
-"""Server-sent events: bytes into a connection without waiting, and a reader that stopped reading cut off.
+"""Server-sent events: non-blocking writes to a connection, and disconnection of clients that stop reading.
 
-Owns the HTTP side of a stream. Writes go to the transport at once (uvloop gathers those of one turn into one system
-call). What a reader has not taken waits in memory, up to a limit; a reader is slow as long as bytes move, stalled when
-none did for ``stall_s``. One that stalls, or that is slower than its answer by more than the limit, is cut: its handler
-is cancelled, which stops the work everywhere.
+Owns the HTTP side of a stream. Writes go to the transport at once (uvloop combines those of one event-loop iteration
+into one system call). Unread data is buffered in memory up to a limit. A client that reads slowly is tolerated until it
+is behind by more than that limit; a client that reads nothing for ``stall_s`` is stalled. In both cases the connection
+is aborted, which cancels the handler and thereby the request on the workers.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, web
 
 KEEPALIVE_S = 15.0
-"""The longest silence of a stream: nginx cuts one after 60 s by default, Debian's HAProxy after 50 s."""
+"""Maximum time without data on a stream. nginx closes an idle stream after 60 s by default, Debian's HAProxy after 50.
+"""
 MAX_BUFFERED_BYTES = 1 << 20
 LOOKS = 4
-"""At a reader within the time that it may take nothing."""
+"""Number of checks of a client within its stall timeout."""
 KEEPALIVE = b"\n\n"
-"""Two empty lines between two events, which the event-stream format ignores. Clients that split at two line breaks
-ignore them too, whereas they glue a comment, or a single line break, to the next event."""
+"""Sent on an idle stream: two line breaks, which the event-stream format ignores. Clients that split the stream at
+double line breaks ignore them too, whereas they would prepend a comment or a single line break to the next event."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream:
-    """One streaming response on the connection of ``request``; ``on_cut`` hears why, if its reader is cut."""
+    """One streaming response on the connection of ``request``. ``on_cut`` is called with the reason if the client is
+    disconnected because it does not read. ``stall_s``: seconds for which it may read nothing."""
 
     def __init__(
         self, request: web.Request, headers: dict[str, str], stall_s: float, on_cut: Callable[[str], None]
@@ -40,11 +42,11 @@ class EventStream:
         self._moved_at = self._sent_at = self._loop.time()
 
     async def open(self) -> None:
-        """Sends the headers."""
+        """Send the headers."""
         await self._response.prepare(self._request)
 
     def send(self, data: bytes) -> None:
-        """Writes ``data`` without waiting; a stalled or vanished reader loses its connection."""
+        """Write ``data`` without waiting. Disconnects a client that is stalled or too far behind."""
         transport = self._transport
         if transport is None or transport.is_closing() or not data:
             return
@@ -52,7 +54,7 @@ class EventStream:
         transport.write(framed)
         self._sent_at = self._loop.time()
         self._written += len(framed)
-        self._bound = max(self._bound, MAX_BUFFERED_BYTES + len(framed))  # one large event is nobody's slowness
+        self._bound = max(self._bound, MAX_BUFFERED_BYTES + len(framed))  # one large event must not exceed the limit
         self._check_reader(transport, self._sent_at)
 
     def _check_reader(self, transport: asyncio.Transport, now: float) -> None:
@@ -70,7 +72,8 @@ class EventStream:
         transport.abort()
 
     async def until(self, finished: asyncio.Future[None]) -> None:
-        """Waits for the end of the stream; an idle one is kept alive, and its reader is looked at."""
+        """Wait until ``finished`` is done. Meanwhile send keep-alives on an idle stream and check that the client
+        reads."""
         while not finished.done():
             idle = self._loop.time() - self._sent_at
             await asyncio.wait((finished,), timeout=max(0.1, min(KEEPALIVE_S - idle, self._stall_s / LOOKS)))
@@ -82,15 +85,15 @@ class EventStream:
                 self.send(KEEPALIVE)
 
     async def close(self) -> web.StreamResponse:
-        """Ends the response; a reader that does not take the rest in time is cut."""
+        """End the response and deliver the rest of it, as :func:`deliver`."""
         return await deliver(self._request, self._response, self._stall_s, self._on_cut)
 
 
 async def deliver(
     request: web.Request, response: web.StreamResponse, stall_s: float, on_cut: Callable[[str], None]
 ) -> web.StreamResponse:
-    """Sends what is left of ``response``, until the kernel has all of it; a reader that takes nothing of it for
-    ``stall_s`` is cut, and ``on_cut`` hears why."""
+    """Send the rest of ``response`` and wait until the kernel has all of it. Disconnects a client that reads nothing of
+    it for ``stall_s`` and calls ``on_cut`` with the reason."""
     transport = request.transport
     await response.prepare(request)
     _wait_for_the_last_byte(transport, True)
@@ -116,7 +119,7 @@ async def deliver(
 
 
 def _wait_for_the_last_byte(transport: asyncio.Transport | None, wanted: bool) -> None:
-    """Whether a writer that waits for ``transport`` waits until nothing is left, or (as usual) until little is: the
-    last bytes would be lost if the process ended then."""
+    """Set whether draining ``transport`` waits until its buffer is empty, or (the default) until it is nearly empty.
+    The last bytes would be lost if the process ended before they were sent."""
     if transport is not None and not transport.is_closing():
         transport.set_write_buffer_limits(0 if wanted else None)
