@@ -1,6 +1,5 @@
-"""What more than one room needs.
+"""Everything that more than one top-level package needs; it must not know roles, routing or the HTTP API.
 
-The light half (ids, errors, request, sequence, kv.{layout,pool,table,prefix,cache}, wire, messages, channel, metrics,
-config, log) imports no torch and starts at once; the heavy half (device, model, attention, kv.store, engine) is where
-torch lives. Must not know: roles, routing, HTTP.
+The light half (core, net, config, checkpoint, kv, worker, platform; not kv.storage.tensors, platform.device and
+worker.loop) imports no torch and starts fast. The heavy half (engine, model, attention, kernels) imports torch.
 """

@@ -1,2 +1,2 @@
-"""Names that all share: ids, errors, requests, sequences, timeouts. Pure, and at the bottom: imports nothing of ours
-but itself."""
+"""Owns the types that every package uses: ids, errors, requests, sequences and timeouts. Pure (no I/O, clock or
+threads); it must not import any other package of this repository."""

@@ -1,11 +1,12 @@
-"""Every error that Tandem raises on purpose.
+"""The base classes of all errors that Tandem raises on purpose.
 
 TandemError
-├── StartError        a process cannot start: what, why, what to do (at most five lines on the screen)
+├── StartError        a process cannot start: what failed, why, and what to do (at most five lines on the screen)
 ├── RequestError      one request is refused or fails: HTTP status and OpenAI's error fields
-├── WireError         bytes from another process are not a valid message; the sender is at fault, nothing else is
-├── OutOfBlocks       the KV pool cannot give what was asked; who wanted what, who holds it
-└── InvariantBroken   our own bookkeeping is wrong; ends the process, loudly
+├── WireError         bytes from another process are not a valid message; only the sender is at fault
+│   └── Damaged       the bytes changed on the way: their checksum does not match
+├── OutOfBlocks       the KV pool has too few blocks: which holder wanted how many, and which holders have them
+└── InvariantBroken   our own bookkeeping is wrong; ends the process
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import os
 from collections.abc import Mapping
 
 NOT_OURS = "give an address of this machine (ip addr lists them)"
-"""What to do when a socket cannot be bound because its address belongs to nobody here."""
+"""Advice for a StartError when a socket cannot be bound because no interface of this machine has its address."""
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in as few words as tell it: of an error of the system no number, and no path again."""
-    error = getattr(error, "os_error", error)  # of which aiohttp has made one of its own
-    own = type(error).__module__ == "builtins"  # the numbers of TLS and of the resolver are not the system's
+    """Return the cause of ``error`` in few words; for an operating system error, without its number and path."""
+    error = getattr(error, "os_error", error)  # aiohttp wraps the OSError in an error of its own
+    own = type(error).__module__ == "builtins"  # the errno of ssl and resolver errors is not one of the system's
     if own and isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
@@ -39,7 +40,7 @@ class StartError(TandemError):
 
 
 class RequestError(TandemError):
-    """One request cannot be served; carries what OpenAI's error object shows."""
+    """One request cannot be served. Carries the HTTP status and the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -57,15 +58,18 @@ class RequestError(TandemError):
 
 
 class WireError(TandemError):
-    """Bytes from another process that are not a valid message. Counted and dropped by whoever reads."""
+    """Bytes from another process that are not a valid message. The reader counts and drops them."""
 
 
 class Damaged(WireError):
-    """Bytes that are not those that were sent, as their checksum shows: the line's fault, not the peer's."""
+    """Bytes that fail their checksum: they changed on the way, so the peer is not at fault."""
 
 
 class OutOfBlocks(TandemError):
-    """The pool cannot give ``wanted`` blocks: ``free`` are free and ``evictable`` could be evicted."""
+    """The pool cannot give ``wanted`` blocks to ``holder``: ``free`` are free and ``evictable`` could be evicted.
+
+    ``held`` are the blocks per holder; the message names the four largest.
+    """
 
     def __init__(self, holder: str, wanted: int, free: int, evictable: int, held: Mapping[str, int]) -> None:
         top = ", ".join(f"{name} {count}" for name, count in sorted(held.items(), key=lambda kv: -kv[1])[:4])
@@ -76,4 +80,4 @@ class OutOfBlocks(TandemError):
 
 
 class InvariantBroken(TandemError):
-    """Our own bookkeeping contradicts itself. Never caught: a wrong answer would be worse than a dead worker."""
+    """Our own bookkeeping contradicts itself. Never caught: a wrong answer is worse than a dead worker."""

@@ -1,7 +1,4 @@
-"""Names of things that cross a process boundary.
-
-Owns the identifier types and the spelling of block holders. Knows nothing about what the identifiers stand for.
-"""
+"""Identifiers that cross a process boundary, their packed form on the wire, and the names of block holders."""
 
 from __future__ import annotations
 
@@ -16,22 +13,23 @@ RequestId = NewType("RequestId", bytes)
 """128 random bits, minted by the coordinator."""
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", str)
-"""Fresh at every start of a process: tells a restarted worker from the one that died."""
+"""New at every start of a process; distinguishes a restarted worker from the process that died."""
 BlockId = NewType("BlockId", int)
 Holder = NewType("Holder", str)
-"""Who keeps a KV block alive. The attempt is part of the name, so a late drop of attempt 1 cannot free attempt 2."""
+"""The name under which a KV block is held. It contains the attempt, so a late drop of attempt 1 cannot free blocks of
+attempt 2."""
 
 REQUEST_ID_BYTES = 16
 TOKEN_ID_BYTES = 4
 MAX_ATTEMPT = (1 << 32) - 1
-"""Attempts travel in four bytes where many of them do."""
+"""Packed transfer ids have four bytes for the attempt."""
 MAX_NAME_BYTES, MAX_INCARNATION_BYTES = 128, 64
-"""libzmq knows peers by at most 255 bytes, in which both stand, and a secret."""
+"""A ZeroMQ identity, which holds both and a secret, has at most 255 bytes."""
 CACHE = Holder("cache")
 
 
 class TransferId(NamedTuple):
-    """One hand-off: with ``n > 1`` the prompt travels once, so the choice is not part of it."""
+    """The identity of one hand-off. It has no choice: with ``n > 1`` the prompt's KV travels once."""
 
     request: RequestId
     attempt: int
@@ -59,12 +57,12 @@ _TRANSFER = struct.Struct(f"<{REQUEST_ID_BYTES}sI")
 
 
 def pack_transfers(transfers: Iterable[TransferId]) -> bytes:
-    """(request id, attempt as little-endian uint32) after each other, the form in which many travel."""
+    """Pack ids for the wire: 16-byte request id and attempt (little-endian uint32) of each, concatenated."""
     return b"".join(_TRANSFER.pack(*transfer) for transfer in transfers)
 
 
 def unpack_transfers(data: bytes) -> list[TransferId]:
-    """The inverse of :func:`pack_transfers`; ValueError if ``data`` is not a whole number of them."""
+    """Invert :func:`pack_transfers`; raises ValueError if ``data`` is not a whole number of ids."""
     if len(data) % _TRANSFER.size:
         raise ValueError(f"{len(data)} bytes are not whole transfer ids")
     return [TransferId(RequestId(request), attempt) for request, attempt in _TRANSFER.iter_unpack(data)]
@@ -87,7 +85,7 @@ def transfer_holder(transfer: TransferId) -> Holder:
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as little-endian unsigned 32-bit integers, the form in which they travel."""
+    """Pack token ids for the wire, as little-endian uint32."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -95,12 +93,12 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """The inverse of :func:`pack_tokens`; ValueError if ``data`` is not a whole number of tokens."""
+    """Invert :func:`pack_tokens`; raises ValueError if ``data`` is not a whole number of tokens."""
     return _unpacked(data).tolist()
 
 
 def max_token(*packed: bytes) -> int:
-    """The greatest token id in any of these, -1 if there is none; ValueError as in :func:`unpack_tokens`."""
+    """Return the largest token id in these packed arrays, -1 if all are empty; raises as :func:`unpack_tokens`."""
     return max((max(_unpacked(tokens)) for tokens in packed if tokens), default=-1)
 
 

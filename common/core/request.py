@@ -1,7 +1,7 @@
-"""What a client asked, after validation: the part of a request that workers need.
+"""A validated request, as workers see it.
 
-Owns ``SamplingParams`` and ``Request``. They travel inside messages, so every field has a default that means
-"absent". Text never comes here: stop strings, templates and tools stay in the coordinator.
+Owns ``SamplingParams`` and ``Request``, which travel inside messages. Text never comes here: stop strings, templates
+and tools stay in the coordinator.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
 GREEDY_BELOW = 1e-5
-"""A smaller temperature is greedy, as in vLLM: logits divided by it would leave the range of float32."""
+"""A lower temperature means greedy, as in vLLM: logits divided by it would overflow float32."""
 Id = Annotated[RequestId, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)]
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended on a worker. Stop strings are the coordinator's: it ends those with an abort."""
+    """Why a sequence ended on a worker. A match of a stop string is not among the reasons: the coordinator detects it
+    and aborts the request."""
 
     RUNNING = 0
     STOP = 1  # end of sequence or a stop token id
@@ -32,11 +33,12 @@ class FinishReason(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the next token is chosen. Names and meanings are OpenAI's and vLLM's.
+    """How the next token is chosen. Names and meanings are those of OpenAI and vLLM.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 is off; ``logprobs`` None is off, 0 the chosen token's, k also the k best.
-    ``eos_token_ids`` end a sequence unless ``ignore_eos``; before ``min_tokens`` outputs neither they nor
-    ``stop_token_ids`` can be sampled. ``seed`` is always set (the coordinator draws one if the client did not).
+    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``logprobs`` None is off, 0 returns that of the chosen token, k
+    also those of the k most likely. ``eos_token_ids`` end a sequence unless ``ignore_eos``; until ``min_tokens`` tokens
+    are output, neither they nor ``stop_token_ids`` can be sampled. ``seed`` is always set: the coordinator draws one if
+    the client sent none.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -57,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a sequence when sampled."""
+        """Token ids that end a sequence when sampled."""
         return self.stop_token_ids if self.ignore_eos else (*self.eos_token_ids, *self.stop_token_ids)
 
     @property
@@ -66,7 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     @property
     def takes_best(self) -> bool:
-        """Whether each token behind the first ``min_tokens`` is the most likely one, and nothing else is asked for."""
+        """Whether sampling is a plain argmax of the logits once ``min_tokens`` are output: greedy, without logprobs,
+        bias or penalties."""
         plain = self.logprobs is None and not self.logit_bias and not self.has_penalty
         return self.temperature < GREEDY_BELOW and plain
 
@@ -74,11 +77,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One request as workers see it.
 
-    ``prompt`` is little-endian uint32 token ids. ``emitted`` holds, per choice, the output ids that the client already
-    has (same packing): a retry or migration computes them again as if they were prompt, but samples only after them,
-    and penalties count them as output. ``ended`` are choices that need nothing more. ``priority``: lower is earlier.
-    ``deadline_ms`` is what remains at sending. ValueError for columns that do not fit together, which makes the message
-    around it a malformed one.
+    ``prompt`` is token ids as little-endian uint32. ``emitted`` holds, per choice, the output ids that the client
+    already has, packed alike: a retry or migration computes their KV again as if they were prompt and samples only
+    after them, while penalties count them as output. ``ended`` lists choices that are complete. A lower ``priority``
+    runs earlier. ``deadline_ms`` is the time left when the message was sent. Raises ValueError if the fields
+    contradict each other; decoding the message around it then fails.
     """
 
     id: Id

@@ -1,7 +1,7 @@
-"""The progress of one choice of a request on one worker, and the shape of one engine step.
+"""The progress of one choice of a request on one worker, and the input and output of one engine step.
 
-Pure. Knows neither blocks nor sockets nor tensors. A sequence is a growing list of token ids of which the first
-``computed`` have their KV in the pool. Prefill and decode differ only in how many are ``missing``: many, or one.
+Pure; knows no pool, sockets or tensors. A sequence is a growing list of token ids, of which the first ``computed``
+have their KV in the pool. Prefill and decode differ only in how many are ``missing``: many, or one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from common.core.request import FinishReason, Request
 
 
 class Sequence:
-    """Token ids of one choice: the prompt, then the output.
+    """The token ids of one choice: the prompt, then the output.
 
-    Before its prompt is computed a request with ``n > 1`` is one sequence of choice 0 with ``siblings`` > 0; its last
-    prompt row is sampled once per choice, and :meth:`fork` then makes the others.
+    Until its prompt is computed, a request with ``n > 1`` is one sequence of choice 0 with ``siblings`` > 0. The last
+    row of the prompt is then sampled once per choice, and :meth:`fork` creates the other sequences.
     """
 
     __slots__ = (
@@ -49,13 +49,13 @@ class Sequence:
         self.siblings = request.n - 1 if choice == 0 and not request.emitted else 0
         self.finish = FinishReason.RUNNING
         self.logprobs: list[TokenLogprobs | None] = []
-        """Of the output tokens that were sampled here, if the request wants any: a lost span must be told again."""
-        sampling = request.sampling  # what every step asks, which finds in no cache what it had to look for
+        """Those of the output tokens sampled here, if the request wants any; kept because a lost span is resent."""
+        sampling = request.sampling  # derived once: every step reads these, and lookups would miss the CPU's caches
         self._endings, self._ends_from = sampling.ending_token_ids, self.prompt_length + sampling.min_tokens
         self._keeps_logprobs = sampling.logprobs is not None
         self._last_length = self.prompt_length + sampling.max_tokens
         self.best_from: float = self._ends_from if sampling.takes_best else inf
-        """With so many tokens or more the next one is the most likely, and nothing else is asked for."""
+        """Length in tokens from which on the next token is a plain argmax (``SamplingParams.takes_best``), or inf."""
 
     @property
     def missing(self) -> int:
@@ -76,7 +76,7 @@ class Sequence:
         return tuple(range(self.siblings + 1)) if self.siblings else (self.choice,)
 
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> FinishReason:
-        """Takes a sampled token; returns and remembers whether it ends the sequence."""
+        """Append a sampled token; set and return ``finish``, RUNNING unless the token ends the sequence."""
         self.tokens.append(token)
         if self._keeps_logprobs:
             self.logprobs.append(logprobs)
@@ -88,7 +88,8 @@ class Sequence:
         return self.finish
 
     def fork(self, choice: int) -> Sequence:
-        """Another choice over the same computed prompt, before either has appended its first token."""
+        """Return a sequence of another choice over the same computed prompt. Call it before the first token is
+        appended."""
         other = Sequence(self.request, self.attempt, choice)
         other.siblings, other.computed = 0, self.computed
         return other
@@ -99,7 +100,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``[start, start + length)`` of ``sequence`` in one step; ``wants_token`` if the last row is sampled."""
+    """Tokens ``[start, start + length)`` of ``sequence``, computed in one step. The last row is sampled if
+    ``wants_token``."""
 
     sequence: Sequence
     start: int
@@ -116,17 +118,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: segments, and for each the block ids that cover its sequence's tokens ``[0, end)``. How large it is, is
-    counted once."""
+    """The input of one step: segments, and per segment the ids of the blocks that hold tokens ``[0, end)`` of its
+    sequence."""
 
     segments: tuple[Segment, ...]
     tables: tuple[Seq[BlockId], ...]
     length: int = field(init=False)
     """Tokens computed in this step."""
     streams: int = field(init=False)
-    """Segments of one token."""
+    """Number of segments of one token."""
     attended: int = field(init=False)
-    """Positions that these tokens attend to, summed over all of them; rounded up within a segment."""
+    """Positions attended to, summed over all tokens; each token of a segment counts as much as its last."""
 
     def __post_init__(self) -> None:
         length = streams = attended = 0
@@ -143,7 +145,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one sampled position: the chosen token's, and the k most likely in falling order."""
+    """Natural-log probabilities at one sampled position: of the chosen token, and of the k most likely, descending."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -152,11 +154,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step produced.
+    """The output of one step.
 
-    ``tokens[i]`` are the ids sampled for segment i, one per entry of its sequence's ``choices``, or empty when the
-    segment did not want one. ``logprobs[i]`` matches ``tokens[i]`` where the request asked for them, else is empty.
-    ``errors`` names segments whose own computation failed (by index); the rest of the batch is valid.
+    ``tokens[i]`` are the ids sampled for segment i, one per entry of its sequence's ``choices``; empty unless the
+    segment ``wants_token``. ``logprobs[i]`` matches ``tokens[i]`` if the request asked for logprobs, else is empty.
+    ``errors`` maps the index of a segment whose own computation failed to the reason; the others are valid.
     """
 
     tokens: list[list[int]]

@@ -1,4 +1,4 @@
-"""How soon the parts of a system give each other up: all of it follows from one time, ``--failure-timeout``."""
+"""Failure detection times, all derived from ``--failure-timeout``."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FailureTimes:
-    """In seconds. ``timeout_s``: who shows no life, or no progress where some is due, for so long is given up (a silent
-    worker, a turn of its loop or a stream that goes on for ever, the other end of a hand-off).
+    """All times in seconds. After ``timeout_s`` without a sign of life, or without progress where progress is due, a
+    party is given up: a silent worker, a hung turn of its loop, a stalled stream, the other end of a hand-off.
 
-    Only the coordinator is told it; workers learn what follows from it in Welcome.
+    Only the coordinator has the option; workers get the derived times in Welcome.
     """
 
     timeout_s: float = 2.0
 
     @property
     def heartbeat_s(self) -> float:
-        """Between two heartbeats of a worker, and two leases for it. Routing lives on what heartbeats tell, so more
-        patience makes them no rarer."""
+        """Interval between heartbeats of a worker, and between the Lease messages to it. At most 0.5 s, since routing
+        uses the figures in heartbeats."""
         return min(0.5, self.timeout_s / 4)
 
     @property
     def sweep_s(self) -> float:
-        """Between two looks at who was silent; what is later than that is the coordinator's own lag, not silence."""
+        """Interval of the coordinator's checks for silent workers. A check that comes later shows that the coordinator
+        itself lagged, which does not count as a worker's silence."""
         return self.heartbeat_s / 2
 
     @property
     def silence_s(self) -> float:
-        """A worker not heard of for so long is gone; with the time between two looks that makes the timeout."""
+        """Silence after which a check declares a worker lost; with one check interval on top it is ``timeout_s``."""
         return self.timeout_s - self.sweep_s
 
     @property
     def lease_s(self) -> float:
-        """How long anything is held for who is not heard of: by then nobody can still mean to use it."""
+        """How long anything is held for a silent party. Long enough that no party can still intend to use it."""
         return 4 * self.timeout_s

@@ -1,1 +1,2 @@
-"""Sockets, wire format, messages, keys and addresses between processes. Knows no request's state."""
+"""Owns how processes talk: sockets, messages and their wire format, cluster keys and addresses. It must not know the
+state of any request."""

@@ -7,9 +7,9 @@ import os
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach a socket bound to ``host``, an IP address or a name.
+    """Return whether only processes of this machine can reach a socket bound to ``host``, an IP address or a name.
 
-    Of all names only ``localhost`` is trusted: what another one means is up to whoever answers for it.
+    ``localhost`` is the only name trusted to be loopback: what other names resolve to is up to a name server.
     """
     if host.lower() == "localhost":
         return True
@@ -18,18 +18,18 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether ``host`` is where a socket listens and not where anybody can dial it: 0.0.0.0, [::] or *."""
+    """Return whether ``host`` is a wildcard (0.0.0.0, [::] or *), which a socket can bind but no client can dial."""
     address = _address(host)
     return host == "*" or (address is not None and address.is_unspecified)
 
 
 def bracketed(host: str) -> str:
-    """``host`` as it stands before a port: an IPv6 address in brackets."""
+    """Return ``host`` as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT`` (an IPv6 host in brackets) as its two parts. ValueError for anything else."""
+    """Split ``HOST:PORT`` (an IPv6 host in brackets); raises ValueError for anything else."""
     host, colon, port = text.rpartition(":")
     if not (colon and host and 0 < int(port) < 65536):
         raise ValueError(text)
@@ -37,7 +37,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: same boot, same IPC and network namespaces, same user."""
+    """Return an id that is equal for processes that can share memory: same boot, same IPC and network namespaces, same
+    user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     ipc, net = (os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "net"))
@@ -45,7 +46,7 @@ def host_id() -> str:
 
 
 def share_loopback(one: str, other: str) -> bool:
-    """Whether processes of these two :func:`host_id` reach each other at a loopback address: same boot, same network
+    """Return whether processes with these two :func:`host_id` can reach each other on loopback: same boot, same network
     namespace."""
     return _network(one) == _network(other)
 

@@ -1,6 +1,7 @@
-"""A small client of a running server, for commands, launcher and bench; on the standard library: it starts fast.
+"""A small HTTP client of a running server, for the commands, the launcher and the benchmarks.
 
-Owns connection errors in words. Knows the server only through its public interface.
+Uses only the standard library, so that commands start fast. Turns connection errors into readable ones. Knows the
+server only through its public HTTP API.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from common.core.errors import StartError, TandemError, reason
 
 
 class HttpError(TandemError):
-    """The server answered with an error; the text is its message. ``status`` is that of HTTP, 0 if it broke off."""
+    """The server answered with an error, or the connection broke; the text is its message. ``status`` is the HTTP
+    status, 0 if the connection or a stream broke."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
 
     def todo(self, otherwise: str) -> str:
-        """What its reader can do about it."""
+        """Return advice for the user by the HTTP status; ``otherwise`` if the status calls for none."""
         if self.status in (401, 403):
             return "give the right key with --api-key or TANDEM_API_KEY"
         return "try again in a moment" if self.status in (429, 503) else otherwise
@@ -32,9 +34,12 @@ PAGE_S = 10.0
 
 
 class HttpClient:
-    """The server at ``url``, whose path is what stands before the paths of the interface; its ``/v1`` may be left out.
-    ``key`` and ``headers`` are sent with every request; ``timeout_s`` bounds each wait for bytes, and ``PAGE_S`` those
-    of a GET, which computes nothing: what listens there may speak no HTTP, and wait too."""
+    """A client of the server at ``url``. The path of ``url`` is put before the API's paths; a ``/v1`` at its end is
+    ignored. ``key`` and ``headers`` are sent with every request.
+
+    ``timeout_s`` bounds each wait for bytes. In a GET, which computes nothing, ``PAGE_S`` does: the other side may
+    speak no HTTP and wait for us.
+    """
 
     def __init__(
         self, url: str, key: str | None = None, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
@@ -58,19 +63,21 @@ class HttpClient:
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON body (None if it is no JSON) of a GET; OSError when no HTTP server answers."""
+        """GET ``path``; return the status and the JSON body (None if it is not JSON). Raises OSError if no HTTP server
+        answers."""
         connection = self._connect(self._host, self._port, timeout=min(self._timeout_s, PAGE_S))
         try:
             connection.request("GET", self._path + path, headers=self._headers)
             response = connection.getresponse()
             return response.status, _parse(response.read())
-        except (http.client.HTTPException, UnicodeError) as error:  # no HTTP is spoken there, or no host is called so
+        except (http.client.HTTPException, UnicodeError) as error:  # not an HTTP server, or an invalid host name
             raise OSError(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON body of the answer to a POST; HttpError with the server's reason, OSError when none answers."""
+        """POST ``body`` as JSON; return the JSON body of the answer. Raises HttpError with the server's message unless
+        the status is 200, OSError if no HTTP server answers."""
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
             headers = {"Content-Type": "application/json", **self._headers}
@@ -86,11 +93,12 @@ class HttpClient:
         return answer
 
     def model(self) -> str:
-        """The name of the first model that is served; StartError when nobody answers there."""
+        """Return the name of the server's first model; raises StartError as :meth:`served`."""
         return str(self.served()["id"])
 
     def served(self, name: str | None = None) -> dict[str, Any]:
-        """What the server says of its model ``name``, by default of its first; StartError when nobody answers there."""
+        """Return the entry of model ``name`` in ``/v1/models``, by default the first. Raises StartError if the server
+        cannot be reached, refuses, or does not serve the model."""
         try:
             status, body = self.get("/v1/models")
         except OSError as error:
@@ -107,7 +115,8 @@ class HttpClient:
         return models[name] if name is not None else next(iter(models.values()))
 
     def chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of one streamed chat completion. Closing the iterator hangs up, which stops the work."""
+        """Yield the chunks of one streamed chat completion; raises HttpError. Closing the iterator closes the
+        connection, upon which the server aborts the request."""
         connection = self._connect(self._host, self._port, timeout=self._timeout_s)
         try:
             headers = {"Content-Type": "application/json", **self._headers}
@@ -125,13 +134,13 @@ class HttpClient:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events up to ``[DONE]``; anything else means that the answer is cut."""
+    """Yield the data of server-sent events up to ``[DONE]``. Raises HttpError if the stream ends before that."""
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            response.read()  # the end of the body, so that the server does not see us hang up
+            response.read()  # read the end of the body, else the server sees a client that disconnects
             return
         chunk = _parse(data)
         if not isinstance(chunk, dict):
@@ -143,7 +152,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def shown(url: str) -> str:
-    """``url`` without what may be a secret: a password, and a query."""
+    """Return ``url`` without the parts that may be secret: user, password and query."""
     before, slashes, rest = url.partition("?")[0].partition("//")
     host, slash, path = rest.partition("/")
     return f"{before}{slashes}{host.rpartition('@')[2]}{slash}{path}"
@@ -161,6 +170,6 @@ def _parse(data: bytes) -> Any:
 
 
 def _message(body: Any) -> str:
-    """The message of an error in OpenAI's shape."""
+    """Return the message of an error body in OpenAI's format, "" if it has none."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message", "")) if isinstance(error, dict) else ""

@@ -1,9 +1,9 @@
-"""The keys of a cluster: one CURVE key pair per role, in a file that only its owner can read, or minted by a launcher
-for its children and never written anywhere.
+"""The keys of a cluster: one CURVE key pair per role. They are kept in a file that only its owner can read, or minted
+by a launcher for its child processes and never written to disk.
 
-A key *is* a role: whoever proves to hold the prefill key is a prefill worker and nothing else. The file that `tandem
-keygen` makes holds the secrets of all roles and can be copied to every host; a file made with ``--role`` holds the
-secret of that role alone and the public keys of the others, so that a host which is broken into gives away one role.
+A key *is* a role: a peer that proves to hold the prefill key is a prefill worker and nothing else. The file written by
+`tandem keygen` holds the secrets of all roles and can be copied to every host. A file made with ``--role`` holds the
+secret of that role and the public keys of the others, so that a compromised host gives away only one role.
 
 Knows files, not sockets; :mod:`common.net.sockets` uses the keys.
 """
@@ -29,7 +29,7 @@ _KEY_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class ClusterKeys:
-    """The keys of one process: its own role's secret, and everybody's public keys (Z85 text, 40 characters)."""
+    """The keys of one process: the secret key of its own role and the public keys of all roles (Z85, 40 characters)."""
 
     party: Party
     secret: bytes
@@ -39,13 +39,13 @@ class ClusterKeys:
         return f"ClusterKeys({self.party})"
 
     def party_of(self, public: str | None) -> Party | None:
-        """Whose public key this is; None if it is nobody's."""
+        """Return the role that has this public key (Z85), or None."""
         return next((party for party, key in self.public.items() if key.decode() == public), None)
 
 
 def mint() -> dict[Party, ClusterKeys]:
-    """New keys of every role, in memory."""
-    import zmq  # only a process with keys pays for it
+    """Create new keys for every role, in memory."""
+    import zmq  # here, so that only processes with keys pay for the import
 
     pairs = {party: zmq.curve_keypair() for party in PARTIES}
     public = {party: shown for party, (shown, _) in pairs.items()}
@@ -53,14 +53,16 @@ def mint() -> dict[Party, ClusterKeys]:
 
 
 def make(path: Path, *, overwrite: bool = False) -> None:
-    """Writes a file with new keys for every role, mode 0600. StartError if it exists or cannot be written."""
+    """Write a file with new keys for every role, mode 0600. Raises StartError if it exists and not ``overwrite``, or if
+    it cannot be written."""
     minted = mint()
     public = {party: key.decode() for party, key in minted["coordinator"].public.items()}
     _write(path, public, {party: keys.secret.decode() for party, keys in minted.items()}, overwrite)
 
 
 def narrow(source: Path, party: Party, path: Path, *, overwrite: bool = False) -> None:
-    """Writes the part of ``source`` that a host needs which runs nothing but ``party``."""
+    """Write to ``path`` the part of the key file ``source`` that a host needs to run only role ``party``. Raises
+    StartError as :func:`make` and :func:`load`."""
     public, secret = _read(source)
     if party not in secret:
         raise StartError(
@@ -70,8 +72,8 @@ def narrow(source: Path, party: Party, path: Path, *, overwrite: bool = False) -
 
 
 def load(path: Path, party: Party) -> ClusterKeys:
-    """The keys that a process of role ``party`` uses. StartError if the file is open to others, or not what it should
-    be."""
+    """Load the keys of a process with role ``party``. Raises StartError if other users can read the file, or if it is
+    not a key file with that role's secret."""
     import zmq
 
     public, secret = _read(path)
@@ -88,7 +90,7 @@ def load(path: Path, party: Party) -> ClusterKeys:
 
 
 def _read(path: Path) -> tuple[dict[Party, str], dict[Party, str]]:
-    """Public and secret keys by role."""
+    """Read a key file; return its public and its secret keys by role."""
     text = read_secret(path, "--cluster-key-file, or run tandem keygen")
     try:
         content = json.loads(text)
@@ -110,7 +112,7 @@ def _keys(path: Path, found: Any) -> dict[Party, str]:
     for party, key in found.items():
         try:
             good = party in PARTIES and len(key) == _KEY_CHARACTERS and len(zmq.utils.z85.decode(key)) == 32
-        except Exception:  # whatever the decoder makes of other characters
+        except Exception:  # the decoder raises various errors for characters outside of Z85
             good = False
         if not good:
             raise _strange(path, f"the key of {party} is none" if party in PARTIES else "a key is of no role")
@@ -122,7 +124,7 @@ def _strange(path: Path, why: str) -> StartError:
 
 
 def _write(path: Path, public: dict[Party, str], secret: dict[Party, str], overwrite: bool) -> None:
-    """All or nothing, and readable by nobody else from its first moment."""
+    """Write a key file atomically; it is never readable by other users, not even while it is written."""
     text = json.dumps({_FORMAT: _VERSION, "public": public, "secret": secret}, indent=2) + "\n"
     try:
         number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600

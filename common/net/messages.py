@@ -1,9 +1,9 @@
-"""Every message between processes, in one file.
+"""The types of all messages between processes. :mod:`common.net.wire` encodes them.
 
-Owns the types; :mod:`common.net.wire` makes bytes of them. Arrays with a leading tag, so that the bytes are small and
-carry no class names. Adding a field with a default at the end stays compatible; anything else raises ``PROTOCOL``. What
-:class:`AnyHello` and :class:`AnyMessage` have stays where it is for ever, and so do Rejoin and Rejected: by them those
-of another version are told that they are.
+A message is an array with a leading tag, so that its bytes are few and carry no class names. Adding a field with a
+default at the end is compatible; any other change requires a higher ``PROTOCOL``. The fields of :class:`AnyHello`,
+:class:`AnyMessage`, Rejoin and Rejected must never move: with them a coordinator recognizes and refuses workers of
+another version.
 
     worker ──► coordinator   Hello, Heartbeat, Tokens, Timing, RequestFailed, Cached, Measured, LeaseAck, Goodbye
     coordinator ──► worker   Welcome, Rejected, NameTaken, Rejoin, Prefill, Reserve, Generate, Abort, Lease, Resend,
@@ -30,24 +30,24 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 Short = Annotated[str, msgspec.Meta(max_length=128)]
-"""A name or a fingerprint; the address of an abstract socket has at most 107 bytes."""
+"""A name, a fingerprint, or the address of an abstract socket (at most 107 bytes)."""
 MAX_TEXT = 1 << 12
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-"""Words, an address, or a name whose length is refused in words."""
+"""A sentence, an address, or a name. The length of names is checked later, so that the refusal can say why."""
 MAX_SPANS = 2048
-"""Spans, and tokens, of one Tokens message."""
+"""Most spans, and most tokens, of one Tokens message."""
 MAX_HELD = 1 << 14
-"""Requests that one worker can tell of."""
+"""Most requests that one worker can report."""
 MAX_KEYS = 1 << 14
-"""Prefix keys that come, and that go, with one Cached message."""
+"""Most added, and most removed, prefix keys of one Cached message."""
 Column = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SPANS)]
 Held = Annotated[bytes, msgspec.Meta(max_length=MAX_HELD * REQUEST_ID_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]
 Figure = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
-"""Neither infinite nor NaN: sums are made of them, and whole numbers."""
+"""A finite number: figures are summed and converted to int."""
 Values = Annotated[dict[Short, Figure], msgspec.Meta(max_length=64)]
 TokenBytes = bytes
-"""For a message that has a field named ``bytes``: inside such a class the builtin's name means that field."""
+"""For messages with a field named ``bytes``, which hides the builtin inside the class."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,11 +58,14 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(Message, tag="hello"):
-    """A worker joins. ``fingerprint`` is the model's (name-independent: configuration, revision and a sample of the
-    weights, then all weights, then what loading made of them, with dots between); ``layout`` the KV layout's;
-    ``dtype`` is its KV's element type, which may differ. ``data_address`` is where a decode worker takes hand-offs (""
-    for others); ``host_id`` is equal for processes that can share memory. ``kv_encryption`` is how its KV travels:
-    "curve" or "none". ``links`` are the transports it speaks, best first."""
+    """A worker joins.
+
+    ``fingerprint`` identifies the model independently of its name: hashes of (configuration, revision and a sample of
+    the weights), of all weights, and of the weights as loaded, joined by dots. ``layout`` is the fingerprint of the KV
+    layout. ``dtype`` is the element type of its KV, which may differ between workers. ``data_address`` is where a
+    decode worker receives hand-offs ("" for others). ``host_id`` is equal for processes that can share memory.
+    ``kv_encryption`` is how its KV travels: "curve" or "none". ``links`` are the transports it supports, best first.
+    """
 
     protocol: int
     name: Annotated[WorkerName, msgspec.Meta(max_length=MAX_TEXT)]
@@ -88,26 +91,30 @@ class Hello(Message, tag="hello"):
 
 
 class AnyHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """As much of a Hello as every version says; whatever comes behind it is skipped."""
+    """The part of a Hello that all versions share; later fields are skipped."""
 
     protocol: int
 
 
 class AnyMessage(msgspec.Struct, frozen=True, array_like=True):
-    """As much of a message as every version says; whatever comes behind it is skipped."""
+    """The part of a message that all versions share, its tag; the fields are skipped."""
 
     kind: Short
 
 
 class Heartbeat(Message, tag="heartbeat"):
-    """Every ``Welcome.heartbeat_ms`` from a thread of its own. ``acted_on`` counts the control messages whose effect is
-    in this snapshot, so that an id missing from ``live`` may only be reaped if it was sent before. ``live`` are 16-byte
-    request ids, joined. ``turn_ms`` is how long the running turn of the loop has taken so far (messages, hand-offs, one
-    step), -1 while it waits; ``expected_ms`` how long the running step may well take, or, outside of one, what the
-    longest of the last took: a turn that takes much longer hangs, however faithfully the heart beats. ``longest_ms`` is
-    the longest of the last steps and the running one: so long a stream may wait for its token. ``resting`` are the live
-    requests that have begun and wait for a slot or for blocks: no tokens of theirs are due. ``asked`` is the number of
-    the Ping that this one answers, 0 if it was due."""
+    """A snapshot of a worker, sent every ``Welcome.heartbeat_ms`` by a thread of its own.
+
+    ``acted_on`` counts the control messages whose effect is in this snapshot: a request missing from ``live`` counts as
+    lost only if it was sent among those. ``live`` are 16-byte request ids, concatenated. ``resting`` are the live
+    requests that have begun and wait for a slot or for blocks, so that no tokens of them are due.
+
+    ``turn_ms`` is how long the current turn of the loop (messages, hand-offs, one step) has taken so far, -1 while the
+    loop waits. ``expected_ms`` is the time that the running step may take, or, outside of a step, the longest recent
+    one. A turn that takes much longer hangs, even if heartbeats arrive. ``longest_ms`` is the longest of the recent
+    steps and the running one, the time that a stream may have to wait for its next token. ``asked`` is the number of
+    the Ping that this heartbeat answers, 0 for a regular one.
+    """
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     acted_on: int
@@ -128,7 +135,7 @@ class Heartbeat(Message, tag="heartbeat"):
 
 
 class Logprobs(Message):
-    """Columns of one token's log-probabilities; ids little-endian uint32, ``top`` beside them."""
+    """Log-probabilities of one token: its own, and ``top`` for the ids in ``top_ids`` (little-endian uint32)."""
 
     logprob: float
     top_ids: Annotated[bytes, msgspec.Meta(max_length=MAX_LOGPROBS * TOKEN_ID_BYTES)] = b""
@@ -136,11 +143,13 @@ class Logprobs(Message):
 
 
 class Tokens(Message, tag="tokens"):
-    """One message per engine step, several of more than MAX_SPANS; in columns: spans of output tokens. Column i:
-    ``counts[i]`` tokens of output positions ``starts[i]``... of (request, choice, attempt). ``finish`` is a
-    FinishReason, not 0 on the last span of a choice; ``stop_ids`` the token id that stopped it, else -1.
-    ``logprobs`` matches ``ids``, or is empty when no span wants any (an entry is None where its request wants
-    none)."""
+    """The output tokens of one engine step (several messages if there are more than MAX_SPANS), as columns of spans.
+
+    Span i is ``counts[i]`` tokens from output position ``starts[i]`` on, of (request, choice, attempt). ``finish`` is a
+    FinishReason, nonzero on the last span of a choice. ``stop_ids`` is the token id that ended the choice, else -1.
+    ``ids`` holds the tokens of all spans. ``logprobs`` matches it, with None for tokens whose request wants none, or is
+    empty if no span wants any.
+    """
 
     requests: Annotated[bytes, msgspec.Meta(max_length=MAX_SPANS * REQUEST_ID_BYTES)]
     choices: Column
@@ -154,10 +163,13 @@ class Tokens(Message, tag="tokens"):
 
 
 class Timing(Message, tag="timing"):
-    """What a worker measured about one request, in ms, bytes or tokens by the name's ending. Prefill sends queue_ms,
-    prefill_ms and cached_tokens just before token 1, then transfer_ms, transfer_exposed_ms and kv_bytes when decode has
-    accepted; decode sends decode_wait_ms with its first step, and those before token 1 again: its whole answer may
-    overtake what prefill says over another connection. ``link`` is the transport used, "" for none."""
+    """Figures that a worker measured about one request; the suffix of a name is its unit (ms, bytes, tokens).
+
+    Prefill sends queue_ms, prefill_ms and cached_tokens just before token 1, and transfer_ms, transfer_exposed_ms and
+    kv_bytes once decode has accepted. Decode sends decode_wait_ms with its first step and repeats those that prefill
+    sent before token 1, since decode's whole answer can overtake prefill's messages, which take another connection.
+    ``link`` is the transport used, "" for none.
+    """
 
     request: Id
     attempt: Count
@@ -166,7 +178,7 @@ class Timing(Message, tag="timing"):
 
 
 class RequestFailed(Message, tag="failed"):
-    """A worker gives one request up. ``code`` is one of FAILURES; ``retriable`` if another worker may succeed."""
+    """A worker gives up one request. ``code`` is one of FAILURES; ``retriable`` if another worker may succeed."""
 
     request: Id
     attempt: Count
@@ -179,14 +191,14 @@ FAILURES = ("no_memory", "engine_error", "transfer_failed", "deadline", "drainin
 
 
 class Cached(Message, tag="cached"):
-    """Prefix chain keys (16 bytes each, joined) that entered and left this worker's prefix cache."""
+    """Prefix chain keys (16 bytes each, concatenated) that entered and left this worker's prefix cache."""
 
     added: Keys
     removed: Keys
 
 
 class Measured(Message, tag="measured"):
-    """A hand-off of ``bytes`` bytes to ``decode`` that :class:`Measure` asked for took ``seconds`` over ``link``."""
+    """The result of a :class:`Measure`: a hand-off of ``bytes`` bytes to ``decode`` took ``seconds`` over ``link``."""
 
     decode: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     link: Short
@@ -195,15 +207,15 @@ class Measured(Message, tag="measured"):
 
 
 class Goodbye(Message, tag="goodbye"):
-    """The worker has drained or stops; its requests are no longer served."""
+    """The worker has drained or is stopping; it serves its requests no longer."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
     reason: Text
 
 
 class LeaseAck(Message, tag="renewed"):
-    """The answer to every Lease, in the next turn of the loop: what is said to this worker arrives, and what it says,
-    too. Its heart, which has a connection of its own, proves neither."""
+    """The answer to every Lease, in the next turn of the worker's loop. It proves that the control connection works in
+    both directions; heartbeats, which have a connection of their own, do not."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_INCARNATION_BYTES)]
 
@@ -214,8 +226,8 @@ FromWorker = Hello | Heartbeat | Tokens | Timing | RequestFailed | Cached | Meas
 
 
 class Welcome(Message, tag="welcome"):
-    """The worker is registered. What it holds for a coordinator or a hand-off that is not heard of for ``lease_ms`` it
-    drops; a hand-off without progress for ``patience_ms`` it gives up."""
+    """The worker is registered. It drops what it holds for a coordinator, or for a hand-off, that is silent for
+    ``lease_ms``, and it gives up a hand-off that makes no progress for ``patience_ms``."""
 
     coordinator: Incarnation
     heartbeat_ms: Milliseconds
@@ -224,31 +236,33 @@ class Welcome(Message, tag="welcome"):
 
 
 class Rejected(Message, tag="turned"):
-    """Registration refused, in words; the worker exits with them."""
+    """Registration is refused for ``reason``; the worker prints it and exits."""
 
     reason: str
 
 
 class NameTaken(Message, tag="name_taken"):
-    """A live worker has this name, in words: say Hello again in a while, it may be what is left of a process that has
-    died. Until then nothing may be held here."""
+    """A live worker has this name; ``reason`` says which. Hello can be retried later: the other worker may have died
+    without its loss being noticed yet. Until then this worker must hold no requests."""
 
     reason: str
 
 
 class Rejoin(Message, tag="rejoin"):
-    """This coordinator does not know you (it restarted): drop what the last one gave you and say Hello again."""
+    """This coordinator does not know the worker, for example after a restart: the worker drops all requests and sends
+    Hello again."""
 
 
 class Ping(Message, tag="ask"):
-    """To a worker's heart: beat now. Another worker has died, and whoever does not answer may have died with it."""
+    """Sent to a heartbeat thread: send a heartbeat at once. Another worker has died, and those that do not answer may
+    have died with it."""
 
     number: Count
 
 
 class Peer(Message):
-    """How one worker finds another; ``dtype`` is the element type of its KV. ``token`` is known to the two of them
-    alone, and for one hand-off: each shows the other that it holds it (:mod:`kvtransfer.peer_proof`)."""
+    """The other worker of a hand-off. ``dtype`` is the element type of its KV. ``token`` is a secret of these two
+    workers for one hand-off; each proves to the other that it has it (:mod:`kvtransfer.peer_proof`)."""
 
     name: WorkerName
     incarnation: Incarnation
@@ -259,7 +273,7 @@ class Peer(Message):
 
 
 class Prefill(Message, tag="prefill"):
-    """Build the KV of ``request``, send token 1 to the coordinator, ship to ``decode``."""
+    """Compute the KV of ``request``, send token 1 to the coordinator, and hand the KV off to ``decode``."""
 
     request: Request
     attempt: Count
@@ -267,7 +281,7 @@ class Prefill(Message, tag="prefill"):
 
 
 class Reserve(Message, tag="reserve"):
-    """Keep blocks for ``request``; its KV comes from ``prefill``."""
+    """Reserve blocks for ``request``, whose KV will come from ``prefill``."""
 
     request: Request
     attempt: Count
@@ -275,32 +289,34 @@ class Reserve(Message, tag="reserve"):
 
 
 class Generate(Message, tag="generate"):
-    """Do it all: prefill locally, then decode (colocated workers, and decode workers when that is cheaper)."""
+    """Prefill and decode ``request`` on this worker: a colocated worker, or a decode worker if that is cheaper."""
 
     request: Request
     attempt: Count
 
 
 class Abort(Message, tag="abort"):
-    """Stop and free whatever (request, attempt) has. Idempotent; unknown ids are fine."""
+    """Stop (request, attempt) and free all that it holds. Idempotent; unknown ids are ignored."""
 
     request: Id
     attempt: Count
 
 
 class Lease(Message, tag="lease"):
-    """As often as heartbeats: all that this worker may hold, as (16-byte request id, attempt as little-endian uint32),
-    joined. It renews the lease on those; whatever came before this message and is not listed was given up (its Abort
-    was lost). A worker that hears none for ``Welcome.lease_ms`` drops everything: its coordinator is gone or cut off.
-    ``sent`` is how many messages this one makes since Welcome: those of them that have not arrived were lost. Answered
-    by LeaseAck."""
+    """Renews the lease on all that this worker may hold; sent as often as heartbeats and answered by LeaseAck.
+
+    ``live`` is packed as by :func:`common.core.ids.pack_transfers`. A request that came before this message and is not
+    listed was given up, and its Abort was lost. A worker that gets no Lease for ``Welcome.lease_ms`` drops everything:
+    its coordinator is gone or cut off. ``sent`` counts the messages to this worker since Welcome, this one included;
+    those that have not arrived were lost.
+    """
 
     live: bytes
     sent: int
 
 
 class Resend(Message, tag="resend"):
-    """Send the output tokens of (request, choice) again from output position ``start``."""
+    """Send the output tokens of (request, choice) again, from output position ``start`` on."""
 
     request: Id
     attempt: Count
@@ -309,9 +325,11 @@ class Resend(Message, tag="resend"):
 
 
 class Measure(Message, tag="measure"):
-    """Try the link: prefill sends ``tokens`` tokens of whatever lies in blocks that nobody holds (cached prefixes give
-    way) to ``peer``, decode takes them from ``peer`` and drops them. Goes to both, decode first; a worker that is short
-    of blocks stays silent."""
+    """Measure the link to ``peer`` with a hand-off of ``tokens`` tokens. Sent to both workers, decode first.
+
+    Prefill sends the undefined contents of newly taken blocks (cached prefixes may be evicted for them); decode
+    receives and drops them. A worker that is short of blocks does not answer.
+    """
 
     request: Id
     attempt: Count
@@ -320,7 +338,7 @@ class Measure(Message, tag="measure"):
 
 
 class Drain(Message, tag="drain"):
-    """Take nothing new, finish what is here, then leave."""
+    """Accept no new requests, finish the running ones, then leave."""
 
     timeout_ms: int
 
@@ -334,10 +352,12 @@ ToWorker = (
 
 
 class Open(Message, tag="open"):
-    """A sender announces a hand-off of ``tokens`` prompt tokens, whose KV travels as elements of ``dtype``; ``pool`` is
-    the abstract socket where a process on the same host gets the descriptor of the sender's shared pool ("" for none),
-    of ``pool_blocks`` blocks of ``pool_block_size`` tokens with their heads in ``pool_shards`` shards. ``agent`` is
-    where NIXL reads that pool (b"" where it cannot)."""
+    """A sender announces a hand-off of ``tokens`` prompt tokens, whose KV travels as elements of ``dtype``.
+
+    ``pool`` is the abstract socket from which a process on the same host gets the descriptor of the sender's shared
+    pool ("" for none). The pool has ``pool_blocks`` blocks of ``pool_block_size`` tokens, with their heads in
+    ``pool_shards`` shards. ``agent`` is the data with which NIXL reads that pool (b"" if it cannot).
+    """
 
     request: Id
     attempt: Count
@@ -355,9 +375,9 @@ class Open(Message, tag="open"):
 
 
 class Grant(Message, tag="grant"):
-    """Blocks are reserved. The first ``have`` tokens are in decode's own prefix cache and pinned: send the rest over
-    ``link``. Frames may begin before byte ``credit_bytes`` of what is sent, and acks move that place forward.
-    ``step_ms``: decode may be busy for so long before it answers a frame."""
+    """Blocks are reserved: send the KV over ``link``, except for the first ``have`` tokens, which decode has pinned in
+    its own prefix cache. A frame may be sent if it begins before byte ``credit_bytes`` of the stream; acks raise that
+    limit. ``step_ms`` is how long a step may keep decode from answering a frame."""
 
     request: Id
     attempt: Count
@@ -369,7 +389,7 @@ class Grant(Message, tag="grant"):
 
 
 class Heard(Message, tag="heard"):
-    """The announcement has arrived; blocks are not reserved yet. ``step_ms`` as in :class:`Grant`."""
+    """The Open has arrived, but blocks are not reserved yet. ``step_ms`` is as in :class:`Grant`."""
 
     request: Id
     attempt: Count
@@ -377,8 +397,8 @@ class Heard(Message, tag="heard"):
 
 
 class Ack(Message, tag="ack"):
-    """Frames up to sequence number ``frame`` (inclusive) have been verified and placed; ``bytes`` in all so far, and
-    ``credit_bytes`` beyond them may be on their way."""
+    """Frames up to sequence number ``frame`` (inclusive) are verified and placed, ``bytes`` bytes in all; the next
+    ``credit_bytes`` bytes after them may be in flight."""
 
     request: Id
     attempt: Count
@@ -388,9 +408,12 @@ class Ack(Message, tag="ack"):
 
 
 class Commit(Message, tag="commit"):
-    """Everything was sent: ``frames`` frames of ``bytes`` bytes over tokens ``[have, tokens)``, whose checksums folded
-    in order give ``checksum``. ``first`` are the first tokens (uint32) and ``finish`` their reasons, one per choice.
-    ``figures`` are those of prefill's first Timing. ``proof`` is over all of it."""
+    """All is sent: ``frames`` frames with ``bytes`` bytes in total, of tokens ``[have, tokens)``.
+
+    ``checksum`` is the checksums of the frames folded in order. ``first`` are the first output tokens (uint32) and
+    ``finish`` their finish reasons, one per choice. ``figures`` are those of prefill's first Timing. ``proof`` covers
+    the whole message.
+    """
 
     request: Id
     attempt: Count
@@ -409,7 +432,7 @@ class Commit(Message, tag="commit"):
 
 
 class Accept(Message, tag="accept"):
-    """Counts, bytes, layout and checksums were right; the sender may let go."""
+    """Counts, bytes, layout and checksums match; the sender may drop its blocks."""
 
     request: Id
     attempt: Count
@@ -417,14 +440,14 @@ class Accept(Message, tag="accept"):
 
 
 class Released(Message, tag="released"):
-    """The sender has let go: the hand-off is over on both sides."""
+    """The sender has dropped its blocks; the hand-off is over on both sides."""
 
     request: Id
     attempt: Count
 
 
 class Cancel(Message, tag="cancel"):
-    """Either side gives the hand-off up, with a reason. Idempotent."""
+    """Either side gives up the hand-off for ``reason``. Idempotent."""
 
     request: Id
     attempt: Count

@@ -1,4 +1,4 @@
-"""Who has sent messages that make no sense, and who is not listened to any more. Pure."""
+"""Counts malformed messages per peer and bans peers that send too many. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Hashable
 
 STRIKES = 3
 REMEMBERED = 4096
-"""Peers; who has not been heard of for longest is forgotten first."""
+"""Peers whose count is kept; beyond that the peer whose last bad message is oldest is forgotten."""
 
 
 class PeerBanList:
-    """Counts bad messages per peer; at the third one (``most``) the peer is cut off for good."""
+    """Counts bad messages per peer. The ``most``-th one (by default the third) bans the peer."""
 
     def __init__(self, most: int = STRIKES) -> None:
         self._most = most
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
         self.cut_off = 0
-        """Peers that have been cut off."""
+        """Number of peers banned so far."""
 
     def out(self, peer: Hashable) -> bool:
-        """Whether ``peer`` is cut off."""
+        """Return whether ``peer`` is banned."""
         return self._counts.get(peer, 0) >= self._most
 
     def strike(self, peer: Hashable) -> bool:
-        """Counts a bad message of ``peer``; True if this is the one that cuts it off."""
+        """Count a bad message of ``peer``; return True if this one bans it."""
         count = self._counts[peer] = self._counts.get(peer, 0) + 1
         self._counts.move_to_end(peer)
         if len(self._counts) > REMEMBERED:

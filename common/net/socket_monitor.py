@@ -1,7 +1,7 @@
-"""Whether a dealer is connected, and why the other side does not let it in, as libzmq's monitor tells it.
+"""Tracks whether a DEALER is connected and why its peer refuses it, from the events of libzmq's socket monitor.
 
-libzmq dials again for ever when a connection breaks off, but never again after an answer that means no (an error of the
-ZAP handler, another security mechanism): whoever waits for a corrected peer has to dial again itself.
+libzmq reconnects for ever when a connection breaks, but never after a definite refusal (an error of the ZAP handler,
+another security mechanism). To reach a peer whose configuration is corrected later, the caller must open a new socket.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import zmq
 
 EVENT = struct.Struct("=HI")
-"""What a monitor tells: a zmq.EVENT_…, and a value."""
+"""The first part of a monitor message: a zmq.EVENT_… and its value."""
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _BROKEN_OFF = 3
-"""So many handshakes in a row that just end are no coincidence, such as a peer that is stopped in the middle of one."""
+"""Handshakes in a row that end without a reason before they count as a refusal. Fewer can be a coincidence, such as a
+peer that stops in the middle of a handshake."""
 _ASKS_FOR_ONE = "it asks for a key: give this worker the cluster's --cluster-key-file"
 _HAS_NONE = "it has no keys: start it with --cluster-key-file too"
 _OTHERS = (
@@ -25,7 +26,7 @@ _OTHERS = (
 
 
 class Handshakes:
-    """What became of the handshakes of ``dealer``; ``keyed`` if it speaks CURVE. Used from the dealer's thread."""
+    """The outcome of the handshakes of ``dealer``; ``keyed`` if it uses CURVE. Used only from the dealer's thread."""
 
     ENDINGS = (
         zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -39,14 +40,14 @@ class Handshakes:
         self._dealer, self._monitor, self._keyed = dealer, monitor, keyed
         self._broken_off = 0
         self.connected = False
-        """Whether the last handshake succeeded and its connection has not ended: what is sent now leaves now."""
+        """Whether the last handshake succeeded and its connection is still open, so that messages leave at once."""
         self.refusal = ""
-        """Why there is no connection, and what to do about it; "" as long as nothing speaks against one."""
+        """Why the peer refuses a connection and what to do about it; "" if no refusal is known."""
         self.final = False
-        """Whether libzmq has given up: only another dealer dials again."""
+        """Whether libzmq has stopped reconnecting; only a new socket can connect."""
 
     def look(self) -> bool:
-        """Takes notice of what has happened; whether a connection was made since the last look."""
+        """Process all pending events; return whether a connection was made among them."""
         made = False
         while True:
             try:
@@ -55,7 +56,7 @@ class Handshakes:
                 return made
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             made |= self.connected
-            if event != zmq.EVENT_DISCONNECTED:  # follows on every failure too, of which it says nothing new
+            if event != zmq.EVENT_DISCONNECTED:  # also follows every failure, and adds no information to it
                 self._heard(event, value)
 
     def _heard(self, event: int, value: int) -> None:
@@ -69,10 +70,10 @@ class Handshakes:
             self.refusal = _HAS_NONE if self._keyed else _ASKS_FOR_ONE
         elif self.final:
             self.refusal = f"it does not speak as a coordinator does (error {value:#x}): is the address right?"
-        elif self._broken_off >= _BROKEN_OFF:  # of two that do not fit one may hang up before the other can see why
+        elif self._broken_off >= _BROKEN_OFF:  # on a mismatch one side may hang up before the other learns the reason
             self.refusal = _OTHERS if self._keyed else f"it breaks every handshake off, most likely {_ASKS_FOR_ONE}"
 
     def close(self) -> None:
-        """To be called before the dealer is closed."""
+        """Stop monitoring. Must be called before the dealer is closed."""
         self._dealer.disable_monitor()
         self._monitor.close(0)

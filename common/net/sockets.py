@@ -1,20 +1,21 @@
-"""ZeroMQ sockets with the limits that libzmq leaves open, and one message per send.
+"""ZeroMQ sockets with explicit limits, and one message per send.
 
-libzmq's defaults are wrong for us: no bound on a frame, closing waits for ever, a peer that dials anew while its old
-connection is still known is ignored in silence, messages to unknown peers vanish. Identities are therefore minted per
-incarnation and go to whoever dialled last, a router's send to a peer that is gone says so, and of a message of more
-parts than any has only the first are taken (:class:`BoundedSocket`).
+libzmq's defaults do not fit: frames are unbounded, closing waits for ever, a peer that reconnects while its old
+connection is still known is silently ignored, and messages to unknown peers vanish. Here identities are minted per
+incarnation and belong to the latest connection, a router's send to a missing peer returns False, and a message with too
+many parts is cut off (:class:`BoundedSocket`).
 
-A control socket of a worker is a DEALER with identity ``name|incarnation|secret``; its heartbeats have a socket of
-their own, ``name|incarnation|secret|hb``, so that no message can delay them. The coordinator binds one ROUTER for all.
-A router hands an identity over to its latest holder: the secret, which only the worker and its coordinator know, keeps
-other workers from taking it.
+A worker's control socket is a DEALER with identity ``name|incarnation|secret``. Its heartbeats have a socket of their
+own, ``name|incarnation|secret|hb``, so that no message can delay them. The coordinator binds one ROUTER for all of
+them. A router hands an identity over to the latest peer that claims it; the secret, which only the worker and its
+coordinator know, keeps other workers from claiming it.
 
-With cluster keys every socket of the process speaks CURVE (RFC 26) and a router admits only the keys of those who have
-business there (ZAP, RFC 27): on loopback too, since a process cannot know from where the others dial it.
+With cluster keys every socket of the process uses CURVE (RFC 26), and a router admits only the keys of the roles that
+:data:`ADMITS` lists for it (ZAP, RFC 27). This holds on loopback too, since a process cannot know from where its peers
+connect.
 
-:class:`Channels` is all that a process has of the world outside: its sockets, its clock, the thread of its heart.
-A simulation gives another one.
+:class:`Channels` is a process's only access to the outside: sockets, clock and heartbeat thread. A simulation replaces
+it.
 """
 
 from __future__ import annotations
@@ -48,28 +49,28 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 HIGH_WATER_MESSAGES = 100_000
-"""Of control messages that have not left, per connection: they are small, and a busy second must not drop them. A
-worker also holds so many unread of its coordinator, whom it trusts with its work anyway."""
+"""Control messages queued for sending per connection: they are small, and a busy second must not drop any. Also the
+bound of a worker's unread messages from its coordinator, which the worker trusts anyway."""
 REPORTS_HIGH_WATER_MESSAGES = 256
-"""What the coordinator may hold unread of one connection, of 1 MiB each at most. The rest waits at its sender."""
+"""Unread messages that the coordinator holds per connection, at most 1 MiB each. Further ones wait at the sender."""
 KV_HIGH_WATER_MESSAGES = 128
 MAX_FRAME_BYTES = 8 << 20
-"""What a decode worker may hold unread of one connection, whatever its peer thinks of credit
-(:mod:`kvtransfer.flow_control`, by which it is 128 MiB at most). A frame has less than 2 MiB (:mod:`kvtransfer.plan`).
-The rest waits in the connection."""
+"""Bounds on the unread KV frames that a decode worker holds per connection: their number, and the size of one. They
+hold even if the peer ignores its credit, by which it may have 128 MiB on their way (:mod:`kvtransfer.flow_control`). A
+regular frame has less than 2 MiB (:mod:`kvtransfer.plan`). Further frames wait in the connection."""
 ANSWERS_HIGH_WATER_MESSAGES = 1024
-"""What a prefill worker may hold unread of one decode worker's answers."""
+"""Unread messages that a prefill worker holds per decode worker."""
 MESSAGE_PARTS, FRAME_PARTS = 1, 2
-"""Parts of a message, and of a frame of KV: a header and a payload."""
+"""Parts of a control message, and of a KV frame (header and payload)."""
 DROPPED_PARTS = 1024
-"""Of a message of too many parts, in one go: about half a millisecond if they are small."""
+"""Parts dropped per call from a message of too many parts; small ones take about half a millisecond."""
 KV_NICENESS, CURVE_NICENESS = 15, 5
-"""How far the threads that carry KV stand back behind others where there are fewer cores than work: control messages,
-and whoever handles them, go first. Beside somebody who computes they still get a thirtieth of a core, which copies a
-few hundred megabytes per second; where they encrypt it is a quarter, since they would need most of one. All
-threads that pass messages on ask for the shortest slice, so that they do not wait for who computes."""
+"""Niceness of the I/O threads that carry KV, in plain text and encrypted: control messages and their handlers go first
+when cores are scarce. Beside a computing thread, niceness 15 still gives a thirtieth of a core, which copies a few
+hundred megabytes per second; encryption needs most of a core and gets a quarter. All I/O threads ask for the shortest
+scheduling slice, so that they do not wait for computing threads."""
 HANDSHAKE_MS = 2000
-"""A handshake that stands still for so long is broken off and tried again; libzmq would wait for half a minute."""
+"""A handshake that makes no progress for this long is broken off and retried; libzmq's default is half a minute."""
 BEAT_SUFFIX = "|hb"
 ADMITS: dict[Party, tuple[Party, ...]] = {
     "coordinator": ("prefill", "decode", "colocated"),
@@ -77,7 +78,7 @@ ADMITS: dict[Party, tuple[Party, ...]] = {
     "prefill": (),
     "colocated": (),
 }
-"""Whose keys the router of each role lets in."""
+"""The roles whose keys the router of each role admits."""
 _WATCHED = itertools.count()
 _POLLIN = int(zmq.POLLIN)
 _Secure = Callable[[zmq.Socket[Any]], None]
@@ -88,30 +89,34 @@ def identity(name: WorkerName, incarnation: Incarnation, secret: str = "", *, be
 
 
 def is_local(address: str) -> bool:
-    """Whether only processes of this host can reach ``address`` (a ZeroMQ endpoint or a host name)."""
+    """Return whether only processes of this host can reach ``address`` (a ZeroMQ endpoint or a host name)."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0] if "://" in address else address
     return address.startswith(("ipc://", "inproc://")) or is_loopback(host)
 
 
 def nearby(address: str) -> str:
-    """Where the workers that a launcher starts reach the coordinator that is bound to ``address``: a Unix socket,
-    through which a message costs both sides less. The same ``address`` where such a socket needs a file (all but
-    Linux). Two coordinators that do not want one port do not want one name either, which is of the same namespace."""
+    """Return the endpoint at which a launcher's own workers reach the coordinator bound to ``address``: an abstract
+    Unix socket, which costs both sides less per message than TCP. Outside of Linux, which alone has abstract sockets,
+    it is ``address`` itself. The name contains the port and, as ports do, belongs to the network namespace, so two
+    coordinators with different ports never collide."""
     return f"ipc://@tandem-{address.removeprefix('tcp://')}" if sys.platform == "linux" else address
 
 
 class BoundedSocket(zmq.Socket[bytes]):
-    """A socket that takes ``most_parts`` parts of a message, and one more if it has more, by which that shows. What is
-    left of it is dropped by the next calls, DROPPED_PARTS in each. Nothing else can be read meanwhile, but there is
-    time for other things: neither the size nor the number of messages that libzmq holds says how many parts they have,
-    and two million of them are six megabytes."""
+    """A socket that receives at most ``most_parts`` parts of a message, plus one that shows the excess.
+
+    Later calls drop the rest, DROPPED_PARTS each. Nothing else can be read from the socket meanwhile, but the caller
+    can do other work between calls. libzmq limits the size of a part and the number of messages, not the number of
+    parts: two million of them fit in six megabytes.
+    """
 
     most_parts: int
     dropping = False
-    """Whether a message of too many parts is still being dropped."""
+    """Whether the rest of an oversized message is still being dropped."""
 
     def recv_multipart(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
-        """As zmq's, but at most ``most_parts`` parts and one, and none of them when some were dropped instead."""
+        """Receive as zmq's, but at most ``most_parts`` + 1 parts. Returns an empty list from a call that dropped parts
+        instead."""
         if self.dropping:
             self._drop(flags)
             return []
@@ -161,13 +166,16 @@ def bind_router(
     unread: int = HIGH_WATER_MESSAGES,
     secure: _Secure = _in_plain_text,
 ) -> BoundedSocket:
-    """A ROUTER bound to ``address`` (``tcp://host:*`` picks a port); sending to a peer that is gone raises. It takes
-    ``parts`` parts of ``max_frame_bytes`` at most, and holds ``unread`` messages of each connection."""
+    """Create a ROUTER bound to ``address`` (``tcp://host:*`` picks a port); raises StartError if it cannot be bound.
+
+    It receives messages of at most ``parts`` parts of ``max_frame_bytes`` each and holds at most ``unread`` unread
+    messages per connection. Sending to an unknown peer raises EHOSTUNREACH.
+    """
     socket: BoundedSocket = context.socket(zmq.ROUTER, socket_class=BoundedSocket)
     socket.most_parts = 1 + parts  # the sender's identity comes first
     _prepare(socket, max_frame_bytes, unread, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # a peer may dial anew before we, in a long step, have read that its old connection ended: it must not be ignored
+    # a peer may reconnect before we, busy with a long step, have read that its old connection ended
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     _bind(socket, address)
     return socket
@@ -196,8 +204,8 @@ def connect_dealer(
     secure: _Secure = _in_plain_text,
     watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
 ) -> BoundedSocket:
-    """A DEALER with identity ``name`` connected to ``address``; it reconnects by itself. WireError for no address, or
-    without a free descriptor. ``watch`` gets the socket before it dials."""
+    """Create a DEALER with identity ``name`` connected to ``address``. It reconnects by itself. ``watch`` is called
+    with the socket before it connects. Raises WireError if ``address`` is invalid or no file descriptor is free."""
     try:
         socket: BoundedSocket = context.socket(zmq.DEALER, socket_class=BoundedSocket)
     except zmq.ZMQError as error:
@@ -215,7 +223,7 @@ def connect_dealer(
 
 
 def send(socket: zmq.Socket[Any], message: Message, to: bytes | None = None) -> bool:
-    """Sends one message without waiting; False when the peer is gone or its queue is full."""
+    """Send one message without blocking; return False if the peer is gone or its queue is full."""
     parts = [encode(message)] if to is None else [to, encode(message)]
     try:
         socket.send_multipart(parts, zmq.NOBLOCK)
@@ -227,8 +235,8 @@ def send(socket: zmq.Socket[Any], message: Message, to: bytes | None = None) -> 
 
 
 def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
-    """The next message of type ``kind`` on a dealer, or None if there is none now, or some of one of too many parts was
-    dropped; WireError if it is malformed."""
+    """Receive the next message of type ``kind`` on a dealer without blocking. Returns None if there is none, or if this
+    call dropped parts of an oversized one; raises WireError if the message is malformed."""
     try:
         parts = socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -241,13 +249,16 @@ def receive(socket: zmq.Socket[Any], kind: Any) -> Any:
 
 
 class Channels:
-    """The sockets of one process, and the clock that it lives by. Used from one thread. What carries KV has a libzmq
-    context of its own, that is an I/O thread of its own: no control message waits until it has copied its megabytes."""
+    """The sockets and the clock of one process. Used from one thread.
+
+    Sockets that carry KV have a libzmq context, and so an I/O thread, of their own: control messages never wait until
+    megabytes are copied.
+    """
 
     keys: ClusterKeys | None = None
 
     def __init__(self, keys: ClusterKeys | None = None, *, encrypt_kv: bool = True, at_once: bool = False) -> None:
-        """``at_once``: as of :func:`common.platform.threads.answer`, for control messages."""
+        """``at_once`` is passed to :func:`common.platform.threads.answer` for the I/O thread of control messages."""
         self.context = _started(at_once=at_once)
         self._kv_context: zmq.Context[Any] | None = None
         self.poller = zmq.Poller()
@@ -257,25 +268,25 @@ class Channels:
 
     @staticmethod
     def clock() -> float:
-        """Seconds, monotonic."""
+        """Return the monotonic time in seconds."""
         return time.monotonic()
 
     @staticmethod
     def secret() -> str:
-        """128 random bits, as text."""
+        """Return 128 random bits as hexadecimal text."""
         return secrets.token_hex(16)
 
     def router(self, address: str, *, kv: bool = False, near: bool = False) -> tuple[BoundedSocket, str]:
-        """A ROUTER bound to ``address``, and the address that it got. ``kv``: it takes frames of KV. ``near``: it is
-        also bound where :func:`nearby` says."""
+        """Create a ROUTER bound to ``address``; return it and its actual address. With ``kv`` it receives KV frames,
+        else reports of workers. With ``near`` it is also bound to the :func:`nearby` endpoint."""
         reports = MAX_REPORT_BYTES, MESSAGE_PARTS, REPORTS_HIGH_WATER_MESSAGES
         size, parts, unread = (MAX_FRAME_BYTES, FRAME_PARTS, KV_HIGH_WATER_MESSAGES) if kv else reports
         context = self._of_kv() if kv else self.context
         socket = bind_router(context, address, max_frame_bytes=size, parts=parts, unread=unread, secure=self._as_server)
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        asked = f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"  # libzmq has names of its own for hosts
+        asked = f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"  # libzmq rewrites the host
         if near and nearby(asked) != asked:
-            # of the Unix socket only, and of those bound from here on: who is another user is not even greeted
+            # applies to Unix sockets bound from here on: refuses connections of other users before any handshake
             socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             _bind(socket, nearby(asked))
         return socket, bound
@@ -288,8 +299,8 @@ class Channels:
         to: Party = "coordinator",
         watch: Callable[[zmq.Socket[Any]], object] = lambda socket: None,
     ) -> zmq.Socket[Any]:
-        """A DEALER connected to ``address``, where only the holder of the key of ``to`` can answer. ``watch`` gets it
-        before it dials."""
+        """Create a DEALER connected to ``address``, where only a holder of the key of ``to`` can answer. ``watch`` is
+        called with it before it connects."""
         kv = to == "decode"
         return connect_dealer(
             self._of_kv() if kv else self.context,
@@ -302,25 +313,29 @@ class Channels:
         )
 
     def watched_dealer(self, address: str, name: bytes) -> tuple[zmq.Socket[Any], Handshakes]:
-        """A DEALER connected to the coordinator at ``address``, and whether it is let in there, and why not. A refusal
-        for good is told once, and may come sooner than this thread runs again: somebody listens before it dials."""
+        """Create a DEALER connected to the coordinator at ``address``; return it and the state of its handshakes.
+
+        libzmq reports a final refusal only once, perhaps before this thread runs again; so the monitor is attached
+        before the socket connects.
+        """
         watched: list[Handshakes] = []
 
         def watch(dealer: zmq.Socket[Any]) -> None:
-            # not pyzmq's name for it: that has the socket's descriptor, whose last owner's monitor may still be there
+            # not pyzmq's default address: it is made from the socket's descriptor, and the monitor of the last socket
+            # with that descriptor may still be bound to it
             monitor = dealer.get_monitor_socket(Handshakes.EVENTS, f"inproc://handshakes-{next(_WATCHED)}")
             watched.append(Handshakes(dealer, monitor, keyed=self.keys is not None))
 
         return self.dealer(address, name, watch=watch), watched[0]
 
     def heart(self, address: str, name: bytes, interval_s: float, beat: Callable[[int], Message]) -> HeartbeatThread:
-        """Sends ``beat()`` to ``address`` every ``interval_s`` seconds until stopped."""
+        """Start a thread that sends ``beat(ping_number)`` to ``address`` every ``interval_s`` seconds until stopped."""
         return HeartbeatThread(lambda: self.watched_dealer(address, name), interval_s, beat)
 
     def take(self, router: zmq.Socket[Any]) -> tuple[Party | None, list[bytes]]:
-        """The next message on a router, its parts after the sender's identity, and the role that the sender's key
-        proves (None without keys). No parts if some of a message of too many were dropped; ``zmq.Again`` if there is
-        nothing now."""
+        """Receive the next message on a router without blocking. Return the role that the sender's key proves (None
+        without keys) and the frames, the sender's identity first. The frames are empty if this call dropped parts of an
+        oversized message. Raises ``zmq.Again`` if there is no message."""
         if self.keys is None:
             return None, router.recv_multipart(zmq.NOBLOCK)
         frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -328,7 +343,7 @@ class Channels:
         return party, [frame.bytes for frame in frames]
 
     def _of_kv(self) -> zmq.Context[Any]:
-        """The context of what carries KV."""
+        """Return the context of sockets that carry KV; create it on first use."""
         if self._kv_context is None:
             self._kv_context = _started(CURVE_NICENESS if self.keys is not None and self._encrypt_kv else KV_NICENESS)
         return self._kv_context
@@ -355,21 +370,21 @@ class Channels:
     # -- for a process that waits in poll -----------------------------------------------------------------------------
 
     def register(self, what: zmq.Socket[Any] | int) -> None:
-        """What arrives at this socket or descriptor wakes :meth:`poll`."""
+        """Make input on this socket or file descriptor wake :meth:`poll`."""
         self.poller.register(what, zmq.POLLIN)
 
     def unregister(self, what: zmq.Socket[Any] | int) -> None:
         self.poller.unregister(what)
 
     def poll(self, seconds: float) -> list[Any]:
-        """Waits until something arrives, for at most ``seconds``; the sockets and descriptors at which it did."""
+        """Wait at most ``seconds`` for input; return the sockets and file descriptors that have some."""
         return [ready for ready, _ in self.poller.poll(int(seconds * 1000))]
 
     # -- for a process that waits in an event loop --------------------------------------------------------------------
 
     def watch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """Calls ``wake`` when something arrives. The descriptor signals edges: whoever has used the socket looks at
-        :meth:`readable` itself."""
+        """Call ``wake`` when a message arrives. The descriptor is edge-triggered: after any use of the socket the
+        caller must check :meth:`readable` itself."""
         loop.add_reader(_descriptor(socket), wake)
 
     def unwatch(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop) -> None:
@@ -377,20 +392,20 @@ class Channels:
 
     @staticmethod
     def readable(socket: zmq.Socket[Any]) -> bool:
-        """Whether something has arrived: to ask that costs less than to find nothing, which is an exception."""
+        """Return whether a message has arrived. Cheaper than a receive that raises ``zmq.Again``."""
         events = socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & _POLLIN)
 
     @staticmethod
     def endings(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
-        """A socket on which a message arrives for every connection of ``socket`` that is closed, before that for one
-        whose handshake failed, and for one that was not even accepted; all begin with an EVENT of
-        :mod:`common.net.socket_monitor`."""
+        """Return a monitor socket that gets a message for every connection of ``socket`` that closes, whose handshake
+        fails (followed by its close), or that cannot be accepted. The first part of each is an
+        :data:`common.net.socket_monitor.EVENT`."""
         return socket.get_monitor_socket(Handshakes.ENDINGS | zmq.EVENT_ACCEPT_FAILED)
 
     def close(self) -> None:
-        """Closes what is still open, after at most half a second for what must leave."""
+        """Close all sockets; unsent messages get at most half a second to leave."""
         while self._doors:
             self._doors.popitem()[1].stop()
         if self._kv_context is not None:
@@ -399,8 +414,11 @@ class Channels:
 
 
 class HeartbeatThread:
-    """A thread with a socket of its own: neither a long step nor a queue of messages can delay a beat. It dials anew
-    when libzmq does not: a coordinator that comes back hears of a worker by its heart alone."""
+    """A thread with a socket of its own that sends heartbeats: neither a long step nor queued messages can delay one.
+
+    It opens a new connection after a final refusal, when libzmq does not reconnect: a restarted coordinator learns of
+    a worker only from its heartbeats.
+    """
 
     def __init__(
         self,
@@ -408,12 +426,13 @@ class HeartbeatThread:
         interval_s: float,
         beat: Callable[[int], Message],
     ) -> None:
-        """``beat`` makes one, from the number of the Ping that it answers, 0 if it is due."""
+        """``beat`` makes a heartbeat from the number of the Ping that it answers, 0 for a regular one."""
         self._dial, self._interval_s, self._beat = dial, interval_s, beat
         self._stop = threading.Event()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._late = 0.0, inf
-        """Seconds by which it was late so far, and when it is due next; one value, as two threads use it."""
+        """Total lateness in seconds, and when the next wake-up is due (inf while none is); one tuple, so that another
+        thread reads both consistently."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -424,7 +443,7 @@ class HeartbeatThread:
                 self._beat_until_refused()
             except zmq.ContextTerminated:
                 return
-            except (zmq.ZMQError, WireError):  # no descriptor is free, say; the next beat tries again
+            except (zmq.ZMQError, WireError):  # for example, no file descriptor is free: try again
                 self._stop.wait(self._interval_s)
 
     def _beat_until_refused(self) -> None:
@@ -445,7 +464,8 @@ class HeartbeatThread:
                 handshakes.look()
 
     def stood_still_s(self) -> float:
-        """For how long it was late, in all: the whole process was stopped, or its machine asleep."""
+        """Return the total lateness of this thread in seconds. It is late only if the whole process was stopped or the
+        machine was asleep."""
         late_s, due = self._late
         return late_s + max(0.0, time.monotonic() - due)
 
@@ -457,7 +477,7 @@ class HeartbeatThread:
 
 
 class _Allowed:
-    """The allow-list of one router."""
+    """The allow-list of one router, as a credentials provider of ``zmq.auth``."""
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = {keys.public[party] for party in ADMITS[keys.party]}
@@ -467,22 +487,23 @@ class _Allowed:
 
 
 def _open_door(context: zmq.Context[Any], keys: ClusterKeys) -> ThreadAuthenticator:
-    """Answers libzmq's question who may come in, in a thread of its own, since a worker's loop is away for a step."""
-    from zmq.auth.thread import ThreadAuthenticator  # brings asyncio along: only who has keys pays for it
+    """Start the ZAP handler of ``context``, which admits or refuses peers by their keys. It runs in a thread of its
+    own, since a worker's loop answers nothing during a step."""
+    from zmq.auth.thread import ThreadAuthenticator  # here: it imports asyncio, so only processes with keys pay for it
 
     door = ThreadAuthenticator(context)
     door.start()
     try:
         door.configure_curve_callback(keys.party, _Allowed(keys))
     except BaseException:
-        door.stop()  # its thread has a socket, which closing the context would wait for
+        door.stop()  # else closing the context would wait for the socket of its thread
         raise
     return door
 
 
 def _started(niceness: int = 0, *, at_once: bool = False) -> zmq.Context[Any]:
-    """A context whose threads have that rank, and wait for nobody who computes. libzmq starts them with the first
-    socket, and they are ranked like the thread that starts them: one that does nothing else."""
+    """Create a context whose I/O threads have this niceness and the shortest scheduling slice. libzmq starts them with
+    the first socket, and they inherit the scheduling of the thread that creates it; so a temporary thread does that."""
     context: zmq.Context[Any] = zmq.Context()
 
     def start() -> None:

@@ -1,10 +1,10 @@
-"""Messages to bytes and back, strictly.
+"""Encodes messages to bytes and decodes them strictly.
 
-MessagePack on the wire, never pickle; no class names, no module paths. Before it stands its XXH3-64: a flipped bit in
-a prompt or a token would be a wrong answer that nobody notices, and TCP's sum misses some. Bytes from a socket become
-one of the message types of :mod:`common.net.messages` in one go, strictly: what does not fit a field's type is refused
-where it stands, so nesting, extension types and timestamps get nowhere, and what a message costs is bounded by its size
-and its type. Whatever is wrong raises :class:`~common.core.errors.WireError`.
+A message is MessagePack, never pickle, and carries no class names or module paths. Its XXH3-64 digest comes first: a
+flipped bit in a prompt or a token would be an unnoticed wrong answer, and TCP's checksum misses some. Bytes are decoded
+straight into a type of :mod:`common.net.messages`, and a value that does not fit its field's type is refused at that
+point. So deep nesting, extension types and timestamps are never built, and the cost of decoding is bounded by the size
+and the type of the message. Every defect raises :class:`~common.core.errors.WireError`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import xxhash
 from common.core.errors import Damaged, WireError
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message to a worker: a prompt of a million tokens is 4 MB, so this is generous."""
+"""Largest message to a worker. A prompt of a million tokens takes 4 MB."""
 MAX_REPORT_BYTES = 1 << 20
-"""Largest message of a worker to the coordinator: MAX_SPANS tokens with 20 log-probabilities each come to 0.6 MB, what
-two lists of MAX_HELD requests in a heartbeat come to is 0.5 MB; whoever has more to tell makes several of it."""
+"""Largest message from a worker to the coordinator; larger reports are split. MAX_SPANS tokens with 20 logprobs each
+take 0.6 MB, a heartbeat's two lists of MAX_HELD requests 0.5 MB."""
 MAX_HANDOFF_BYTES = 256 << 10
-"""Largest message between prefill and decode: an Open with what NIXL needs comes to 67 KB; a Commit of 16 choices, each
-with 20 log-probabilities, to 5 KB."""
+"""Largest message between prefill and decode. An Open with NIXL's agent data takes 67 KB, a Commit of 16 choices with
+20 logprobs each 5 KB."""
 DIGEST_BYTES = 8
 _encoder = msgspec.msgpack.Encoder()
 
@@ -35,17 +35,17 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One message: the digest of what follows, and MessagePack."""
+    """Encode one message: its digest, then MessagePack."""
     return seal(_encoder.encode(message))
 
 
 def seal(data: bytes) -> bytes:
-    """``data`` behind its digest."""
+    """Return ``data`` with its digest in front."""
     return xxhash.xxh3_64_digest(data) + data
 
 
 def unseal(data: bytes | memoryview) -> memoryview:
-    """What stands behind its digest; Damaged if that is another's."""
+    """Check the digest in front of ``data`` and return the rest; raises Damaged if it does not match."""
     packed = memoryview(data)[DIGEST_BYTES:]
     if data[:DIGEST_BYTES] != xxhash.xxh3_64_digest(packed):
         raise Damaged("a message fails its checksum")
@@ -53,9 +53,9 @@ def unseal(data: bytes | memoryview) -> memoryview:
 
 
 def decode(data: bytes | memoryview, kind: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
-    """One message of type ``kind`` (a Struct or a union of tagged Structs); WireError if it is anything else or larger
-    than ``max_bytes``, Damaged if it is not what anybody has sent."""
-    packed = unseal(data)  # first: what the line has made of a message may be of any size
+    """Decode one message of type ``kind`` (a Struct or a union of tagged Structs). Raises Damaged if it fails its
+    checksum, WireError if it is anything else or larger than ``max_bytes``."""
+    packed = unseal(data)  # before the size check: damage, which is not the sender's fault, can change the size too
     if len(data) > max_bytes:
         raise WireError(f"a message of {len(data)} bytes, {max_bytes} allowed")
     try:
