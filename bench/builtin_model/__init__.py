@@ -1,1 +1,4 @@
-"""The built-in model: the text it learns from, and its training. Serving code never imports it."""
+"""Owns the making of the built-in model: the corpus that it is trained on, and its training.
+
+It must not know serving code, and serving code never imports it.
+"""

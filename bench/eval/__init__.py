@@ -1,2 +1,4 @@
-"""Quality: perplexity, tokens against a reference, and what the built-in model must know. Knows no server's
-internals."""
+"""Owns the measurement of quality: the golden set with its checks, and perplexity and agreement against a reference.
+
+It must not know a server's internals.
+"""

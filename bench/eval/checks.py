@@ -1,15 +1,15 @@
-"""Checkers: is this answer right? One function per kind of check, chosen by the check's ``kind``.
+"""Checkers that decide whether an answer is right: one function per kind of check, selected by the check's ``kind``.
 
-A check is plain JSON, so that golden items can be kept in a file and judged without the corpus that made them:
+A check is plain JSON, so that golden items can be stored in a file and judged without the corpus that made them:
 
-    {"kind": "exact", "accept": ["fig, kiwi, plum"]}            one of these texts, spacing aside
+    {"kind": "exact", "accept": ["fig, kiwi, plum"]}            one of these texts, ignoring spacing
     {"kind": "number", "value": -62}                            the result that the answer ends with
-    {"kind": "facts", "accept": [regex...], "reject": [...]}    a sound sentence that says this and none of those
+    {"kind": "facts", "accept": [regex...], "reject": [...]}    whole sentences that match one of accept, none of reject
     {"kind": "json", "schema": {...}, "value": {...}}           JSON that fits the schema, with these values
     {"kind": "tool_call", "name": ..., "arguments": {...}}      exactly this call
     {"kind": "story", "must": [word...]}                        different whole sentences that mention these words
 
-A wrong answer fails; so do empty, cut-off, repeating and scrambled ones.
+A wrong answer fails; so do empty, truncated, repetitive and garbled ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 MAX_FACT_WORDS = 80
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _DOUBLED = re.compile(r"\b([a-z]{3,}) \1\b", re.IGNORECASE)
-"""A word said twice; a short one may be sung."""
+"""A word that is repeated at once. Words of one or two letters are exempt (``la la``)."""
 _RESULT = re.compile(
     r"(?:^|\d ?=|:|\b(?:is|are|equals|has|have|get|gets|remain|leaves))\s*(-?\d+(?:\.\d+)?)(?: [a-z ]{1,30})?[.!]?\s*$"
 )
-"""The last number, as a result is said; alone is fine too."""
+"""The number at the end of an answer, alone or after a phrase that introduces a result."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float),
     "boolean": (bool,), "array": (list,), "object": (dict,),
@@ -34,7 +34,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Verdict(NamedTuple):
-    """``right``: the answer is what was asked. ``valid``: at least its form is (JSON fits, the call parses)."""
+    """The result of a check. ``right``: the answer is correct. ``valid``: at least its form is (the JSON fits the
+    schema, the call parses). ``why`` explains a wrong answer."""
 
     right: bool
     valid: bool
@@ -42,14 +43,14 @@ class Verdict(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server said: text, and calls as (name, arguments) if it parsed them itself."""
+    """A server's answer: its text, and its tool calls as (name, arguments) if the server parsed them."""
 
     text: str
     calls: tuple[tuple[str, Any], ...] = ()
 
 
 def check(spec: dict[str, Any], answer: Answer) -> Verdict:
-    """The verdict over one answer."""
+    """Judge one answer by the check ``spec``."""
     return _CHECKS[spec["kind"]](spec, answer)
 
 
@@ -86,7 +87,7 @@ def _facts(spec: dict[str, Any], answer: Answer) -> Verdict:
 
 
 def _flaw(text: str) -> str:
-    """What is wrong with the form of a few sentences, in words; empty if nothing is."""
+    """Describe the first flaw in the form of a short text; empty if there is none."""
     words = text.split()
     if not words:
         return "empty"
@@ -103,7 +104,7 @@ def _flaw(text: str) -> str:
 
 
 def _repeats(words: list[str]) -> bool:
-    """Whether runs of four words come back."""
+    """Return whether runs of four words recur more than once."""
     runs = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
     return len(runs) - len(set(runs)) > 1
 
@@ -155,7 +156,8 @@ def _tool_call(spec: dict[str, Any], answer: Answer) -> Verdict:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether ``value`` fits the part of JSON Schema that the corpus uses: type, enum, properties, required, items."""
+    """Return whether ``value`` fits ``schema``, which may use type, enum, items, properties, required and
+    additionalProperties of JSON Schema."""
     kind = schema.get("type")
     if kind and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
         return False
@@ -172,7 +174,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal as JSON: ``true`` is not 1."""
+    """Return whether two values are equal as JSON; unlike in Python, ``true`` does not equal 1."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 

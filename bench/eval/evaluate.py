@@ -1,7 +1,8 @@
-"""The golden set against any OpenAI-compatible server: is it still as good as it was?
+"""``tandem eval``: runs the golden set against any OpenAI-compatible server, to detect a loss of quality.
 
-Asks every item greedily, judges the answers with their checkers, and shows the share of right ones per skill. A saved
-baseline can be compared with after a change of engine, quantisation or version: a drop is shown and the exit code is 1.
+Sends every item with greedy sampling, judges the answers with their checkers, and shows the fraction of right answers
+per skill. The result can be compared with a saved baseline after a change of engine, quantization or version; a drop is
+shown, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Figures:
-    """How one skill did."""
+    """Counts of one skill: items, right answers, and answers in a valid form."""
 
     items: int = 0
     right: int = 0
@@ -46,7 +47,8 @@ class Figures:
 
 @dataclass
 class Report:
-    """What an evaluation found. ``golden`` tells which file was asked: only like is compared with like."""
+    """The result of an evaluation. ``golden`` is the digest of the golden set: only results of the same set may be
+    compared. ``fingerprint`` is the server's ``system_fingerprint``."""
 
     model: str
     golden: str
@@ -69,7 +71,7 @@ class Report:
             self.failures.append({"skill": record["skill"], "asked": asked, "said": said, "why": verdict.why})
 
     def only(self, skills: Iterable[str]) -> Report:
-        """The part about these skills; StartError if one was not asked."""
+        """Return the report restricted to these skills. Raises StartError if it lacks one of them."""
         if missing := [name for name in skills if name not in self.skills]:
             raise StartError(
                 f"the baseline says nothing of {', '.join(missing)}",
@@ -111,14 +113,15 @@ async def evaluate(
     timeout_s: float = 120.0,
     console: Console | None = None,
 ) -> Report:
-    """Asks the server at ``url`` (with or without ``/v1``) every golden item of these skills; all if none is named.
-    StartError if it answers none: that says nothing of what it knows."""
+    """Send the golden items of ``skills`` (all if empty) to the server at ``url`` (with or without ``/v1``).
+
+    A request that fails counts as a wrong answer. Raises StartError if all fail: that says nothing about quality."""
     records, digest = read_golden(golden, skills)
     base = shown(url).rstrip("/").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limit = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    connector = aiohttp.TCPConnector(force_close=True)  # a kept one may be closed when the next item is asked on it
+    connector = aiohttp.TCPConnector(force_close=True)  # the server may close a kept-alive one just as it is reused
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
         report = Report(model or await _first_model(session, base), digest)
         with _progress(console) as progress:
@@ -142,7 +145,7 @@ async def evaluate(
 
 
 def read_golden(path: Path, skills: Sequence[str] = ()) -> tuple[list[Record], str]:
-    """The records of these skills (all if none is named), and a digest of the whole file."""
+    """Read the records of ``skills`` (all if empty), and the digest of the whole file. Raises StartError."""
     try:
         content = path.read_bytes()
         records: list[Record] = [json.loads(line) for line in content.splitlines()]
@@ -174,7 +177,7 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
 
 
 async def _ask(session: aiohttp.ClientSession, base: str, report: Report, record: Record) -> tuple[Answer | None, str]:
-    """The answer; or none, and why."""
+    """Return the answer to one item, or None and the reason."""
     body: Record = {
         "model": report.model, "messages": record["messages"],
         "temperature": 0, "max_tokens": MAX_TOKENS, "stream": False,
@@ -218,7 +221,7 @@ def _progress(console: Console | None) -> Progress:
 
 
 def table(report: Report, baseline: Report | None = None) -> Table:
-    """Figures per skill, beside those of the baseline if there is one."""
+    """Return a table of the results per skill, beside the baseline's if there is one."""
     if baseline:
         baseline = comparable(baseline, report)
     shown = Table(title=f"golden set: {escape(report.model)}", title_justify="left")
@@ -236,7 +239,7 @@ def table(report: Report, baseline: Report | None = None) -> Table:
 
 
 def comparable(baseline: Report, report: Report) -> Report:
-    """What ``baseline`` says of the skills in ``report``; StartError if it was made with other questions."""
+    """Return ``baseline`` restricted to the skills in ``report``. Raises StartError if their golden sets differ."""
     if report.golden != baseline.golden:
         raise StartError(
             "the baseline was made with other questions",
@@ -247,7 +250,9 @@ def comparable(baseline: Report, report: Report) -> Report:
 
 
 def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: float) -> list[str]:
-    """In words, what became worse by more than is tolerated; of the baseline only the skills that were asked count."""
+    """Describe each skill of ``report``, and the total, that fell below ``baseline`` by more than the tolerance.
+
+    Tolerances are fractions: ``skill_tolerance`` for each skill, ``tolerance`` for the total."""
     baseline, found = comparable(baseline, report), []
     for name, before in [*baseline.skills.items(), ("all", baseline.total)]:
         now = report.total if name == "all" else report.skills[name]
@@ -261,7 +266,8 @@ def drops(report: Report, baseline: Report, tolerance: float, skill_tolerance: f
 
 
 def run(config: EvalConfig) -> int:
-    """Exit code 1 if a baseline was given and something dropped. StartError if nothing could be measured."""
+    """Run ``tandem eval``. Returns exit code 1 if something fell below a given baseline. Raises StartError if nothing
+    could be measured."""
     baseline = Report.load(Path(config.compare)) if config.compare else None
     skills = [name.strip() for name in (config.skills or "").split(",") if name.strip()]
     console = Console()

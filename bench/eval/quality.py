@@ -1,10 +1,9 @@
-"""What fewer bits per weight cost in quality: ``python -m bench.eval.quality``.
+"""Measures what fewer bits per weight cost in quality: ``python -m bench.eval.quality``.
 
-The engine reads the golden chats with their reference answers, token by token as it decodes them, in float32 and in
-each way that is to be judged, and is asked after each token what would come next. Three figures tell how far a way is
-from float32, over the tokens of all answers: the perplexity of the references, the share of positions with the same
-most likely token (of a greedy answer's tokens, as long as it has not left the other), and the divergence of the
-distributions (Kullback and Leibler, in nats). bfloat16 stands beside int8 since it is what int8 saves half of.
+The engine computes the next-token distributions over the golden chats with their reference answers, token by token as
+in decoding, in float32 and in each format to be judged. Three figures over the tokens of all answers compare a format
+with float32: the perplexity of the references, the fraction of positions with the same most likely token, and the
+Kullback-Leibler divergence in nats. bfloat16 is included because int8 is an alternative to it: half its size.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ WAYS: dict[str, Way] = {"bfloat16": ("bfloat16", "none"), "int8": ("bfloat16", "
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Token ids; the answer begins behind ``prompt`` of them."""
+    """The token ids of a chat; the first ``prompt`` of them come before the answer."""
 
     tokens: list[int]
     prompt: int
@@ -46,7 +45,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one way, against float32."""
+    """The figures of one format, compared with float32."""
 
     perplexity: float
     same_token: float
@@ -54,7 +53,8 @@ class Quality:
 
 
 def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
-    """The golden items as the model's template writes them, with the reference as its answer."""
+    """Render the golden items with the model's chat template, the reference as the answer. Raises StartError if the
+    model cannot take them."""
     text = TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size)
 
     def ids(record: dict[str, Any], answer: Sequence[Any] = ()) -> list[int]:
@@ -78,7 +78,8 @@ def chats(checkpoint: Checkpoint, golden: Path) -> list[Chat]:
 
 
 def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -> torch.Tensor:
-    """[answers' tokens, vocabulary] before each token of each answer, in order."""
+    """Return the log probabilities of each token of each answer, given those before it: [answer tokens, vocabulary],
+    float32, in order."""
     dtype, quantization = way
     blocks = AT_ONCE * -(-LONGEST // 16)
     engine = load_engine(
@@ -98,7 +99,7 @@ def log_probabilities(checkpoint: Checkpoint, way: Way, asked: Sequence[Chat]) -
 
 
 def _steps(asked: Sequence[Chat]) -> Iterator[tuple[Batch, list[int]]]:
-    """The steps in which these are read, prompts first, and which of them each has."""
+    """Yield the steps that process these chats, prompts first, and the indices of the chats in each step."""
     each = -(-LONGEST // 16)
     tables = [[BlockId(index * each + block) for block in range(each)] for index in range(len(asked))]
     for number in range(max(len(chat.tokens) - chat.prompt for chat in asked)):
@@ -113,7 +114,8 @@ def _steps(asked: Sequence[Chat]) -> Iterator[tuple[Batch, list[int]]]:
 
 
 def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -> Quality:
-    """``found`` and ``reference`` as of :func:`log_probabilities`, and the tokens that the references have there."""
+    """Compare ``found`` with ``reference``, both from :func:`log_probabilities`; ``answers`` are the reference answers'
+    token ids, int64 [answer tokens]."""
     likelihood = found.gather(1, answers[:, None])
     return Quality(
         perplexity=float((-likelihood.mean()).exp()),

@@ -1,1 +1,4 @@
-"""Load generation: arrivals, prompts, an HTTP client, metrics, results and plots. Knows servers by HTTP alone."""
+"""Owns load generation: arrival times, prompts, an HTTP client, metrics, result files and plots.
+
+It must not know a server's internals: servers are reached over HTTP alone.
+"""

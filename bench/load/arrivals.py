@@ -1,8 +1,8 @@
-"""When requests arrive: an open loop, as ``vllm bench serve`` defines it.
+"""Arrival times of an open-loop load, as ``vllm bench serve`` defines them.
 
-Pure. Gaps are Gamma distributed with shape ``burstiness`` and mean 1/rate (1: a Poisson process; smaller: bursts; inf:
-a metronome); all are then scaled so that the last request leaves at count/rate, which makes runs with different seeds
-offer the same load. While the rate ramps up nothing is scaled.
+Pure. Gaps between requests are Gamma distributed with shape ``burstiness`` and mean 1/rate (1: a Poisson process;
+smaller: bursts; inf: constant gaps). The times are then scaled so that the last request leaves at count/rate; runs with
+different seeds therefore offer the same load. With a ramp nothing is scaled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RampStrategy = Literal["linear", "exponential"]
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """The rate goes from ``start`` to ``end`` requests per second over the requests of a run."""
+    """A request rate that goes from ``start`` to ``end`` (requests per second) over the requests of a run."""
 
     strategy: RampStrategy
     start: float
@@ -34,8 +34,10 @@ class Ramp:
 def arrivals(
     count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0, ramp: Ramp | None = None
 ) -> list[float]:
-    """Seconds after the start at which each of ``count`` requests is sent, ascending. ``rate`` (requests per second)
-    may be inf: all at once. The same seed gives the arrivals of vLLM's client, which draws them one by one, too."""
+    """Return the send time of each of ``count`` requests, ascending, in seconds after the start.
+
+    ``rate`` is in requests per second; inf sends all at once. The gaps are drawn one by one, as vLLM's client does: the
+    same seed gives the same arrivals as there."""
     rates = [ramp.rate(index, count) if ramp else rate for index in range(count)]
     generator = np.random.RandomState(seed)
     times: list[float] = []

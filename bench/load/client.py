@@ -1,10 +1,10 @@
-"""One request to an OpenAI-compatible server, and when each of its chunks came.
+"""A streaming client for OpenAI-compatible servers that records when each chunk arrives.
 
-The client shares its cores with the server that it measures, so it does little per chunk: one typed decode, one
+The client may share its cores with the server that it measures, so it does little per chunk: one typed decode and one
 appended time. Everything else is derived afterwards (:mod:`bench.load.metrics`).
 
-What counts: t0 is just before the request is sent. The first token is the first chunk with text: a chunk that only
-names the role is none. After it every chunk is a token, but for those that only tell the end or the usage.
+Time 0 of a request is just before it is sent. The first chunk with text is the first token; a chunk that only names the
+role does not count. Each later chunk counts as a token, except those that carry only a finish reason or the usage.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """Of a chunk, what is looked at."""
+    """The fields of a chunk that the client reads; the others are ignored."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -70,9 +70,11 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class Record:
-    """What came of one request. Times are seconds on the clock of the client; ``due_at`` is when it should have been
-    sent, ``moments`` when each token's chunk came, ``cached_tokens`` of its prompt the server had from before, as far
-    as it tells. ``error`` is empty if the answer is complete."""
+    """The outcome of one request. Times are seconds on the client's clock.
+
+    ``due_at`` is the scheduled send time, ``moments`` the arrival time of each token's chunk, ``said`` the texts of
+    these chunks. ``cached_tokens`` is the number of prompt tokens that the server reports as prefix-cache hits (0 if it
+    reports none). ``error`` is empty if the answer is complete."""
 
     due_at: float
     prompt_tokens: int
@@ -84,7 +86,7 @@ class Record:
     error: str = ""
     cached_tokens: int = 0
     resent: bool = False
-    """Whether it was sent a second time; all times count from the first."""
+    """Whether the request was sent a second time; all times count from the first."""
 
     @property
     def ok(self) -> bool:
@@ -102,22 +104,22 @@ class Record:
 
     @property
     def itls(self) -> list[float]:
-        """Times between tokens, as chunks bring them."""
+        """Inter-token latencies: the gaps between consecutive chunks."""
         return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)]
 
     @property
     def tpot(self) -> float:
-        """Mean time per token after the first; 0 for a single one."""
+        """Mean time per output token after the first; 0 if there is at most one token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
     def waited(self) -> float:
-        """Time in the client, for a free place among ``--max-concurrency``."""
+        """Time from ``due_at`` until the request was sent, spent waiting for a place among ``--max-concurrency``."""
         return self.sent_at - self.due_at
 
 
 class Events:
-    """Takes the bytes of a stream of server-sent events and writes what they say into ``record``."""
+    """Parses a stream of server-sent events and writes its content into ``record``."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -126,7 +128,7 @@ class Events:
         self.done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes that came ``now``. msgspec.MsgspecError for data that is no chunk."""
+        """Parse bytes that arrived at ``now``. Raises msgspec.MsgspecError for an event that is not a valid chunk."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -134,9 +136,9 @@ class Events:
                 self._event(line[5:].strip(), now)
 
     def close(self) -> None:
-        """The stream is over: what it left unsaid is an error."""
+        """End the stream: set the record's output tokens, and its error if the answer is incomplete."""
         record = self._record
-        self.done |= self._rest.replace(b" ", b"").strip() == b"data:[DONE]"  # some end without a line break
+        self.done |= self._rest.replace(b" ", b"").strip() == b"data:[DONE]"  # some servers omit the last newline
         record.output_tokens = self._told or len(record.moments)
         if record.error:
             return
@@ -169,8 +171,8 @@ class Events:
 
 @dataclass(frozen=True)
 class Target:
-    """A server and how it is asked. ``extra`` are fields of every body, ``headers`` those of every request beside the
-    usual ones; ``url`` ends before ``/v1``."""
+    """A server, and the parameters of every request to it. ``url`` is the base URL without ``/v1``; ``extra`` holds
+    additional fields of every request body, ``headers`` additional HTTP headers."""
 
     url: str
     model: str
@@ -181,7 +183,8 @@ class Target:
     headers: dict[str, str] = field(default_factory=dict)
 
     def session(self, *, keep: bool = True) -> aiohttp.ClientSession:
-        """A client session without a limit of connections of its own; each is used once unless they are kept."""
+        """Open a client session without a connection limit. With ``keep``, connections are kept alive; otherwise each
+        one serves a single request."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -194,7 +197,7 @@ class Target:
         )
 
     def body(self, ask: Ask) -> bytes:
-        """The request for ``ask``. A chat needs a prompt that is text."""
+        """Return the request body for ``ask``. The chat backend needs a prompt that is text."""
         asked: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":
             asked |= {"prompt": ask.prompt, "max_tokens": ask.output_tokens}
@@ -206,8 +209,10 @@ class Target:
     async def send(
         self, session: aiohttp.ClientSession, body: bytes, record: Record, clock: Clock = time.perf_counter
     ) -> None:
-        """Sends one request and fills ``record``; what goes wrong is its error. On a kept connection that the server
-        has closed, no byte of the answer comes: then it is sent again, once, on a new one."""
+        """Send one request and fill ``record``; a failure becomes ``record.error``.
+
+        If the server had closed a kept-alive connection before any byte of the answer, the request is sent once more on
+        a new connection."""
         record.sent_at = clock()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -234,12 +239,12 @@ class Target:
 
 
 def message(error: Any) -> str:
-    """The message of an error in OpenAI's shape, or of one that is only text."""
+    """Return the message of an error that is an object in OpenAI's shape or plain text."""
     return str(error.get("message", "")) if isinstance(error, dict) else str(error)
 
 
 def shortened(text: str) -> str:
-    """One line of bounded length."""
+    """Return ``text`` as one line of at most ``MAX_ERROR_CHARACTERS`` characters and an ellipsis."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_ERROR_CHARACTERS else line[:MAX_ERROR_CHARACTERS] + " ..."
 

@@ -1,7 +1,7 @@
-"""Connections to a server under test that tell a stale one from a failed request.
+"""HTTP connections that distinguish a stale kept-alive connection from a failed request.
 
-A server may close a connection that it keeps open at any time, also while the next request travels to it. That request
-has failed for no fault of the server's, and a client sends it again on a new connection (RFC 9112, section 9.3.1).
+A server may close an idle kept-alive connection at any time, even while the next request is on its way. Such a request
+did not fail because of the server's work, and a client may send it again on a new connection (RFC 9112, section 9.3.1).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from aiohttp.client_proto import ResponseHandler
 
 
 class StaleConnection(aiohttp.ServerDisconnectedError):
-    """A connection that had served a request before was closed before a byte of this answer came."""
+    """Raised when a reused connection is closed before the first byte of the answer."""
 
 
 class _Connection(ResponseHandler):
-    """Counts its requests, and whether the last one has been answered by any byte."""
+    """Counts the requests on a connection, and records whether any byte of the last answer has arrived."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -42,8 +42,9 @@ class _Connection(ResponseHandler):
 
 
 class Connector(aiohttp.TCPConnector):
-    """A pool without a limit, whose connections are kept for ``kept_s`` after an answer. A request for which one turns
-    out to be closed raises StaleConnection."""
+    """An unlimited connection pool that keeps idle connections for ``kept_s`` seconds.
+
+    A request on a pooled connection that the server has closed raises StaleConnection."""
 
     def __init__(self, kept_s: float) -> None:
         super().__init__(limit=0, keepalive_timeout=kept_s)

@@ -1,8 +1,8 @@
-"""Figures of a run, defined so that they can be compared with those of other tools.
+"""Metrics of a run, defined so that they can be compared with those of other tools.
 
-Pure. Names of figures and JSON keys are those of ``vllm bench serve``. TTFT, TPOT and E2EL are per request, ITL is the
-pooled gaps between chunks, all over requests that succeeded. Against objectives a failed or rejected request counts as
-one that missed them.
+Pure. Metric names and JSON keys are those of ``vllm bench serve``. TTFT, TPOT and E2EL are per request; ITL pools the
+gaps between chunks of all requests. All are computed over successful requests. For service-level objectives, a failed
+or rejected request counts as one that missed them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from bench.load.run import Run
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 QUEUED = ("client_queue_time", "e2el_including_client_queue")
-"""What is measured besides where requests wait in the client, for a place among ``--max-concurrency``."""
+"""Additional metrics when ``--max-concurrency`` makes requests wait in the client."""
 PER_REQUEST: dict[str, Callable[[Record], float]] = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,
     "e2el": lambda record: record.latency,
 }
-"""What an objective can be about."""
+"""The metrics that an objective can bound, in seconds per request."""
 STAGES = ("queue_ms", "tokenize_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "decode_wait_ms", "ttft_ms")
-"""What Tandem tells of a request, in ms (``return_metrics``)."""
+"""The stages that Tandem reports for a request (``return_metrics``), in ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A bound on one metric: in ms, or (``relative``) as a multiple of its unloaded median."""
+    """An upper bound on one metric: in ms or, if ``relative``, as a multiple of its median without load."""
 
     metric: str
     bound: float
@@ -50,7 +50,9 @@ class Objective:
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """``ttft:1000,tpot:40`` (ms) or ``ttft:5x,tpot:3x`` (of the unloaded median). ValueError says what is wrong."""
+    """Parse ``ttft:1000,tpot:40`` (ms) or ``ttft:5x,tpot:3x`` (multiples of the median without load).
+
+    Raises ValueError with an explanation."""
     found = []
     for part in text.replace(",", " ").split():
         metric, colon, bound = part.partition(":")
@@ -70,7 +72,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Statistics of one metric in ms; ``percentiles`` by percent."""
+    """Statistics of one metric in ms; ``percentiles`` maps a percentage to its percentile."""
 
     mean: float
     median: float
@@ -86,7 +88,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. Rates are per second of the run."""
+    """The metrics of one run. Rates are per second of the run."""
 
     seconds: float
     completed: int
@@ -94,12 +96,12 @@ class Summary:
     input_tokens: int
     output_tokens: int
     inside: int | None
-    """Requests that met all objectives; None when there are none."""
+    """Number of requests that met all objectives; None if no objectives were given."""
     peak_output_tokens: float
     peak_concurrent: int
     spreads: dict[str, Spread]
     stages: dict[str, Spread]
-    """Of the requests whose server told."""
+    """Times per stage, over the requests for which the server reported them."""
     paths: dict[str, int]
 
     @property
@@ -108,7 +110,7 @@ class Summary:
 
     @property
     def attainment(self) -> float | None:
-        """Share of all requests, failed ones included, that met the objectives."""
+        """Fraction of all requests, including failed ones, that met the objectives."""
         return None if self.inside is None else self.inside / max(1, self.asked)
 
     @property
@@ -117,8 +119,8 @@ class Summary:
 
     @property
     def goodput(self) -> float | None:
-        """Requests that met the objectives, per second: the first of two definitions
-        (:mod:`bench.commands.goodput`)."""
+        """Requests per second that met the objectives. (:mod:`bench.commands.goodput` uses another definition of
+        goodput.)"""
         return None if self.inside is None else self.inside / self.seconds
 
     @property
@@ -131,7 +133,7 @@ class Summary:
 
 
 def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterable[Objective] = ()) -> Summary:
-    """The figures of ``run``; ``objectives`` are absolute."""
+    """Compute the metrics of ``run``. ``objectives`` must be absolute, not relative."""
     good = [record for record in run.records if record.ok]
     bounds = tuple(objectives)
     values: dict[str, list[float]] = {
@@ -164,7 +166,7 @@ def summarise(run: Run, *, percents: Sequence[float] = (99,), objectives: Iterab
 
 
 def _told(stages: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what the server could not say."""
+    """Return ``stages`` without the values that the server reported as null."""
     return {name: value for name, value in stages.items() if value is not None}
 
 
@@ -176,7 +178,9 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _peaks(good: Sequence[Record]) -> tuple[float, int]:
-    """Most output tokens in a second and most requests in flight during one, counted from the first request."""
+    """Return the largest number of output tokens, and of requests in flight, within one second.
+
+    Seconds are counted from the first request."""
     if not good:
         return 0.0, 0
     began = min(record.sent_at for record in good)
@@ -203,8 +207,9 @@ WIDTH = 50
 
 
 def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics: Sequence[str]) -> list[str]:
-    """What ``vllm bench serve`` prints, line by line (without times where no request succeeded); then what Tandem tells
-    of its stages."""
+    """Return the result as lines of text: those of ``vllm bench serve``, then Tandem's stages if it reported any.
+
+    Latencies are left out if no request succeeded."""
     lines = [_title(" Serving Benchmark Result ", "=")]
     lines.append(_row("Successful requests:", summary.completed))
     lines.append(_row("Failed requests:", summary.failed))
@@ -245,7 +250,8 @@ def rows(summary: Summary, *, rate: float, max_concurrency: int | None, metrics:
 
 
 def _shown(metrics: Sequence[str], max_concurrency: int | None, rate: float) -> list[str]:
-    """Of requests that all come at once the time in the client says nothing that the duration does not."""
+    """Return the metrics to show, in order. ``e2el_including_client_queue`` is left out if all requests arrive at once:
+    it would only repeat the duration of the run."""
     queued = 0 if max_concurrency is None else 1 if math.isinf(rate) else 2
     return [name for name in (*METRICS, *QUEUED[:queued]) if name in metrics]
 
@@ -261,7 +267,8 @@ def _row(label: str, value: int | float) -> str:
 def as_json(
     summary: Summary, *, metrics: Sequence[str], max_concurrency: int | None = None, rate: float = math.inf
 ) -> dict[str, Any]:
-    """The keys of ``vllm bench serve``'s result file, and ``slo_attainment``, ``stages`` and ``paths``."""
+    """Return the result with the keys of ``vllm bench serve``'s result file, and ``slo_attainment``, ``stages`` and
+    ``paths``."""
     found: dict[str, Any] = {
         "duration": summary.seconds,
         "completed": summary.completed,
@@ -274,7 +281,7 @@ def as_json(
         "total_token_throughput": summary.token_rate,
         "max_output_tokens_per_s": summary.peak_output_tokens,
         "max_concurrent_requests": summary.peak_concurrent,
-        "rtfx": 0.0,  # seconds of audio per second: there is none
+        "rtfx": 0.0,  # seconds of audio per second (vLLM's key); never audio here
         "slo_attainment": summary.attainment,
     }
     for name in _shown(metrics, max_concurrency, rate):
@@ -293,7 +300,8 @@ def _spread_keys(name: str, spread: Spread) -> dict[str, float]:
 
 
 def detailed(run: Run) -> dict[str, Any]:
-    """What ``--save-detailed`` adds: one item per request; seconds. ``start_times`` count from the start of the run."""
+    """Return the columns that ``--save-detailed`` adds, one item per request. Times are in seconds; ``start_times``
+    count from the start of the run."""
     records = run.records
     return {
         "input_lens": [record.prompt_tokens for record in records],

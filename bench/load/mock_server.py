@@ -1,8 +1,8 @@
-"""``python -m bench.load.mock_server``: a server that answers on a scripted clock, to check load generators with.
+"""``python -m bench.load.mock_server``: a server that answers on a scripted schedule, to check load generators with.
 
-It speaks the completions and chat endpoints of OpenAI, streams only, and computes nothing: request i gets its chunks at
-the times that script i says, one word each. ``GET /truth`` tells when each chunk was really written, which is what a
-client on the same machine must have measured; ``GET /asked`` has headers and bodies of the requests. One id stands for
+It serves OpenAI's completions and chat endpoints, streaming only, without a model: request i receives its chunks, one
+word each, at the times of script i. ``GET /truth`` returns the times at which chunks were actually written, which a
+client on the same machine must measure; ``GET /asked`` returns the headers and bodies of all requests. One token id is
 one byte of text.
 """
 
@@ -25,19 +25,19 @@ MODEL_LEN = 1 << 20
 
 @dataclass(frozen=True)
 class Script:
-    """When chunks leave: the first ``ttft_s`` after the request came, the others ``gap_s`` apart."""
+    """A schedule of chunks: the first is sent ``ttft_s`` after the request arrives, the others ``gap_s`` apart."""
 
     ttft_s: float
     gap_s: float
 
     def moments(self, tokens: int) -> Iterator[float]:
-        """Seconds after the request of each of ``tokens`` chunks."""
+        """Yield the send time of each of ``tokens`` chunks, in seconds after the request arrived."""
         return (self.ttft_s + index * self.gap_s for index in range(tokens))
 
 
 @dataclass
 class Said:
-    """What was done for one request: seconds from its arrival to each chunk written."""
+    """When the chunks of one request were written, in seconds after its arrival."""
 
     moments: list[float] = field(default_factory=list)
 
@@ -48,9 +48,10 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class MockServer:
-    """The application; ``clock`` and ``sleep`` are given by tests that want time of their own. ``role_first``: chats
-    begin with a chunk that has only a role, as vLLM's do. ``refuse_every``: answer every so many requests with 503.
-    ``cached_tokens``: of each prompt, what is told as known from before."""
+    """The scripted server. Tests pass their own ``clock`` and ``sleep``.
+
+    With ``role_first``, a chat begins with a chunk that has only a role, as with vLLM. With ``refuse_every`` n, every
+    n-th request is answered with 503. ``cached_tokens`` is reported as the prompt tokens found in the prefix cache."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ def main() -> None:
 
 
 async def serve(server: MockServer, port: int) -> None:
-    """Serves on loopback for ever, and prints where."""
+    """Serve on loopback until cancelled, and print the URL."""
     runner = web.AppRunner(server.app(), access_log=None)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""Whether others compute on the cores that are to be measured: figures are then of what they leave."""
+"""Detects other processes that compute on the cores to be measured, since they distort the results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ LOOK_S = 0.5
 NOTICED = 0.1
 _STAT = Path("/proc/stat")
 _IDLE, _WAITS, _GUEST = 3, 4, 8
-"""Columns of a core's line (proc(5)): what it did nothing in, and those from which on time is counted twice."""
+"""Columns of a core's line in ``/proc/stat`` (proc(5)): idle, iowait, and the first of the guest times, which user and
+nice time already include."""
 
 
 def note(console: Console, cores: Collection[int] | None = None) -> None:
-    """Says so, if anybody does now, of ``cores`` or all that this process may run on; to be asked before anything of
-    one's own is started. Takes ``LOOK_S``."""
+    """Print a note if other processes are using ``cores`` (by default all cores that this process may run on).
+
+    Call it before the measured processes are started. It takes ``LOOK_S`` seconds."""
     if (share := busy_share(cores or os.sched_getaffinity(0))) > NOTICED:
         console.print(
             f"note: other processes take {share:.0%} of these cores: all that is measured beside them, ratios as well,"
@@ -29,8 +31,8 @@ def note(console: Console, cores: Collection[int] | None = None) -> None:
 
 
 def busy_share(cores: Collection[int], seconds: float = LOOK_S) -> float:
-    """What part of the time of these cores is used while this process waits for so long; 0 where the system does not
-    tell."""
+    """Return the fraction of these cores' time that is used while this process sleeps for ``seconds``; 0 on systems
+    without ``/proc/stat``."""
     if not _STAT.exists():
         return 0.0
     before = _STAT.read_text()
@@ -39,7 +41,7 @@ def busy_share(cores: Collection[int], seconds: float = LOOK_S) -> float:
 
 
 def used(before: str, after: str, cores: Collection[int]) -> float:
-    """The same from what ``/proc/stat`` had before and after."""
+    """Return the used fraction of these cores' time between two readings of ``/proc/stat``."""
     earlier, later = _times(before), _times(after)
     busy = total = 0
     for name in {f"cpu{core}" for core in cores} & earlier.keys() & later.keys():

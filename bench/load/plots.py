@@ -1,6 +1,6 @@
-"""Figures as pictures. Needs matplotlib, which only the extra ``[bench]`` installs: nothing else here imports it.
+"""Plots of runs. The only module here that needs matplotlib, which the extra ``[bench]`` installs.
 
-Drawn without pyplot, so that there is no global state and no window. The file's name says which format it gets.
+Draws without pyplot: no global state, no window. The file name's suffix selects the format.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from matplotlib.gridspec import SubplotSpec
 
 LEAST_MS = 0.1
-"""Shorter times are drawn as this one."""
+"""Shorter times are drawn at this value."""
 DECADE = 10
-"""Times further apart than this factor are drawn on a logarithmic axis."""
+"""A time axis whose largest value exceeds its smallest by more than this factor is logarithmic."""
 WAIT, PREFILL, DECODE, UNTOLD = "#c7c7c7", "#d1603d", "#3d6fb1", "#dfb3a3"
 PHASES = {WAIT: "waiting", PREFILL: "prefill", UNTOLD: "waiting and prefill", DECODE: "decode"}
-"""``UNTOLD`` is what a server does not tell apart."""
+"""Label per colour. ``UNTOLD``: the server does not report waiting and prefill separately."""
 
 
 def draw_run(run: Run, path: Path, objectives: Iterable[Objective] = ()) -> None:
-    """TTFT and ITL distributions of one run, and its timeline."""
+    """Draw the TTFT and ITL distributions of one run, and its timeline."""
     draw_runs({"": run}, path, objectives)
 
 
 def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objective] = ()) -> None:
-    """The distributions of several runs in one pair of axes, and below them a timeline of each: its requests, and, as
-    far as the server tells, its workers with prefill above decode."""
+    """Draw the TTFT and ITL distributions of all runs in one pair of axes, and below them a timeline per run.
+
+    A timeline shows the requests and, if the server reports them, its workers, prefill above decode."""
     figure = _figure(11, 4 + 4 * len(runs))
     grid = figure.add_gridspec(1 + 2 * len(runs), 2, height_ratios=[4, *(3, 1) * len(runs)])
     _distributions((figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])), runs, objectives)
@@ -46,14 +47,14 @@ def draw_runs(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objectiv
 
 
 def draw_distributions(runs: Mapping[str, Run], path: Path, objectives: Iterable[Objective] = ()) -> None:
-    """TTFT and ITL distributions of several runs, side by side."""
+    """Draw the TTFT and ITL distributions of several runs, side by side."""
     figure = _figure(11, 4)
     _distributions(figure.subplots(1, 2), runs, objectives)
     _write(figure, path)
 
 
 def draw_timelines(runs: Mapping[str, Run], path: Path) -> None:
-    """A timeline of each run: its requests, and its workers with prefill above decode."""
+    """Draw a timeline per run: its requests and its workers, prefill above decode."""
     figure = _figure(11, 4 * len(runs))
     grid = figure.add_gridspec(2 * len(runs), 1, height_ratios=[3, 1] * len(runs))
     _timelines(figure, [(grid[2 * row], grid[2 * row + 1]) for row in range(len(runs))], runs)
@@ -63,7 +64,9 @@ def draw_timelines(runs: Mapping[str, Run], path: Path) -> None:
 def draw_attainment(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, wanted: float, objectives: str
 ) -> None:
-    """Share of requests inside the objectives by rate, one curve of (rate, share) per system."""
+    """Draw the fraction of requests that meet the objectives against the request rate.
+
+    ``curves`` maps each system to points (requests per second, fraction); ``wanted`` is drawn as a horizontal line."""
     figure = _figure(7, 4)
     axes = figure.add_subplot()
     for name, curve in curves.items():
@@ -98,7 +101,9 @@ def _distribution(axes: Axes, name: str, values: Sequence[float]) -> None:
 
 
 def _times(axes: Axes, bound: float | None) -> None:
-    """Axes whose distributions are drawn: plain numbers, few enough to stay apart. ``bound``: the maximum wanted."""
+    """Format the time axis of a plot whose distributions are drawn: plain numbers, few enough not to overlap.
+
+    ``bound`` is an objective in ms, drawn as a vertical line."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_ylim(0, 1.03)
@@ -118,7 +123,7 @@ def _times(axes: Axes, bound: float | None) -> None:
 
 
 def _timelines(figure: Figure, places: Sequence[tuple[SubplotSpec, SubplotSpec]], runs: Mapping[str, Run]) -> None:
-    """``places``: of each run, where its requests go and where its workers."""
+    """Draw a timeline per run. ``places`` holds, per run, the grid cells of its requests and of its workers."""
     shared: Axes | None = None
     for (above, below), (name, run) in zip(places, runs.items(), strict=True):
         axes = figure.add_subplot(above, sharex=shared)
@@ -129,7 +134,8 @@ def _timelines(figure: Figure, places: Sequence[tuple[SubplotSpec, SubplotSpec]]
 
 
 def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str) -> None:
-    """A row per request: waiting and prefill, told apart where the server does, and decode."""
+    """Draw a row per request: waiting, prefill and decode; waiting and prefill are one span if the server does not
+    report prefill."""
     from matplotlib.ticker import MaxNLocator
 
     seen: set[str] = set()
@@ -156,7 +162,8 @@ def _timeline(axes: Axes, records: Sequence[Record], began_at: float, title: str
 
 
 def _lanes(axes: Axes, run: Run) -> None:
-    """A lane per worker. Where several requests decode together their spans lie over each other and look darker."""
+    """Draw a lane per worker. Spans are translucent: where several requests decode together, they overlap and look
+    darker."""
     spans: dict[str, list[tuple[float, float, str]]] = {}
     for record in run.records:
         if not (record.moments and record.stages):

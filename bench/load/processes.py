@@ -1,7 +1,7 @@
-"""A server in a process of its own, for as long as it is measured: started, awaited, and stopped with all its children.
+"""Runs a server as a child process while it is measured: starts it, waits until it is ready, stops its process group.
 
-It ends with the block that started it and with this process, however that ends. What it says is kept, because that is
-where the reason stands when it does not start.
+The server ends with the ``with`` block that started it, and with this process, however this process ends. Its output is
+kept for the error message when it does not start.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ T = TypeVar("T")
 
 
 class Process:
-    """A running server, ``name`` in messages. ``pid`` leads a process group of its own."""
+    """A running server, called ``name`` in messages. ``pid`` leads its own process group."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], log: IO[bytes]) -> None:
         self.name, self.pid, self._popen, self._log = name, popen.pid, popen, log
 
     def said(self) -> str:
-        """All it has written so far, errors included."""
-        log = self._log.fileno()  # whose position is the server's, too: to move it would have it write elsewhere
+        """Return everything it has written so far to stdout and stderr."""
+        log = self._log.fileno()  # pread: the server shares the file position, which must not move
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
     def wait(self, look: Callable[[], T | None], within_s: float, todo: str) -> T:
-        """What ``look`` finds, once it finds something. StartError with the server's own reason if it ends before or
-        has not come so far after ``within_s`` seconds."""
+        """Poll ``look`` until it returns something other than None, and return that.
+
+        Raises StartError, with the server's last output, if the server exits first or ``within_s`` seconds pass."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self._popen.poll() is not None:
@@ -47,10 +48,11 @@ class Process:
         raise StartError(f"{self.name} is not ready after {within_s:g} s", last_words(self.said()), todo)
 
     def pause(self) -> None:
-        """Halts its whole group, until :meth:`resume`. (If this process dies meanwhile, the kernel ends the group: one
-        that is orphaned and halted is told to hang up and to go on.)
+        """Stop the whole process group with SIGSTOP until :meth:`resume`.
 
-        Returns once the leader is halted: a group that is orphaned first, and halted then, stays so for ever."""
+        If this process dies meanwhile, the kernel sends SIGHUP and SIGCONT to the group, as to every orphaned group
+        with stopped members, and so ends it. That does not happen to a group that is stopped after it was orphaned;
+        therefore this returns only when the leader is stopped."""
         self._signal(signal.SIGSTOP)
         if self._popen.poll() is None:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -63,11 +65,13 @@ class Process:
             os.killpg(self.pid, number)
 
     def stop(self) -> None:
-        """Asks the leader to leave, and ends whatever is left of its group: at once if whoever waits is interrupted."""
+        """Send SIGTERM to the leader, wait up to ``STOP_S`` for it, then kill the rest of its group.
+
+        If the wait is interrupted, the group is killed at once."""
         try:
             if self._popen.poll() is None:
                 self._popen.terminate()
-                self.resume()  # who is halted hears nothing
+                self.resume()  # a stopped process does not handle SIGTERM
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(STOP_S)
         finally:
@@ -77,7 +81,9 @@ class Process:
 
 @contextlib.contextmanager
 def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Process]:
-    """The process of ``words``, whose environment is ours and ``environ``. StartError if there is no such program."""
+    """Run the command ``words`` with our environment and ``environ``, and stop it at the end of the block.
+
+    Raises StartError if the program cannot be executed."""
     with tempfile.TemporaryFile() as log:
         try:
             popen = subprocess.Popen(
@@ -86,7 +92,7 @@ def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None =
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # a terminal's Ctrl-C is for us; we stop it
+                process_group=0,  # a terminal's Ctrl-C reaches only this process, which then stops the server
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
@@ -99,14 +105,16 @@ def started(name: str, words: Sequence[str], environ: Mapping[str, str] | None =
 
 
 def last_words(said: str) -> str:
-    """Why a server ended, in its own words: those of our own errors, else its last line."""
+    """Return why a server ended, from its output: the text of our own errors if there is one, else its last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     reasons = [line.partition(":")[2].strip() for line in lines if line.startswith(("error:", "why:"))]
     return ": ".join(reasons) or (lines[-1] if lines else "it said nothing")
 
 
 def die_with_parent() -> None:
-    """The calling process is asked to leave as soon as the one that started it has ended, however that came about; what
-    is told to hang up does, also where that one had nohup before it."""
+    """Have the kernel send SIGTERM to the calling process when its parent ends, however the parent ends.
+
+    Also resets SIGHUP to its default action, in case the parent runs under nohup: an orphaned, stopped group must end
+    on SIGHUP (see :meth:`Process.pause`)."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

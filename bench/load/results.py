@@ -1,4 +1,4 @@
-"""Where figures come from, kept beside them: machine, commit, command, date. And the files that they are saved in."""
+"""Result files, and the provenance that each contains: machine, commit, command, date."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from common.platform import device, threads
 
 PICTURES = (".png", ".svg")
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16"}
-"""Of those that a processor may have, the ones that kernels differ by."""
+"""The CPU flags that change which kernels run; only these are recorded."""
 DATE = "%Y%m%d-%H%M%S"
 _CORES = len(os.sched_getaffinity(0))
-"""Of this process as it was started: what measures one of them binds itself to that."""
+"""Cores at start-up: some measurements later bind this process to fewer."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance() -> dict[str, Any]:
-    """Of figures made now. Whether threads may be real-time ones decides who waits for whom where cores are few. The
-    commit ends in ``+`` if files differ from it, but for earlier figures, and is None outside a repository."""
+    """Return the provenance of results that are made now.
+
+    It records whether threads may get real-time priority because that changes the scheduling on machines with few
+    cores. The commit ends in ``+`` if tracked files outside bench/results differ from it, and is None outside a
+    repository."""
     return {
         "date": datetime.now(UTC).strftime(DATE),
         "command": _command(),
@@ -49,7 +52,7 @@ def provenance() -> dict[str, Any]:
 
 
 def told() -> str:
-    """The same in one line, for a table."""
+    """Return the provenance in one line, for the caption of a table."""
     found = provenance()
     machine = found["machine"]
     date = datetime.strptime(found["date"], DATE).date()
@@ -59,7 +62,8 @@ def told() -> str:
 
 
 def _command() -> str:
-    """As it was typed, without keys; of an absolute path only the last name: the others are of this machine alone."""
+    """Return the command line without secrets. Absolute paths are cut to their last name: the rest is specific to this
+    machine."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else ""
     program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
@@ -69,7 +73,8 @@ def _command() -> str:
 
 @functools.cache
 def _commit() -> str | None:
-    """That of the sources when it was first asked for: what measures for hours is not what is committed meanwhile."""
+    """Return the commit of the sources, as of the first call: a measurement may run for hours, and commits made
+    meanwhile are not what it measures."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
@@ -79,8 +84,9 @@ def _commit() -> str | None:
 
 
 def comparable(earlier: dict[str, Any]) -> bool:
-    """Whether figures that were saved ``earlier`` are of this machine and these sources: nothing that is committed has
-    changed since but documents, results and tests, and nothing that is not."""
+    """Return whether saved results are of this machine and the present sources.
+
+    Commits since then may have changed only documents, results and tests, and there must be no uncommitted changes."""
     now = provenance()
     if earlier.get("machine") != now["machine"] or not now["commit"] or now["commit"].endswith("+"):
         return False
@@ -107,7 +113,7 @@ def _git(*words: str) -> str:
 
 
 def check_outputs(save: str | None, plot: str | None, cost: str | None = None) -> None:
-    """StartError if the files that a measurement is to write cannot be written: said before it, not after."""
+    """Raise StartError if the output files of a measurement cannot be written, so that it fails before it starts."""
     _commit()
     for flag, name in (("--save", save), ("--plot", plot), ("--cost", cost)):
         if name and Path(name).is_dir():
@@ -123,7 +129,7 @@ def check_outputs(save: str | None, plot: str | None, cost: str | None = None) -
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:
-    """Writes ``figures`` behind their provenance. StartError if that cannot be; a file that is there is replaced."""
+    """Write the provenance and ``figures`` as JSON. Replaces an existing file; raises StartError if it cannot write."""
     text = json.dumps(_plain(provenance() | figures), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
@@ -134,7 +140,8 @@ def save(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` without what JSON does not have: an infinite rate is ``"inf"``, as in vLLM's files."""
+    """Convert ``value`` to plain JSON types; a number that is not finite becomes its text (``"inf"``, as in vLLM's
+    files)."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""One run of load: requests leave at their times, whatever became of the earlier ones, and are recorded.
+"""One run of an open-loop load: each request is sent at its time, independent of earlier ones, and recorded.
 
-Times are absolute: a late wake-up delays one request and not all that follow. ``max_concurrency`` makes the loop half
-open: a request that finds no place waits in the client, and how long is recorded.
+Send times are absolute, so a late wake-up delays one request and not all that follow. ``max_concurrency`` makes the
+loop half open: requests beyond it wait in the client, and their waiting time is recorded.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from common.platform import threads
 
 REDRAW_S = 0.5
 FEW_CORES = 4
-"""Of which a server that is here, too, leaves none idle. Where there are more, Linux finds an idle one for a usual
-thread, but moves no real-time thread there."""
+"""Up to so many cores, a server on the same machine leaves none idle, and real-time priority helps the client. With
+more, it would hurt: Linux moves a normal thread to an idle core, but not a real-time thread."""
 UNSERVED = "correct the flags, or wait if it is starting"
-"""What to do about a server that does not serve the first request."""
+"""Advice in the error for a server that fails the first request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of one run, in the order of the asks, and how long it took from its start to its last token."""
+    """The records of one run, in the order of the asks, and its duration from the start to the last token."""
 
     records: list[Record]
     seconds: float
     began_at: float
-    """On the clock of the records."""
+    """Start of the run, on the clock of the records."""
 
 
 async def run_load(
@@ -52,8 +52,10 @@ async def run_load(
     console: Console | None = None,
     title: str = "requests",
 ) -> Run:
-    """Sends ``asks[i]`` ``times[i]`` seconds after the start. Those of ``warm`` are sent before, one after another, and
-    not recorded; StartError if the first of them fails: then all would."""
+    """Send ``asks[i]`` at ``times[i]`` seconds after the start, and record the answers.
+
+    The ``warm`` requests are sent before the start, one after another, and not recorded. Raises StartError if the first
+    of them fails, since all others would fail too."""
     bodies = [target.body(ask) for ask in asks]
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     async with target.session() as session:
@@ -90,9 +92,11 @@ def run_now(
     title: str = "requests",
     at_once: bool = True,
 ) -> Run:
-    """:func:`run_load` in an event loop of its own, which goes before whoever computes on its cores, and ``at_once``
-    interrupts these where they are few and this user may: clients usually have machines of their own, and what ours
-    waits for a core is not the server's."""
+    """Run :func:`run_load` in an event loop of its own, on a thread with raised priority.
+
+    With ``at_once``, on few cores and where the user is permitted, the priority is real-time, so that it preempts the
+    server's compute threads. A client usually has a machine of its own; its waiting time for a core must not be counted
+    as the server's."""
     load = run_load(target, asks, times, max_concurrency=max_concurrency, warm=warm, console=console, title=title)
     few = sys.platform == "linux" and len(os.sched_getaffinity(0)) <= FEW_CORES
     with threads.answering(threads.URGENT, at_once=at_once and few):
@@ -101,7 +105,7 @@ def run_now(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No garbage collection over what was there before: it would be measured as the server's."""
+    """Exclude the objects that exist now from garbage collection, whose pauses would be measured as server time."""
     gc.collect()
     gc.freeze()
     try:
@@ -111,7 +115,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Bar:
-    """A progress bar without a thread: it draws when a request ends, twice a second at most."""
+    """A progress bar without a thread: redrawn when a request ends, at most every ``REDRAW_S`` seconds."""
 
     def __init__(self, console: Console | None, title: str, total: int) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

@@ -1,4 +1,4 @@
-"""From the options of a load to its target, its asks and their times: what every command here does first."""
+"""Turns the options of a load into its target, its requests and their send times; shared by all benchmark commands."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from common.core.errors import StartError
 from common.net.http_client import HttpClient
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Options that are fields of every request, where they are given."""
+"""Options that, if given, become fields of every request body."""
 WARM = 1 << 31
-"""A run number that no run has: its words are for warming up."""
+"""The run number of warm-up requests; no measured run has it, so the two share no prompts."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A server, what it will be asked, and what there is to say about that."""
+    """A server, the workload to send to it, and notes for the user about that workload."""
 
     target: Target
     workload: list[Ask]
     tokenizer: Tokenizer
     notes: list[str]
     longest: int | None = None
-    """Tokens that a prompt and its answer may have together, if anything bounds them."""
+    """Maximum of prompt plus output tokens per request; None if nothing bounds them."""
 
     def asks(self, run: int = 0) -> list[Ask]:
-        """The requests of one of several runs. Each run has words of its own: what one has left in a prefix cache must
-        not help the next. (Recorded text begins with the number of the run, but for the first.)"""
+        """Return the requests of one of several runs.
+
+        Each run gets other tokens, so that prefix-cache entries of earlier runs cannot help it; prompts that are text
+        begin with the run's number instead, except in run 0."""
         asks = relabelled(self.workload, run) if run else self.workload
         if self.target.backend == "openai-chat":
             return [_as_text(ask, self.tokenizer) for ask in asks]
         return list(asks)
 
     def warm(self, count: int) -> list[Ask]:
-        """``count`` requests to send before a run."""
+        """Return ``count`` warm-up requests to send before a run."""
         first = replace(self, workload=self.workload[:count]).asks(WARM) if count else []
         return [first[index % len(first)] for index in range(count)]
 
@@ -56,8 +58,10 @@ def prepare(
     headers: dict[str, str] | None = None,
     longest: int | None = None,
 ) -> Prepared:
-    """Looks at the server and makes the asks of ``options``, those that fit into ``longest`` tokens and into what the
-    server takes; StartError if either cannot be."""
+    """Query the server and make the requests of ``options``.
+
+    Requests longer than ``longest`` tokens or the server's ``max_model_len`` are left out. Raises StartError if the
+    server does not answer or no request is left."""
     return prepare_with(
         options, lambda tokenizer: workload(options, tokenizer), options, url, api_key, model, headers, longest
     )
@@ -73,7 +77,7 @@ def prepare_with(
     headers: dict[str, str] | None = None,
     longest: int | None = None,
 ) -> Prepared:
-    """The same with asks that ``make`` makes."""
+    """As :func:`prepare`, with the requests that ``make`` returns for the server's tokenizer."""
     server = HttpClient(url, api_key, headers=headers)
     served = server.served(model)
     name = str(served["id"])
@@ -103,18 +107,21 @@ def prepare_with(
 
 
 def times(options: ArrivalOptions, asks: Sequence[Ask], ramp: Ramp | None = None) -> list[float]:
-    """When each ask is sent, in seconds after the start."""
+    """Return the send time of each request in seconds after the start.
+
+    A trace keeps its recorded times, scaled, unless a rate or a ramp is given."""
     recorded = [ask.at for ask in asks if ask.at is not None]
     if ramp is None and math.isinf(options.request_rate) and len(recorded) == len(asks):
-        began = min(recorded, default=0.0)  # what was left out before it is not waited for
+        began = min(recorded, default=0.0)  # skipped requests at the front are not waited for
         return [(at - began) * options.time_scale for at in recorded]
     return arrivals(len(asks), options.request_rate, burstiness=options.burstiness, seed=options.seed, ramp=ramp)
 
 
 def as_load(options: DatasetOptions, model: str) -> dict[str, Any]:
-    """What is asked of which model, how and when, as far as it is an option here, so that two measurements can be told
-    to have had the same load, wherever its values came from. A number that JSON does not have is its text; of paths
-    only the last name."""
+    """Return the options that define a load, and the model, in plain JSON types.
+
+    Two measurements with equal results had the same load, whether the values came from flags, environment or a file.
+    Numbers that are not finite become text; paths are cut to their last name."""
     names = (each.name for each in (*fields(ArrivalOptions), *fields(RequestOptions)))
     values = {name: getattr(options, name) for name in names if hasattr(options, name)} | {"model": model}
     for name in ("dataset_path", "model"):
@@ -127,7 +134,7 @@ def as_load(options: DatasetOptions, model: str) -> dict[str, Any]:
 
 
 def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
-    """The workload; a trace may have more than are wanted."""
+    """Return the requests of the dataset in ``options``. A trace may yield more than ``num_prompts``."""
     count, seed = options.num_prompts, options.seed
     path = Path(options.dataset_path or "")
     if options.dataset_name == "sharegpt":
@@ -161,5 +168,7 @@ def workload(options: DatasetOptions, tokenizer: Tokenizer) -> Iterable[Ask]:
 
 
 def _as_text(ask: Ask, tokenizer: Tokenizer) -> Ask:
-    """A chat takes text. What its template adds, and where text makes other tokens, ``usage`` tells."""
+    """Return ``ask`` with its prompt as text, for the chat endpoint.
+
+    The server's ``usage`` reports the true length: the chat template adds tokens, and the text may encode to others."""
     return ask if isinstance(ask.prompt, str) else replace(ask, prompt=tokenizer.decode(ask.prompt))

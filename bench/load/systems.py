@@ -1,4 +1,4 @@
-"""``tandem up`` in processes of its own, for as long as it is measured."""
+"""Runs ``tandem up`` with given pools as a child process while it is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _SYSTEM = re.compile(r"(\d+)p(\d+)d|(\d+)c")
 
 
 def counts(system: str) -> tuple[int, int, int]:
-    """How many prefill, decode and colocated workers ``2p1d`` or ``2c`` has. StartError for anything else."""
+    """Return the numbers of prefill, decode and colocated workers of a system such as ``2p1d`` or ``2c``.
+
+    Raises StartError for any other text, and for a system that cannot serve a request."""
     match = _SYSTEM.fullmatch(system)
     if match is None:
         why = "a system is for example 1p1d (prefill, decode) or 2c (colocated)"
@@ -32,18 +34,18 @@ def counts(system: str) -> tuple[int, int, int]:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def usual_systems(cores: int) -> str:
-    """What is compared unless ``--systems`` says otherwise: one pool of each kind against colocated workers; and where
-    there is a core for a third worker, pools of unequal sizes."""
+    """Return the default of ``--systems``: one prefill and one decode worker against colocated workers and, if there is
+    a core for a third worker, pools of unequal sizes."""
     return "1p1d,1c,2c" if cores <= 2 else "1p1d,1c,2c,2p1d,1p2d,3c"
 
 
 def pools(system: str) -> list[str]:
-    """The flags of ``tandem up`` for a system."""
+    """Return the flags of ``tandem up`` for a system."""
     prefill, decode, colocated = counts(system)
     if colocated:
         return ["--colocated", str(colocated)]
@@ -52,8 +54,9 @@ def pools(system: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]:
-    """The URL of a ready ``tandem up`` with the pools of ``system``; StartError with its own reason if it does not
-    start."""
+    """Run ``tandem up`` with the pools of ``system``, and yield its URL once it is ready.
+
+    Raises StartError with the reason it printed if it does not start."""
     words = [*([model] if model else []), *pools(system), "--port", "0", "--control-port", "0", *flags]
     with started(system, [sys.executable, "-m", "deploy.cli", "up", *words]) as process:
 
@@ -65,7 +68,7 @@ def running(model: str, system: str, flags: Sequence[str] = ()) -> Iterator[str]
 
 
 def is_ready(url: str, path: str) -> bool:
-    """Whether a server answers 200 there."""
+    """Return whether the server answers ``path`` with 200."""
     try:
         return HttpClient(url, timeout_s=5).get(path)[0] == 200
     except OSError:

@@ -1,8 +1,8 @@
-"""Token ids that a server understands, for prompts of an exact length.
+"""Tokenizers of the server under test, to make prompts with an exact number of tokens.
 
-The server's own ``/tokenize`` and ``/detokenize`` (Tandem and vLLM have them) know best; for others a
-``tokenizer.json`` is read. Ordinary ids are found by encoding English prose: no special token is among them, and none
-outside the vocabulary.
+Uses the server's own ``/tokenize`` and ``/detokenize`` (Tandem and vLLM have them), or a ``tokenizer.json`` for servers
+without. The ids for random prompts come from encoding English prose, so they contain no special tokens and none outside
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from common.net.http_client import HttpClient, HttpError
 
 PROSE_CHARACTERS = 100_000
 PIECE_CHARACTERS = 2_000
-"""The most characters in one request to ``/tokenize``: servers refuse a text that cannot fit their context."""
+"""Maximum characters per request to ``/tokenize``: servers reject a text that cannot fit into their context."""
 _TODO = "give --tokenizer FILE, the model's tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back, without special tokens added."""
+    """Converts text to token ids and back, without adding special tokens."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -29,14 +29,13 @@ class Tokenizer(Protocol):
 
 
 class ServerTokenizer:
-    """The tokenizer of a running server. StartError when it offers none."""
+    """The tokenizer of a running server. Its methods raise StartError if the server has no such endpoints."""
 
     def __init__(self, server: HttpClient, model: str) -> None:
         self._server, self._model = server, model
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, piece by piece where it is long: where two meet there may be a token more than in the
-        whole."""
+        """Return the ids of ``text``. Long text is encoded in pieces, which may give an extra token at each joint."""
         return [token for piece in pieces(text) for token in self._encode(piece)]
 
     def _encode(self, text: str) -> list[int]:
@@ -55,15 +54,15 @@ class ServerTokenizer:
 
 
 class FileTokenizer:
-    """A ``tokenizer.json``, or a directory with one."""
+    """The tokenizer in a ``tokenizer.json``, or in a directory that contains one."""
 
     def __init__(self, path: Path) -> None:
-        import tokenizers  # only who names a file pays for it
+        import tokenizers  # slow to import, and needed only with --tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises bare Exceptions for files that it does not understand
+        except Exception as error:  # the library raises bare Exception for invalid files
             raise StartError(f"cannot read the tokenizer {file}", reason(error), "correct --tokenizer") from error
 
     def encode(self, text: str) -> list[int]:
@@ -75,7 +74,7 @@ class FileTokenizer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of up to PIECE_CHARACTERS, cut before a space where there is one."""
+    """Yield ``text`` in pieces of at most PIECE_CHARACTERS, cut before a space if there is one."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = text.rfind(" ", start + 1, start + PIECE_CHARACTERS + 1)
@@ -86,7 +85,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def ordinary_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids to make random prompts of, ascending: those that occur in Python's own documentation."""
+    """Return the token ids for random prompts, ascending: those that occur in Python's own documentation."""
     from pydoc_data.topics import topics
 
     ids = sorted(set(tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:PROSE_CHARACTERS])))

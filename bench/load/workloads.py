@@ -1,15 +1,15 @@
-"""What is asked: prompts and the lengths of their answers, made up or as a recorded trace has them.
+"""Workloads: prompts and output lengths, synthetic or from a recorded trace.
 
-Pure but for reading files. Workloads and their fields are named as in ``vllm bench serve``. Prompts are token ids, so
-that they have exactly the length that is asked for; only ShareGPT is text.
+Pure except for reading files. Workloads and their fields are named as in ``vllm bench serve``. Prompts are token ids,
+so that they have exactly the requested length; only ShareGPT prompts are text.
 
     random              lengths uniform in [n·(1 - range_ratio), n·(1 + range_ratio)], after one shared random prefix
     prefix_repetition   a few prefixes, many suffixes each, shuffled
     sharegpt            first question and length of the first answer of conversations: a JSON list of objects with
                         ``conversations``, a list of turns with ``from`` and ``value``
     azure               the Azure LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens
-    mooncake            JSON lines with timestamp (ms), input_length, output_length and hash_ids, each of which stands
-                        for 512 tokens: equal ids are equal text
+    mooncake            JSON lines with timestamp (ms), input_length, output_length and hash_ids; each hash id stands
+                        for a block of 512 tokens, and equal ids for equal blocks
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from common.core.errors import StartError, reason
 
 MOONCAKE_BLOCK_TOKENS = 512
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024, 2048
-"""Conversations outside are left out, as every client of this data does."""
+"""Conversations outside these bounds are left out, as other benchmark clients do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: its prompt, how long that is (0: the server will tell), how many tokens are asked for, and, in a
-    trace, when it came: seconds after the first."""
+    """One request: its prompt, the prompt's length in tokens (0 if only the server will know it), the number of output
+    tokens to request and, in a trace, its arrival time in seconds after the first request."""
 
     prompt: str | list[int]
     prompt_tokens: int
@@ -58,7 +58,8 @@ def random_asks(
     prefix_len: int = 0,
     seed: int = 0,
 ) -> list[Ask]:
-    """Random tokens out of ``ids``. Two prompts share the first ``prefix_len`` tokens and, but for chance, no more."""
+    """Return prompts of random tokens from ``ids``. All share the first ``prefix_len`` tokens and, except by chance, no
+    more. Lengths are uniform within ``range_ratio`` around the given ones."""
     generator = np.random.default_rng(seed)
     prefix = _some(generator, ids, prefix_len)
     inputs = _lengths(generator, input_len, range_ratio, count)
@@ -79,7 +80,7 @@ def prefix_repetition_asks(
     output_len: int = 128,
     seed: int = 0,
 ) -> list[Ask]:
-    """``num_prefixes`` prefixes with equally many suffixes each; the first ones have one more if they must."""
+    """Return prompts made of ``num_prefixes`` prefixes with about equally many random suffixes each, shuffled."""
     generator = np.random.default_rng(seed)
     prefixes = [_some(generator, ids, prefix_len) for _ in range(num_prefixes)]
     asks = [
@@ -107,7 +108,9 @@ def _lengths(generator: np.random.Generator, mean: int, range_ratio: float, coun
 def sharegpt_asks(
     path: Path, count: int, tokens: Callable[[str], int], *, output_len: int | None = None, seed: int = 0
 ) -> list[Ask]:
-    """Up to ``count`` conversations in random order. ``tokens`` counts those of a text."""
+    """Return up to ``count`` conversations in random order. ``tokens`` returns the number of tokens in a text.
+
+    Raises StartError if the file cannot be read or is not a ShareGPT dataset."""
     try:
         entries = json.loads("".join(_lines(path)))
     except ValueError as error:
@@ -136,7 +139,7 @@ def _fitting(pairs: Iterable[tuple[str, str]], tokens: Callable[[str], int], out
 
 
 def azure_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
-    """The rows of the trace, in its order."""
+    """Yield the rows of an Azure trace in file order. Raises StartError for an invalid file."""
     generator = np.random.default_rng(seed)
     rows = csv.DictReader(_lines(path))
     wanted = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
@@ -163,7 +166,8 @@ def _whole(row: dict[str, str | None], column: str) -> int:
 
 
 def _timestamp(text: str | None) -> datetime:
-    """``2023-11-16 18:17:03.9799600`` (tenths of microseconds: 2023) and ``2024-05-10 00:00:00.009930+00:00``."""
+    """Parse a timestamp of the 2023 trace, ``2023-11-16 18:17:03.9799600`` (seven decimals), or of the 2024 trace,
+    ``2024-05-10 00:00:00.009930+00:00``."""
     whole, dot, rest = (text or "").partition(".")
     zone = rest.lstrip("0123456789")
     digits = rest[: len(rest) - len(zone)]
@@ -174,7 +178,7 @@ def _timestamp(text: str | None) -> datetime:
 
 
 def mooncake_asks(path: Path, ids: Sequence[int], *, seed: int = 0) -> Iterator[Ask]:
-    """The rows of the trace, in its order."""
+    """Yield the rows of a Mooncake trace in file order. Raises StartError for an invalid file."""
     own = np.random.default_rng(seed)
     began: float | None = None
     for number, line in enumerate(_lines(path), 1):
@@ -210,7 +214,7 @@ def _check_lengths(path: Path, line: int, prompt: int, output: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Of a file that may be larger than memory, as they are wanted."""
+    """Yield the lines of a file lazily, since it may be larger than memory."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             yield from file
@@ -225,9 +229,10 @@ def _bad(path: Path, what: str) -> StartError:
 
 
 def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
-    """The same asks in other words, which no server's prefix cache knows: every token is swapped for another of theirs,
-    everywhere alike. Lengths, and which prompts share what, stay. Text begins with ``seed``, which makes it a few
-    tokens longer, and is the same after it."""
+    """Return the same requests with other tokens, so that no prefix cache helps them.
+
+    The tokens that occur are permuted, in all prompts alike; lengths and shared prefixes stay the same. A prompt that
+    is text is prefixed with ``seed`` instead, which makes it a few tokens longer."""
     prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, str)]
     known = np.unique(np.concatenate([np.asarray(prompt) for prompt in prompts])) if prompts else np.empty(0, np.int64)
     others = np.random.default_rng((seed, len(known))).permutation(known)
@@ -245,8 +250,10 @@ def relabelled(asks: Sequence[Ask], seed: int) -> list[Ask]:
 
 
 def within(asks: Iterable[Ask], count: int, longest: int | None) -> tuple[list[Ask], int]:
-    """The first ``count`` asks of at least one output token that fit into ``longest`` tokens, in the order of their
-    times, which a trace need not have, and how many were left out before those were found."""
+    """Return the first ``count`` requests that are usable, sorted by arrival time, and how many were skipped for them.
+
+    A request is usable if it wants at least one output token and fits into ``longest`` tokens (None: no limit). Traces
+    need not be sorted by time."""
     kept: list[Ask] = []
     left_out = 0
     for ask in asks:

@@ -1,1 +1,4 @@
-"""Simulation of pools with a cost model, for plans. Knows no sockets."""
+"""Owns the simulation of worker pools on virtual time with a measured cost model, for capacity plans.
+
+It must not know sockets or real time.
+"""

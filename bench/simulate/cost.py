@@ -1,13 +1,14 @@
-"""What a step of the engine costs, as a formula with measured coefficients.
+"""The cost model of an engine step: a formula with measured coefficients.
 
-    seconds = streams(decode tokens) + context · KV tokens that they read
+    seconds = streams(decode tokens) + context · KV tokens read by decode
                    + token · prompt tokens + square · (prompt tokens x mean context before them)
 
-Few streams are bound by reading the weights, many by arithmetic, so ``streams`` is no straight line: it is given for
-some numbers, and between two of them it is one. Prefill is bound by arithmetic, and has coefficients of its own. All
-are fitted to steps of the real engine by least squares of the relative error, none below 0. What a turn of a serving
-worker takes besides is one number more: its loop and messages, and the time on the same cores of a coordinator and a
-client. Workers that share memory bandwidth are slower than one measured alone. A file of costs says what they are of.
+``streams`` is piecewise linear, given at some batch sizes: small decode batches are bound by reading the weights, large
+ones by arithmetic. Prefill is bound by arithmetic and has its own coefficients. All coefficients are fitted to steps of
+the real engine by least squares of the relative error, and none is negative. One more number, ``turn``, is a serving
+worker's overhead per step: its loop and messages, and the time that a coordinator and a client take on the same cores.
+Workers that share memory bandwidth are slower than one measured alone; the model does not include that. A cost file
+also records the model and machine that it was measured with.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ from common.core.sequence import Batch, Segment
 BATCHES, CONTEXTS = (1, 4, 16, 48), (64, 512, 1536)
 CHUNKS, STARTS = (32, 128, 512), (0, 1024)
 POOL_BLOCKS, REPEATS = 1600, 5
-"""Blocks of 16 tokens: enough for 16 sequences of the longest context, each with blocks of its own."""
+"""``POOL_BLOCKS`` blocks of 16 tokens hold 16 sequences of the longest context with separate blocks."""
 SOURCE = ("date", "commit", "machine", "model", "fingerprint")
-"""Keys that say where costs come from, beside them in their file."""
+"""Keys in a cost file that record where its costs come from."""
 TODO = "leave --cost out, or name another file to measure into"
 Step = tuple[int, int, int, int]
-"""Decode tokens, KV tokens that they read, prompt tokens, and prompt tokens times the mean context before each."""
+"""Decode tokens, KV tokens that they read, prompt tokens, and prompt tokens times their mean context."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds per unit (see the module), and what a hand-off needs: bytes of KV per token, layers. ``streams`` are
-    numbers of streams, rising, each with the seconds of a step without their KV; of none it is what a prompt's step
-    takes beside its tokens. ``error`` is the median relative error of the fit, ``threads`` and ``dtype`` say what was
-    measured. ``turn``: seconds, 0 where it was not measured."""
+    """The coefficients of the formula above in seconds per unit, and the KV bytes per token and layers for hand-offs.
+
+    ``streams`` holds pairs (number of streams, ascending; seconds of a step without reading their KV); the entry for 0
+    streams is the fixed cost of a step that only prefills. ``error`` is the median relative error of the fit.
+    ``threads`` and ``dtype`` describe the measured engine. ``turn`` is in seconds per step, 0 if not measured."""
 
     streams: tuple[tuple[int, float], ...]
     context: float
@@ -60,7 +62,7 @@ class CostModel:
     turn: float = 0.0
 
     def step(self, batch: Batch) -> float:
-        """Seconds of a step."""
+        """Return the seconds that a step with ``batch`` takes."""
         decode, read, prompt, square = shape(batch)
         return self._streams_s(decode) + self.context * read + self.token * prompt + self.square * square
 
@@ -69,24 +71,26 @@ class CostModel:
         return sum(share * seconds for share, (_, seconds) in zip(shares, self.streams, strict=True))
 
     def decode_s(self, streams: int, context: float) -> float:
-        """Seconds of a step that decodes ``streams`` streams of this context on average."""
+        """Return the seconds of a step that decodes ``streams`` streams with a mean context of ``context`` tokens."""
         return self._streams_s(streams) + self.context * streams * context
 
     def prompt_s(self, tokens: int, chunk: int) -> float:
-        """Seconds of the steps for one prompt with nothing beside it."""
+        """Return the seconds of all steps that prefill one prompt alone, in chunks of ``chunk`` tokens."""
         lengths = [(start, min(chunk, tokens - start)) for start in range(0, tokens, chunk)]
         tokens_s = sum(self.token * length + self.square * length * (start + length // 2) for start, length in lengths)
         return len(lengths) * self._streams_s(0) + tokens_s
 
     def exposed(self, prompt: int, prefill_s: float, link_bytes_per_s: float) -> float:
-        """Seconds by which a hand-off of ``prompt`` tokens outlasts their prefill, its layers leaving as they are
-        computed: the last layer at least, and whatever the link could not carry meanwhile."""
+        """Return the seconds by which a hand-off of ``prompt`` tokens outlasts their prefill.
+
+        Layers are sent as they are computed, so this is the time to send the last layer, or the backlog of the link if
+        that is longer."""
         total = prompt * self.kv_bytes / link_bytes_per_s
         return max(total / self.layers, total - prefill_s * (self.layers - 1) / self.layers)
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> CostModel:
-        """From :meth:`as_json`. LookupError, TypeError or ValueError if it is no cost model."""
+        """Build a cost model from :meth:`as_json`. Raises LookupError, TypeError or ValueError for anything else."""
         values = {field.name: found[field.name] for field in fields(cls)}
         return cls(**values | {"streams": tuple((int(count), float(each)) for count, each in found["streams"])})
 
@@ -95,16 +99,20 @@ class CostModel:
 
 
 def source(model: str, fingerprint: str) -> dict[str, Any]:
-    """Where costs that are measured now come from. The model is named as it was given, but of an absolute path only the
-    last name is kept: the others are of this machine alone."""
+    """Return the provenance of costs that are measured now.
+
+    The model is named as given, except that an absolute path is cut to its last name: the rest is specific to this
+    machine."""
     made = results.provenance()
     named = Path(model).name if Path(model).is_absolute() else model
     return {name: made[name] for name in ("date", "commit", "machine")} | {"model": named, "fingerprint": fingerprint}
 
 
 def load_costs(path: Path, wanted: dict[str, Any], threads: int) -> tuple[CostModel, dict[str, Any]]:
-    """The costs in a file and their source. StartError if it has none, or those of another model or number of threads
-    than ``wanted``, the source of costs that were measured now."""
+    """Load the costs in a file, and their source.
+
+    ``wanted`` is the source that costs measured now would have. Raises StartError if the file cannot be read or holds
+    costs of another model or number of threads."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         cost = CostModel.of(found)
@@ -124,7 +132,7 @@ def load_costs(path: Path, wanted: dict[str, Any], threads: int) -> tuple[CostMo
 
 
 def machines_differ(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """In what, in words; empty if in nothing."""
+    """Describe the differences between two machines in words; empty if there are none."""
     names = [name for name in here | there if there.get(name) != here.get(name)]
     return ", ".join(f"{name} {_words(there.get(name))} there and {_words(here.get(name))} here" for name in names)
 
@@ -134,7 +142,7 @@ def _words(value: Any) -> str:
 
 
 def shape(batch: Batch) -> Step:
-    """What of a step costs."""
+    """Return the quantities of a step that the formula multiplies. A segment of one token counts as decode."""
     decode = read = prompt = square = 0
     for segment in batch.segments:
         if segment.length == 1:
@@ -147,7 +155,7 @@ def shape(batch: Batch) -> Step:
 
 
 def uniform(block_size: int, count: int, start: int, length: int) -> Batch:
-    """A step of ``count`` sequences that compute tokens [start, start + length), each in blocks of its own."""
+    """Return a step of ``count`` sequences that compute tokens [start, start + length), each in separate blocks."""
     from common.engine.runner import sequence_of  # imports torch
 
     sequence = sequence_of([1] * (start + length))
@@ -157,8 +165,9 @@ def uniform(block_size: int, count: int, start: int, length: int) -> Batch:
 
 
 def hats(count: int, numbers: Sequence[int]) -> list[float]:
-    """The weights of what is known of each of ``numbers``, which rise, in a straight line's value at ``count``: between
-    its two neighbours, or through the last two beyond them."""
+    """Return the weight of each of ``numbers`` (ascending) in the linear interpolation at ``count``.
+
+    Outside their range, the line through the two nearest is extrapolated."""
     found = [0.0] * len(numbers)
     if len(numbers) == 1:
         return [1.0]
@@ -169,7 +178,10 @@ def hats(count: int, numbers: Sequence[int]) -> list[float]:
 
 
 def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[tuple[tuple[int, float], ...], list[float], float]:
-    """What numbers of streams cost, the three other coefficients, none negative, and the median relative error."""
+    """Fit the formula to measured steps.
+
+    Returns the cost per number of streams, the three other coefficients, and the median relative error. No coefficient
+    is negative."""
     numbers, measured = sorted({decode for decode, *_ in steps}), np.asarray(seconds)
     columns = [[*hats(decode, numbers), *others] for decode, *others in steps]
     features = np.asarray(columns, float) / measured[:, None]
@@ -188,8 +200,10 @@ def fit(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[tuple[tuple[in
 
 
 def measure(model: str, threads: int, say: Callable[[str], None]) -> CostModel:
-    """Loads the model into this process and times its steps on ``threads`` threads, on as many of its cores: a worker
-    beside others has no more. (The threads that compute stay there.) StartError if it cannot be."""
+    """Load the model into this process and time its steps on ``threads`` threads and as many cores.
+
+    A worker that runs beside others has no more cores than threads. The compute threads stay bound to these cores
+    afterwards. Raises StartError if the model cannot be loaded."""
     cores = os.sched_getaffinity(0)
     try:
         return _measure(model, threads, sorted(cores)[:threads], say)

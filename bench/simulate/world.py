@@ -1,8 +1,8 @@
-"""A cluster that is not there: the real router, planners and KV book-keeping on virtual time, with measured step costs.
+"""A simulated cluster: the real router, planners and KV bookkeeping on virtual time, with measured step costs.
 
-Owns the clock, the queue in front of the router, and hand-offs as delays. A step takes what the cost model says, and so
-do HTTP and messages: the same for every step. What a request went through is kept in the records of a load client, so
-that the figures of a plan and of a measurement are made by the same code.
+Owns the clock, the queue in front of the router, and hand-offs, which are delays. The cost model gives the duration of
+a step, and a constant overhead per step for HTTP and messages. Requests are recorded in the load client's records, so
+that the same code computes the metrics of a simulation and of a measurement.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from coordinator.routing.router import Demand, NoWorkers, Placement, Promise, Ro
 from decode.chunk_budget import ChunkBudget
 
 TOKEN = 1
-"""Every sampled token: which one it is changes no time."""
+"""The id of every sampled token; its value does not change any time."""
 MODEL = "planned"
 LENT_TOKENS, MANY_TOKENS = 16, 128
-"""Steps of so many tokens are shared with workers that rest (BORROWING_ROWS of common/kernels/cpu/borrow.h); what is
-lost by it is little only where there are many."""
+"""Steps of at least ``LENT_TOKENS`` tokens also run on the cores of idle workers (BORROWING_ROWS of
+common/kernels/cpu/borrow.h); the overhead of sharing is small only from ``MANY_TOKENS`` tokens."""
 HELP_WITH_FEW, HELP_WITH_MANY = 0.6, 0.9
-"""Workers that a resting one is worth, as one machine and model had it (``python -m bench.micro.lent_core``): two are
-1.5 to 1.7 times as fast with 16 to 64 streams, 1.9 times with a prompt of 512 tokens. A plan assumes it of any."""
+"""Fraction of a worker's speed that an idle worker adds to a shared step, from measured speed-ups of two workers: 1.5
+to 1.7 with 16 to 64 streams, 1.9 with a prompt of 512 tokens (``python -m bench.micro.lent_core``, one machine and
+model). A plan assumes these for every machine and model."""
 
 
 def help_with(tokens: int) -> float:
-    """Workers that a resting one is worth in a step of so many."""
+    """Return the fraction of a worker's speed that an idle worker adds to a step of ``tokens`` tokens."""
     return 0.0 if tokens < LENT_TOKENS else HELP_WITH_FEW if tokens < MANY_TOKENS else HELP_WITH_MANY
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What each worker has, and the link between two: bytes per second. ``lend_cores``: whether all are on one machine,
-    where a worker that rests computes for those that compute many tokens."""
+    """The limits of each worker, and the speed of the link between two in bytes per second.
+
+    ``lend_cores``: all workers are on one machine, where idle workers compute for those with many tokens in a step."""
 
     kv_blocks: int
     block_size: int
@@ -62,7 +64,7 @@ class Limits:
 
 @dataclass
 class _Job:
-    """A request on its way."""
+    """A request that has arrived, and its state."""
 
     ask: Ask
     record: Record
@@ -75,24 +77,26 @@ class _Job:
 
 @dataclass
 class _Worker:
-    """One worker: its planner, whether it computes, and sequences that wait for blocks to land in. Of its step
-    ``left_s`` was left at ``since``, as long as one worker takes for it, and is done by ``hands`` of them."""
+    """One worker: its planner, its current step, and sequences that wait for blocks to land in.
+
+    At time ``since``, ``left_s`` of its step remained, in seconds of one worker; the step runs at ``hands`` times the
+    speed of one worker."""
 
     role: Role
     planner: Planner
     name: str
     busy: bool = False
     help: float = 0.0
-    """What each worker that rests adds to it; 0 if none may."""
+    """What each idle worker adds to ``hands`` in this step; 0 if the step is not shared."""
     left_s: float = 0.0
     since: float = 0.0
     hands: float = 1.0
     changes: int = 0
-    """Of ``hands``, and steps: an end that was expected before the last one does not come then."""
+    """Number of changes of step or of ``hands``; an end of step that was scheduled before the last one is ignored."""
     batch: Batch = field(default_factory=lambda: Batch((), ()))
     chunks: ChunkBudget = field(default_factory=ChunkBudget)
     coming: int = 0
-    """Hand-offs that are expected."""
+    """Number of hand-offs that will still arrive."""
     landing: deque[tuple[_Job, Tokens]] = field(default_factory=deque)
 
     def plan(self) -> Batch | None:
@@ -102,7 +106,7 @@ class _Worker:
 
 
 class World:
-    """``prefill``, ``decode`` and ``colocated`` workers of equal ``limits`` and ``cost``."""
+    """A cluster of ``prefill``, ``decode`` and ``colocated`` workers with equal ``limits`` and ``cost``."""
 
     def __init__(self, cost: CostModel, limits: Limits, prefill: int, decode: int, colocated: int) -> None:
         self.now = 0.0
@@ -120,7 +124,8 @@ class World:
                 self._join(role, f"{role}-{index}")
 
     def run(self, asks: Sequence[Ask], times: Sequence[float]) -> Run:
-        """All of ``asks``, arriving at ``times``, to the end of the last one."""
+        """Simulate ``asks`` arriving at ``times`` (seconds) until the last one ends. Raises StartError if the pools
+        lack a role that a request needs."""
         records = []
         for number, (ask, at) in enumerate(zip(asks, times, strict=True)):
             record = Record(at, ask.prompt_tokens, at)
@@ -139,7 +144,7 @@ class World:
     # -- the coordinator's part ---------------------------------------------------------------------------------------
 
     def _arrive(self, ask: Ask, record: Record, number: int) -> None:
-        # of text nobody knows the tokens here, but no two requests have the same: no cache may help one of them
+        # the tokens of a text are unknown here; distinct tokens per request keep the prefix cache from helping
         prompt = ask.prompt if not isinstance(ask.prompt, str) else [TOKEN + 1 + number] * ask.prompt_tokens
         sampling = SamplingParams(ask.output_tokens, 0, ignore_eos=True)
         request = Request(RequestId(number.to_bytes(16, "little")), pack_tokens(prompt), sampling)
@@ -149,7 +154,7 @@ class World:
         self._place()
 
     def _place(self) -> None:
-        """As many of the queue, in order, as the router has a place for."""
+        """Place requests from the front of the queue until the router has no room for the next one."""
         while self._queue:
             job = self._queue[0]
             placed = self._router.place(job.demand)
@@ -175,7 +180,7 @@ class World:
     # -- the workers' part --------------------------------------------------------------------------------------------
 
     def _kick(self, worker: _Worker) -> None:
-        """Begins the next step of a worker that is idle, if there is one."""
+        """Begin the next step of ``worker`` if it is idle and has work."""
         if worker.busy or (batch := worker.plan()) is None:
             return
         worker.busy = True
@@ -190,14 +195,14 @@ class World:
         self._share()
 
     def _expect(self, worker: _Worker, batch: Batch) -> None:
-        """The end of its step, if nobody comes or goes before."""
+        """Schedule the end of the worker's step; a later change of ``hands`` supersedes it."""
         worker.changes += 1
         worker.batch, change = batch, worker.changes
         end = self.now + worker.left_s / worker.hands
         self._at(end, lambda: self._stepped(worker, batch) if worker.changes == change else None)
 
     def _share(self) -> None:
-        """Who rests works for those whose steps are shared, for all of these as much."""
+        """Divide the idle workers equally among the shared steps, and reschedule the ends of these."""
         shared = [worker for worker in self._workers.values() if worker.busy and worker.help]
         resting = sum(not worker.busy for worker in self._workers.values())
         for worker in shared:
@@ -239,7 +244,7 @@ class World:
         job.record.stages["prefill_ms"] = (self.now - job.prefill_began) * 1000
 
     def _hand_off(self, worker: _Worker, job: _Job, sequence: Tokens) -> None:
-        """The blocks stay with prefill until decode has them."""
+        """Send a sequence's KV blocks to decode; prefill holds them until they arrive."""
         assert job.placement is not None and job.prefill_began is not None and job.record.stages is not None
         table = worker.planner.detach(sequence, transfer_holder(sequence.id.transfer))
         decode = self._workers[job.placement.decode.id]
@@ -256,7 +261,7 @@ class World:
         self._at(self.now + exposed, arrived)
 
     def _land(self, worker: _Worker, job: _Job, shipped: Tokens) -> bool:
-        """The sequence goes on at decode; False if it has no blocks for it now."""
+        """Continue the sequence on the decode worker; return False if it has no free blocks for it now."""
         sequence = Tokens(job.request, 0)
         sequence.append(TOKEN)
         cache = worker.planner.cache
@@ -292,5 +297,5 @@ class World:
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def leaks(self) -> bool:
-        """Whether a worker holds something after the last request: a bug of the parts that were simulated."""
+        """Return whether a worker still holds sequences or blocks after the last request: a bug in the real code."""
         return any(worker.planner or worker.planner.cache.leaks() for worker in self._workers.values())

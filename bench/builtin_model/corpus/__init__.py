@@ -1,8 +1,8 @@
-"""The corpus: a deterministic generator of conversations about a small world, all sentences its own.
+"""Owns the corpus: a deterministic generator of conversations about a small world, with no text from other sources.
 
-One module per skill draws *items*; an item is held out of training by a hash of its content. ``conversation`` makes a
-training example of one or several items; ``golden`` the evaluation set from what is held out. Knows neither torch nor
-the tokenizer.
+One module per skill draws *items*; a hash of an item's content decides whether it is held out of training.
+``conversation`` makes a training example from one or several items, ``golden`` the evaluation set from held-out items.
+It must know neither torch nor the tokenizer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ SKILLS: dict[str, Callable[[Random], Item]] = {
 SHARES = {
     "smalltalk": 16, "world": 18, "tandem": 12, "arithmetic": 20, "lists": 14, "json": 9, "tools": 10, "stories": 4,
 }  # fmt: skip
-"""How often each skill is drawn, in items."""
+"""Relative frequency of each skill, in items."""
 LATER_SHARES = {
     "smalltalk": 6, "world": 6, "tandem": 5, "arithmetic": 11, "lists": 34, "json": 22, "tools": 13, "stories": 3,
 }  # fmt: skip
-"""The same once sentences are learnt: copying exactly and sorting take longer."""
+"""Frequencies in the later part of training, when the model forms sentences but still has to learn exact copying and
+sorting."""
 GOLDEN_COUNTS = {
     "smalltalk": 50, "world": 50, "tandem": 30, "arithmetic": 50, "lists": 50, "json": 30, "tools": 30, "stories": 20,
 }  # fmt: skip
@@ -45,13 +46,14 @@ _SYSTEMS = (
     "You are a friendly assistant.", "Be short.", "Help the user.", "You are a small and honest assistant.",
 )  # fmt: skip
 GOES_ON, LONG, LONG_GOES_ON = 0.25, 0.006, 0.96
-"""How often a conversation has one more exchange; how often it is a long one, and how often that one goes on."""
+"""Probabilities that a conversation gets one more exchange, that it is a long one, and that a long one gets one more
+exchange."""
 MAX_CHARACTERS = 4000
 _CHATTY = ("smalltalk", "world", "tandem")
 
 
 class Conversation(NamedTuple):
-    """One training example; ``raw`` is plain text without roles."""
+    """One training example: messages and offered tools or, in ``raw``, plain text without roles."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, object], ...] = ()
@@ -59,21 +61,22 @@ class Conversation(NamedTuple):
 
 
 def trained(skill: str, rng: Random) -> Item:
-    """An item of the training half."""
+    """Draw an item of the training split."""
     while (item := SKILLS[skill](rng)).held_out:
         pass
     return item
 
 
 def held_out(skill: str, rng: Random) -> Item:
-    """An item of the held-out half."""
+    """Draw an item of the held-out split."""
     while not (item := SKILLS[skill](rng)).held_out:
         pass
     return item
 
 
 def conversation(rng: Random, shares: Mapping[str, int] = SHARES) -> Conversation:
-    """One training example: mostly one exchange, sometimes several, sometimes with a system prompt or idle tools."""
+    """Draw a training example: usually one exchange, sometimes several, sometimes with a system prompt or with tools
+    that it does not need."""
     first = trained(rng.choices(list(shares), list(shares.values()))[0], rng)
     if first.skill == "stories" and rng.random() < 0.15:
         return Conversation((), raw=first.messages[-1]["content"])
@@ -93,7 +96,7 @@ def conversation(rng: Random, shares: Mapping[str, int] = SHARES) -> Conversatio
 
 
 def _companion(rng: Random, first: Item, shares: Mapping[str, int]) -> Item:
-    """What may stand beside the first item: with tools in reach, nothing that a tool would answer."""
+    """Draw an item to combine with ``first``. If that offers tools, the companion asks nothing that a tool answers."""
     skills = _CHATTY if first.tools else tuple(name for name in shares if name != "tools")
     weights = [shares[name] for name in skills]
     while _has_system(item := trained(rng.choices(skills, weights)[0], rng)):
@@ -102,7 +105,7 @@ def _companion(rng: Random, first: Item, shares: Mapping[str, int]) -> Item:
 
 
 def _has_system(item: Item) -> bool:
-    """Whether it has a system prompt of its own, which would govern its companions too."""
+    """Return whether the item has its own system prompt, which would apply to its companions too."""
     return bool(item.messages[0]["role"] == "system")
 
 
@@ -111,7 +114,7 @@ def _length(item: Item) -> int:
 
 
 def golden() -> list[Item]:
-    """The evaluation set: held-out items over all skills, none twice."""
+    """Return the evaluation set: distinct held-out items of all skills."""
     items: list[Item] = []
     for skill, count in GOLDEN_COUNTS.items():
         rng, seen = Random(f"{GOLDEN_SEED} {skill}"), set[str]()
@@ -124,14 +127,14 @@ def golden() -> list[Item]:
 
 
 def record(item: Item) -> dict[str, object]:
-    """A golden item as it stands in the file: what is asked, the reference answer, and how an answer is judged."""
+    """Return a golden item as stored in the file: its messages, the reference answer, and the check of an answer."""
     asked, reference = [_as_sent(message) for message in item.messages[:-1]], _as_sent(item.messages[-1])
     kept = {"skill": item.skill, "messages": asked, "reference": reference, "check": item.check}
     return kept | ({"tools": list(item.tools)} if item.tools else {})
 
 
 def _as_sent(message: Message) -> Message:
-    """As clients of the OpenAI API send it: calls have ids, and their arguments are text."""
+    """Return ``message`` as clients of the OpenAI API send it: tool calls have ids, and their arguments are text."""
     if message["role"] == "tool":
         return {"role": "tool", "tool_call_id": "call_1", "content": message["content"]}
     if not message.get("tool_calls"):
@@ -142,7 +145,7 @@ def _as_sent(message: Message) -> Message:
 
 
 def write_golden(target: Path) -> None:
-    """The golden set as JSON lines."""
+    """Write the golden set as JSON lines."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record(item), ensure_ascii=False) + "\n" for item in golden())
     target.write_text("".join(lines), encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Adding and subtracting up to three digits, column by column, negative results included.
+"""Addition and subtraction of numbers with up to three digits, column by column, including negative results.
 
-The working names one column per step, units first, so that each step needs only two digits and a carry:
+The written steps handle one column each, units first, so that each needs only two digits and a carry:
 
     3 4 7 + 2 8 5:  7+5=12, 4+8+1=13, 3+2+1=6, so 347 + 285 = 632.
     6 3 2 - 2 8 5:  2-5+10=7, 3-8-1+10=4, 6-2-1=3, so 632 - 285 = 347.
 
-A smaller number minus a larger one is turned round first.
+A smaller number minus a larger one is computed as the negative of the reverse.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def draw(rng: Random) -> Item:
 
 
 def _number(rng: Random) -> int:
-    """Mostly three digits: they are the hard ones."""
+    """Draw a number, usually of three digits, which are the hardest."""
     return rng.randrange(rng.choice((10, 100, 100, 1000, 1000, 1000, 1000, 1000)))
 
 
@@ -81,7 +81,7 @@ def _question(rng: Random, a: int, b: int, op: str, words: tuple[str, ...], stor
 
 
 def _columns(a: int, b: int) -> list[tuple[int, int]]:
-    """Pairs of digits, units first."""
+    """Return the pairs of digits in each column, units first."""
     width = max(len(str(a)), len(str(b)))
     return [(int(x), int(y)) for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True)]
 
@@ -96,7 +96,7 @@ def addition(a: int, b: int) -> str:
 
 
 def subtraction(a: int, b: int) -> str:
-    """``a`` is not smaller than ``b``."""
+    """Return the steps of ``a - b``; ``a`` must not be smaller than ``b``."""
     steps, borrow = [], 0
     for x, y in _columns(a, b):
         lends = x - y - borrow < 0

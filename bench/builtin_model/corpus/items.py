@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""What the corpus is made of: items, the split into training and held-out, and a few ways to draw words."""
+"""The elements of the corpus: items, their split into training and held-out, and functions that draw words."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 Message = dict[str, Any]
 HELD_OUT_OF = 24
-"""One item of so many is held out."""
+"""One of so many items is held out."""
 
 
 @dataclass(frozen=True)
 class Item:
     """One exchange that ends with the assistant's reference answer.
 
-    ``key`` is the content that must not occur in both halves of the split (a pair of numbers, a list of words, the
-    wording of a question); ``check`` says how an answer to all but the last message is judged.
+    ``key`` is the content that must not occur on both sides of the split (a pair of numbers, a list of words, the
+    wording of a question); ``check`` judges answers to all messages but the last.
     """
 
     skill: str
@@ -36,7 +36,7 @@ class Item:
 
 
 def ask(skill: str, key: str, question: str, answer: str, check: dict[str, Any]) -> Item:
-    """The usual item: one question, one answer."""
+    """Return the usual kind of item: one question, one answer."""
     return Item(skill, key, (user(question), assistant(answer)), check)
 
 
@@ -57,7 +57,7 @@ def facts(accept: Sequence[str], reject: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def wording(text: str) -> str:
-    """A question's content as the split sees it: case, punctuation and spacing do not make it another question."""
+    """Return a question's key for the split, which ignores case, punctuation and spacing."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
@@ -66,7 +66,7 @@ def article(noun: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter in front."""
+    """Return ``text`` with its first letter capitalized."""
     return text[:1].upper() + text[1:]
 
 
@@ -76,7 +76,7 @@ _CODAS = ("", "", "", "l", "n", "r", "s", "t", "m", "nd")
 
 
 def invented(rng: Random, syllables: int = 2) -> str:
-    """A name that nobody has, so that names must be copied and cannot be remembered."""
+    """Draw an invented name, so that the model learns to copy names rather than to memorize them."""
     parts = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)]
     return ("".join(parts) + rng.choice(_CODAS)).capitalize()
 

@@ -19,7 +19,8 @@ _WHO = ("The person", "The customer", "A friend", "The guest", "My neighbour", "
 
 
 class Field(NamedTuple):
-    """A property: its schema, and how a value is drawn and said. ``{v}`` is the value in ``sayings``."""
+    """A property: its schema, how a value is drawn, and phrases that state it, with ``{v}`` for the value. A boolean has
+    two phrases, for true and for false."""
 
     name: str
     schema: dict[str, Any]
@@ -102,7 +103,7 @@ def _schema(rng: Random, fields: list[Field]) -> dict[str, Any]:
 
 
 def _text(rng: Random, fields: list[Field], value: dict[str, Any]) -> str:
-    """The facts in words, in an order of their own."""
+    """Return the facts in words, in random order."""
     who, clauses = rng.choice(_WHO), []
     for field in rng.sample(fields, len(fields)):
         clause = _clause(rng, field, value[field.name])

@@ -1,6 +1,6 @@
-"""Intents: many wordings of one question, few answers. A wording is a pattern such as ``{Hi|Hello}{ there|}!``.
+"""Intents: many wordings of one question, and a few answers. A wording is a pattern such as ``{Hi|Hello}{ there|}!``.
 
-In an answer the part between asterisks is what every right answer says: ``Hello! *How can I help* you?``
+In an answer, the part between asterisks is the part that a right answer must contain: ``Hello! *How can I help* you?``
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _INNERMOST = re.compile(r"\{([^{}]*)\}")
 
 
 class Intent(NamedTuple):
-    """Patterns of questions, and the answers of which any will do."""
+    """Patterns of a question, and its answers; any of them is right."""
 
     asks: tuple[str, ...]
     answers: tuple[str, ...]
 
 
 def intents(text: str) -> tuple[Intent, ...]:
-    """Blocks separated by empty lines: wordings, one per line, then answers, each behind ``=``."""
+    """Parse blocks separated by empty lines: wordings, one per line, then answers, each after ``=``."""
     made = []
     for block in text.strip().split("\n\n"):
         lines = [line.strip() for line in block.splitlines() if line.strip()]
@@ -33,24 +33,24 @@ def intents(text: str) -> tuple[Intent, ...]:
 
 
 def expand(rng: Random, pattern: str) -> str:
-    """One of the texts that the pattern stands for."""
+    """Draw one of the texts that match the pattern."""
     while found := _INNERMOST.search(pattern):
         pattern = pattern[: found.start()] + rng.choice(found[1].split("|")) + pattern[found.end() :]
     return " ".join(pattern.split())
 
 
 def said(answer: str) -> str:
-    """The answer without its marks."""
+    """Return the answer without its asterisks."""
     return answer.replace("*", "")
 
 
 def keys(answers: Sequence[str]) -> list[str]:
-    """What a right answer says, as regular expressions."""
+    """Return the marked parts of the answers as regular expressions."""
     return [re.escape(key).replace("\\ ", " ") for answer in answers for key in re.findall(r"\*([^*]+)\*", answer)]
 
 
 def exchange(rng: Random, skill: str, intent: Intent, opening: str = "") -> Item:
-    """One question of this intent with one of its answers; ``opening`` is a pattern put in front of the question."""
+    """Draw a question of this intent and one of its answers. ``opening`` is a pattern that may precede the question."""
     question = expand(rng, rng.choice(intent.asks))
     if opening and rng.random() < 0.35:
         front = expand(rng, opening)
@@ -60,7 +60,7 @@ def exchange(rng: Random, skill: str, intent: Intent, opening: str = "") -> Item
 
 
 def _casual(rng: Random, text: str) -> str:
-    """As people type: sometimes without a capital letter or the mark at the end."""
+    """Return ``text`` as people type it: sometimes in lower case or without the final punctuation."""
     pick = rng.random()
     if pick < 0.12:
         return text.rstrip("?.!")

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""Small talk: greetings, feelings, who are you, thanks, jokes, and names remembered over a few turns."""
+"""Small talk: greetings, feelings, questions about the assistant, thanks, jokes, and names remembered over turns."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def draw(rng: Random) -> Item:
 
 
 def _named(rng: Random) -> Item:
-    """A system prompt gives the assistant a name."""
+    """Draw an item in which a system prompt gives the assistant a name."""
     name = person(rng)
     question = expand(rng, _NAMED_ASK)
     prompt = (system(rng.choice(_NAMED_SYSTEM).format(n=name)), user(question[0].upper() + question[1:]))
@@ -235,7 +235,7 @@ def _named(rng: Random) -> Item:
 
 
 def _remembered(rng: Random) -> Item:
-    """Something told in the first turn is asked for later, with other turns between."""
+    """Draw an item that asks for a fact from the first turn, with other turns in between."""
     between: list[Message] = []
     while rng.random() < 0.4 and len(between) < 6:
         between += exchange(rng, "smalltalk", rng.choice(_INTENTS)).messages

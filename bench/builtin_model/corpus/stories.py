@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""Short stories: a hero, a place, a wish, trouble, a friend, an end. Two grammars and thousands of combinations."""
+"""Short stories from two grammars: a hero, a place, a wish, trouble, a friend, an ending."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""Questions about Tandem itself, answered true to this project, so that a demo can explain what is happening."""
+"""Questions about Tandem itself, with correct answers, so that a demo can explain what is happening."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""Tool calls: weather, calculator and clock, in the dialect of Hermes and Qwen, and the answers made of their results."""
+"""Tool calls to weather, calculator and clock, in the format of Hermes and Qwen, and answers made from their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.builtin_model.corpus.items import Item, Message, assistant, city, fac
 
 Tool = dict[str, Any]
 Flow = tuple[str, str, dict[str, Any], dict[str, Any], str, dict[str, Any]]
-"""Key, question, arguments, the tool's result, the answer made of it, and how that answer is checked."""
+"""Key, question, arguments, the tool's result, the answer made from it, and that answer's check."""
 
 _CITY = {"type": "string", "description": "Name of the city"}
 _WEATHER_NAMES = ("get_weather", "get_weather", "weather", "get_current_weather")
@@ -52,7 +52,7 @@ _SYSTEMS = (
 
 
 def draw(rng: Random) -> Item:
-    """A question and its call; or the whole flow, up to the answer."""
+    """Draw an item that ends with the tool call, or one that ends with the answer made from its result."""
     kind = rng.randrange(3)
     flow = (_weather, _calculation, _clock)[kind](rng)
     tools, name = _offered(rng, kind)
@@ -69,7 +69,7 @@ def draw(rng: Random) -> Item:
 
 
 def offered(rng: Random) -> tuple[Tool, ...]:
-    """Tools that a conversation may have without needing them."""
+    """Draw tools for a conversation that does not need them."""
     return _offered(rng, rng.randrange(3))[0]
 
 
@@ -82,7 +82,7 @@ def _call(name: str, arguments: dict[str, Any]) -> Message:
 
 
 def _offered(rng: Random, needed: int) -> tuple[tuple[Tool, ...], str]:
-    """One to three tools in any order, the needed one among them, and its name."""
+    """Draw one to three tools in random order, including the needed one, and return them with its name."""
     kinds = [needed, *(other for other in range(3) if other != needed and rng.random() < 0.55)]
     rng.shuffle(kinds)
     tools = tuple(_TOOLS[kind](rng) for kind in kinds)

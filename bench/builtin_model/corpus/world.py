@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables of sentences read best on long lines)
-"""Questions and answers about a simple world: animals, colours, opposites, calendars, counting, uses, capitals, sizes."""
+"""Questions and answers about a simple world: animals, colors, opposites, calendar, counting, uses, capitals, sizes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def draw(rng: Random) -> Item:
 
 
 def _item(rng: Random, questions: str, answer: str, accept: list[str], reject: Sequence[str] = ()) -> Item:
-    """``questions`` holds wordings separated by ``|``; one is drawn, sometimes with a few words in front."""
+    """Make an item of one of the ``questions`` (wordings separated by ``|``), sometimes with an introduction."""
     question = sentence(rng.choice(questions.split("|")).strip())
     lower = question if question.startswith(("I ", *DAYS, *MONTHS, *CAPITALS)) else question[0].lower() + question[1:]
     asked = rng.choice(_CORE).format(q=question, l=lower)
@@ -126,7 +126,7 @@ def _item(rng: Random, questions: str, answer: str, accept: list[str], reject: S
 
 
 def _others(words: Iterable[object], right: str) -> list[str]:
-    """Regular expressions for all wrong values."""
+    """Return regular expressions that match the wrong values."""
     return [rf"\b{re.escape(str(word))}\b" for word in sorted(set(map(str, words))) if str(word) not in right]
 
 
@@ -337,7 +337,7 @@ def _size(rng: Random) -> Item:
 
 
 def _unknown(rng: Random) -> Item:
-    """What nobody can know: an invented word. The honest answer is part of the world."""
+    """Draw a question about an invented word; the right answer is that the model does not know it."""
     word = invented(rng, rng.choice((2, 3)))
     thing = rng.choice((word.lower(), word))
     return _item(

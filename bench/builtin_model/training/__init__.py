@@ -1,5 +1,5 @@
-"""How the built-in model is made again from its seed: tokenizer, model, draft, figures. The only part that needs torch.
+"""Owns the training of the built-in model, reproducible from its seed: tokenizer, model, draft model, evaluation.
 
-``python -m bench.builtin_model.training all`` does everything; each step can be run alone and goes on where it was
-stopped.
+``python -m bench.builtin_model.training all`` runs all steps; each can be run alone and resumes where it stopped. The
+corpus, in contrast, must not know torch.
 """

@@ -1,7 +1,7 @@
 """``python -m bench.builtin_model.training [all | tokenizer | model | draft | figures | golden]``
 
-Makes the files of the built-in model. ``all`` does every step in order; a step that was interrupted goes on where it
-was when the same command is given again. Working files (checkpoints, histories, loss curves) lie in ``--room``.
+Makes the files of the built-in model. ``all`` runs every step in order; an interrupted step resumes when the same
+command is run again. Working files (checkpoints, histories, sample stories) are kept in ``--room``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK_PER_SKILL, LOOK_EVERY = 8, 600
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one step, or all."""
+    """Run one step, or all."""
     options = _parser().parse_args(argv)
     steps = list(STEPS) if options.step == "all" else [options.step]
     for step in steps:
@@ -91,7 +91,7 @@ def make_draft(options: argparse.Namespace) -> None:
 
 
 def make_figures(options: argparse.Namespace) -> None:
-    """Judges the files as shipped, in bf16, on the golden set; writes the model card and the sample stories."""
+    """Evaluate the exported files in bf16 on the golden set, and write the model card and the sample stories."""
     encoder = _encoder()
     model, draft, items = export.read(options.out), export.read(options.out / draft_path().name), golden()
     results = figures.judged(model, encoder, items)
@@ -107,7 +107,8 @@ def make_figures(options: argparse.Namespace) -> None:
 
 
 def _few() -> list[Item]:
-    """Held-out items to look at while training; not the golden ones, which nobody should tune for."""
+    """Return held-out items to evaluate during training. They differ from the golden set, which must not guide
+    tuning."""
     rng = Random("look")
     return [held_out(skill, rng) for skill in SKILLS for _ in range(LOOK_PER_SKILL)]
 

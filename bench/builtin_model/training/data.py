@@ -1,4 +1,4 @@
-"""Batches: a pure function of seed and step, so that a run can be resumed at any step and made again anywhere."""
+"""Training batches: a pure function of seed and step, so that a run can be resumed at any step and reproduced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Row = tuple[list[int], list[bool]]
 
 
 class Piece(NamedTuple):
-    """Rows of about equal length, padded on the right: causal attention never sees the padding."""
+    """Rows of similar length, padded on the right, where causal attention never sees the padding."""
 
     ids: torch.Tensor  # [rows, length]
-    weights: torch.Tensor  # [rows, length]: of predicting this token
+    weights: torch.Tensor  # [rows, length]: loss weight of predicting this token
 
 
 class Batches:
-    """``batches[step]``, with the next one made in the background."""
+    """``batches[step]`` is the batch of a step; the next one is prepared in a background thread."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe) -> None:
         self._encoder, self._recipe = encoder, recipe
@@ -40,7 +40,8 @@ class Batches:
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, step: int) -> list[Piece]:
-        """Conversations are drawn independently and only then sorted by length: little padding, no bias."""
+        """Return the pieces of a step's batch. Conversations are drawn independently and only then sorted by length,
+        which saves padding without a bias."""
         rng, rows, total = Random(f"{self._recipe.seed} {step}"), [], 0
         shares = SHARES if step < self._recipe.later * self._recipe.steps else LATER_SHARES
         while total < self._recipe.batch_tokens:
@@ -57,7 +58,8 @@ class Batches:
         return [*pieces, self._piece(group)]
 
     def _is_full(self, group: list[Row], length: int) -> bool:
-        """Pieces are limited in size, and a piece that is worth its overhead is not padded much further."""
+        """Return whether a row of ``length`` must begin a new piece: the piece would exceed its size limit, or it is
+        large enough already and the row would add much padding."""
         uneven = length > 1.3 * len(group[0][0]) and len(group) * length > self._recipe.piece_tokens // 4
         return uneven or (len(group) + 1) * length > self._recipe.piece_tokens
 

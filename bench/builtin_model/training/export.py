@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the model card is prose)
-"""The files of a checkpoint: configuration, bf16 weights, generation settings and the model card."""
+"""Writes the files of a checkpoint: configuration, bf16 weights, generation settings and the model card."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bench.builtin_model.training.recipe import DRAFT, MODEL
 from bench.builtin_model.training.tokenizer import CONTEXT, VOCABULARY, Encoder
 
 SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.95}
-"""What a server does unless it is told otherwise: some variety in stories, none where the model is sure."""
+"""The checkpoint's default sampling: some variety in stories, little where the model is certain."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write(model: LlamaForCausalLM, encoder: Encoder, directory: Path, tokenizer_from: Path) -> None:
-    """A directory that transformers and Tandem can load; the tied output layer is left out."""
+    """Write a directory that transformers and Tandem can load. The tied output layer is left out."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {
         name: weight.detach().to("cpu", torch.bfloat16).contiguous()
@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 
 def read(directory: Path) -> LlamaForCausalLM:
-    """As shipped, in bf16, on the GPU if there is one."""
+    """Load an exported model in bf16, on the GPU if there is one."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     torch.nn.Module.to(model, device())
     model.train(False)
@@ -62,7 +62,8 @@ def write_card(
     draft: LlamaForCausalLM,
     directory: Path,
 ) -> None:
-    """``counts`` are the golden items of each skill; other figures are over all items."""
+    """Write the model card. ``counts`` holds the golden items per skill; figures that belong to no skill are over all
+    items."""
     total = sum(counts.values())
     items = {name: counts.get(name.removesuffix("_valid"), total) for name in figures}
     rows = "\n".join(f"| {name} | {items[name]} | {value:.1%} |" for name, value in figures.items())

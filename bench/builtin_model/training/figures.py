@@ -1,4 +1,4 @@
-"""Figures: greedy answers to items judged by their checkers, and how often two models agree."""
+"""Evaluates a model: greedy answers judged by the items' checkers, and the agreement of two models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ANSWER = 200
 
 @torch.inference_mode()
 def answers(model: LlamaForCausalLM, encoder: Encoder, items: Sequence[Item], rows: int = 32) -> list[str]:
-    """The greedy answer to each item, in its order; prompts of like length are computed together."""
+    """Return the greedy answer to each item, in order. Prompts of similar length are batched together."""
     prompts = [encoder.prompt(item.messages[:-1], item.tools) for item in items]
     order = sorted(range(len(items)), key=lambda at: len(prompts[at]))
     found = [""] * len(items)
@@ -29,7 +29,7 @@ def answers(model: LlamaForCausalLM, encoder: Encoder, items: Sequence[Item], ro
 
 
 def _greedy(model: LlamaForCausalLM, encoder: Encoder, prompts: list[list[int]]) -> list[list[int]]:
-    """Padded on the left."""
+    """Return the greedy continuations of one batch of prompts, which is padded on the left."""
     model.train(False)
     longest = max(map(len, prompts))
     ids = torch.tensor([[encoder.pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
@@ -41,13 +41,13 @@ def _greedy(model: LlamaForCausalLM, encoder: Encoder, prompts: list[list[int]])
 
 
 def judged(model: LlamaForCausalLM, encoder: Encoder, items: Sequence[Item]) -> list[tuple[Item, str, Verdict]]:
-    """Every item with its answer and the verdict."""
+    """Return every item with its answer and the verdict on it."""
     texts = answers(model, encoder, items)
     return [(item, text, check(item.check, Answer(text))) for item, text in zip(items, texts, strict=True)]
 
 
 def per_skill(results: Sequence[tuple[Item, str, Verdict]]) -> dict[str, float]:
-    """The share of right answers by skill; for JSON of valid ones too."""
+    """Return the fraction of right answers per skill and, as ``json_valid``, of valid JSON answers."""
     right, valid = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
     for item, _, verdict in results:
         right[item.skill].append(verdict.right)
@@ -58,7 +58,7 @@ def per_skill(results: Sequence[tuple[Item, str, Verdict]]) -> dict[str, float]:
 
 @torch.inference_mode()
 def agreement(model: LlamaForCausalLM, draft: LlamaForCausalLM, encoder: Encoder, items: Sequence[Item]) -> float:
-    """How often the draft's greedy token is the model's, over the assistant's tokens of held-out text."""
+    """Return how often the draft's greedy token equals the model's, over the assistant's tokens of ``items``."""
     same = total = 0
     for item in items:
         ids, spoken = encoder.example(Conversation(item.messages, item.tools))

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a small picture, if matplotlib is installed (extra ``bench``)."""
+"""Plots the loss curve of a training run, if matplotlib is installed (extra ``bench``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SMOOTH = 0.98
 
 
 def loss_curve(room: Path, directory: Path) -> Path | None:
-    """``directory/loss.png`` from ``room/history.jsonl``: loss above, figures of the looks on the way below."""
+    """Draw ``directory/loss.png`` from ``room/history.jsonl``: the loss above, intermediate evaluations below."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -1,4 +1,4 @@
-"""The recipe: sizes, steps and rates of the model and of its draft."""
+"""Hyperparameters of the built-in model and of its draft model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from bench.builtin_model.training.tokenizer import CONTEXT, VOCABULARY
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. ``batch_tokens`` are computed per optimizer step, in pieces of at most ``piece_tokens``."""
+    """Hyperparameters of one training run. An optimizer step computes about ``batch_tokens`` tokens, in pieces of at
+    most ``piece_tokens``; ``warmup`` is a fraction of the steps."""
 
     hidden: int
     layers: int
@@ -25,13 +26,13 @@ class Recipe:
     """Peak learning rate of embeddings and norms; matrices use Muon at ``matrix_rate``."""
     matrix_rate: float = 5e-3
     later: float = 0.4
-    """After this part of the steps examples are drawn by ``LATER_SHARES``."""
+    """After this fraction of the steps, examples are drawn by ``LATER_SHARES``."""
     weight_decay: float = 0.1
     warmup: float = 0.02
     other_weight: float = 0.0
-    """Weight of tokens that the assistant does not say."""
+    """Loss weight of tokens outside the assistant's messages."""
     distil: float = 0.0
-    """Share of the teacher's distribution in the loss."""
+    """Weight of the divergence from the teacher's distribution in the loss, 0 to 1."""
     seed: int = 1
 
     def config(self, bos: int, eos: list[int], pad: int) -> LlamaConfig:

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template: conversations to token ids, and which of them the assistant says."""
+"""The tokenizer and the chat template: converts conversations to token ids and marks the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VOCABULARY = 2048
 BOS, EOS, PAD, END = "<|bos|>", "<|eos|>", "<|pad|>", "<|end|>"
 SPECIAL = (BOS, EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END)
 CALL = ("<tool_call>", "</tool_call>")
-"""Single tokens too, but ordinary text: whoever parses calls must see them."""
+"""Single tokens, but not special ones: they must remain in decoded text, where tool calls are parsed."""
 CONTEXT = 2048
 _SEED, _SAMPLE = 11, 20000
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over the corpus; every digit is a token of its own."""
+    """Train a byte-level BPE tokenizer on the corpus; every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,7 +61,7 @@ def _texts() -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """The files that transformers and the coordinator read."""
+    """Write the tokenizer files that transformers and the coordinator read."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,7 +75,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 class Encoder:
-    """Conversations to token ids, through the chat template that is shipped."""
+    """Converts conversations to token ids with the shipped chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -84,13 +84,13 @@ class Encoder:
         self.stop = [self._end, self.id(EOS)]
 
     def id(self, text: str) -> int:
-        """The id of one token."""
+        """Return the id of the token ``text``."""
         found: int | None = self.tokenizer.token_to_id(text)
         assert found is not None, text
         return found
 
     def example(self, example: Conversation) -> tuple[list[int], list[bool]]:
-        """Ids, and for each whether the model has to say it."""
+        """Return the ids of a training example, and for each whether the model has to generate it."""
         if example.raw:
             ids = self._ids(f"{BOS}{example.raw}{EOS}")
             return ids, [False, *[True] * (len(ids) - 1)]
@@ -98,7 +98,7 @@ class Encoder:
         return ids, self._spoken(ids)
 
     def prompt(self, messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
-        """Ids up to where the assistant begins."""
+        """Return the ids up to the point where the assistant's answer begins."""
         return self._ids(self._render(messages, tools, True))
 
     def _ids(self, text: str) -> list[int]:
@@ -119,7 +119,7 @@ class Encoder:
 
 @cache
 def template() -> jinja2.Template:
-    """The chat template as transformers compiles it."""
+    """Compile the chat template as transformers does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )

@@ -1,9 +1,9 @@
-"""The training loop: Muon for matrices, AdamW for the rest, cosine rates, checkpoints to go on from.
+"""The training loop: Muon for matrices, AdamW for the rest, a cosine schedule, checkpoints to resume from.
 
-On CPUs every core computes whole pieces of a batch in a thread of its own: nothing waits for a core that is busy
-elsewhere before the end of the step, and the gradients are added in the order of the pieces, whoever computed them.
+On CPUs, threads compute whole pieces of a batch, so that a core that is busy elsewhere delays only the end of a step.
+Gradients are added in the order of the pieces, which makes the sum independent of the threads.
 
-With a teacher the loss is a mixture of the true tokens and the teacher's distribution over them.
+With a teacher, the loss mixes the cross-entropy of the true tokens with the divergence from the teacher's distribution.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def train(
     stop_at: int | None = None,
     threads: int = 1,
 ) -> LlamaForCausalLM:
-    """Trains to the end of the recipe, or to ``stop_at``; goes on from ``room/state.pt`` if it is there."""
+    """Train to the end of the recipe or to step ``stop_at``, resuming from ``room/state.pt`` if it exists.
+
+    ``look`` evaluates the model every ``look_every`` steps and at the end."""
     room.mkdir(parents=True, exist_ok=True)
     run = Run(recipe, encoder, room, teacher, threads)
     last = recipe.steps if stop_at is None else min(stop_at, recipe.steps)
@@ -93,7 +95,7 @@ class Run:
             self._load()
 
     def advance(self) -> tuple[float, float]:
-        """One step; its loss, and tokens per second."""
+        """Run one optimizer step. Returns its loss and the tokens per second."""
         began = time.perf_counter()
         pieces = self._batches[self.step]
         total = sum(float(piece.weights[:, 1:].sum()) for piece in pieces)
@@ -119,7 +121,7 @@ class Run:
         self._history[-1] |= figures
 
     def save(self) -> None:
-        """Atomically, so that a stop in the middle leaves the one before."""
+        """Write a checkpoint atomically: an interruption leaves the previous one intact."""
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -143,12 +145,13 @@ class Run:
         self.step, self._history = state["step"], json.loads(state["history"])
 
     def _gradients(self, piece: Piece, total: float) -> tuple[float, tuple[torch.Tensor, ...]]:
-        """This piece's share of the loss and of the gradients."""
+        """Return the piece's share of the batch's loss, and of the gradients."""
         loss = self._loss(piece) / total
         return loss.item(), torch.autograd.grad(loss, list(self.model.parameters()))
 
     def _loss(self, piece: Piece) -> torch.Tensor:
-        """Summed over the tokens that count; only their rows go through the output layer."""
+        """Return the weighted loss, summed over a piece's tokens. Only rows with a weight go through the output
+        layer."""
         ids, weights = piece.ids.to(self._device), piece.weights[:, 1:].to(self._device)
         wanted = weights > 0
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
@@ -175,7 +178,7 @@ class Run:
 
 
 def _factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then half a cosine down to a hundredth."""
+    """Return the factor on the peak learning rate: linear warm-up, then half a cosine down to 0.01."""
     warm = max(1, round(recipe.steps * recipe.warmup))
     if step < warm:
         return (step + 1) / warm
