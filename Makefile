@@ -70,10 +70,10 @@ builtin-model: $(VENV)/.installed-bench ## train the built-in model and its draf
 	@$(BIN)/python -m bench.builtin_model.training all --threads $$(nproc)
 
 bench: $(VENV)/.installed-bench ## all goals on two cores, PEERS=FOLDER with vLLM beside them (ARGS="--only C1,C4")
-	@$(BIN)/python -m bench.goals $(if $(PEERS),--peers $(PEERS)) $(ARGS)
+	@$(BIN)/tandem bench goals $(if $(PEERS),--peers $(PEERS)) $(ARGS)
 
-bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=its program, then saved) measure what tandem bench serve does?
-	@$(BIN)/python -m bench.micro.crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM) --save bench/results/crosscheck.json)
+bench-crosscheck: $(VENV)/.installed-bench .cache/guidellm/bin/guidellm ## do GuideLLM and vLLM (VLLM=PROGRAM) report what tandem bench serve reports?
+	@$(BIN)/tandem bench crosscheck --guidellm .cache/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
 install: $(VENV)/.installed ## only set up the environment
 

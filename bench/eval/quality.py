@@ -1,4 +1,4 @@
-"""Measures what fewer bits per weight cost in quality: ``python -m bench.eval.quality``.
+"""Measures what fewer bits per weight cost in quality: ``tandem bench quality``.
 
 The engine computes the next-token distributions over the golden chats with their reference answers, token by token as
 in decoding, in float32 and in each format to be judged. Three figures over the tokens of all answers compare a format
@@ -8,8 +8,6 @@ Kullback-Leibler divergence in nats. bfloat16 is included because int8 is an alt
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from bench.eval.evaluate import GOLDEN, read_golden
 from bench.load import results
 from common import builtin
 from common.checkpoint.files import Checkpoint, open_checkpoint
+from common.config.bench.quality import BenchQualityConfig
 from common.core.errors import RequestError, StartError
 from common.core.ids import BlockId
 from common.core.sequence import Batch, Segment
@@ -124,34 +123,19 @@ def judge(found: torch.Tensor, reference: torch.Tensor, answers: torch.Tensor) -
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.eval.quality", description=__doc__.partition("\n")[0])
-    parser.add_argument("model", nargs="?", default="", help="checkpoint whose template fits the golden set (built-in)")
-    parser.add_argument("--golden", type=Path, default=GOLDEN, help="chats with reference answers (the built-in ones)")
-    parser.add_argument("--save", help="JSON file to save the figures in")
-    options = parser.parse_args(arguments)
-    try:
-        results.check_outputs(options.save, None)
-        checkpoint = open_checkpoint(options.model or str(builtin.path()))
-        asked = chats(checkpoint, options.golden)
-        answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
-        reference = log_probabilities(checkpoint, REFERENCE, asked)
-        found = {"float32": judge(reference, reference, answers)}
-        found |= {
-            name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in WAYS.items()
-        }
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+def run(config: BenchQualityConfig) -> int:
+    """Print the perplexity and the agreement of each way."""
+    checkpoint = open_checkpoint(config.model or str(builtin.path()))
+    asked = chats(checkpoint, Path(config.golden) if config.golden else GOLDEN)
+    answers = torch.tensor([token for chat in asked for token in chat.tokens[chat.prompt :]])
+    reference = log_probabilities(checkpoint, REFERENCE, asked)
+    found = {"float32": judge(reference, reference, answers)}
+    found |= {name: judge(log_probabilities(checkpoint, way, asked), reference, answers) for name, way in WAYS.items()}
     print(f"{len(answers):,} tokens of {len(asked)} answers")
     print(f"{'weights':<10} {'perplexity':>11} {'same token':>11} {'divergence':>11}")
     for name, each in found.items():
         print(f"{name:<10} {each.perplexity:>11.4f} {each.same_token:>11.2%} {each.divergence:>11.5f}")
-    if options.save:
-        figures = {"model_id": options.model or "built-in", "tokens": len(answers), "answers": len(asked)}
-        results.save(Path(options.save), figures | {name: asdict(each) for name, each in found.items()})
+    if config.save:
+        figures = {"model_id": config.model or "built-in", "tokens": len(answers), "answers": len(asked)}
+        results.save(Path(config.save), figures | {name: asdict(each) for name, each in found.items()})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m bench.goals``: what this system wants to reach on two cores, measured and beside its limits and peers.
+"""``tandem bench goals``: what this system wants to reach on two cores, measured and beside its limits and peers.
 
 Goals have numbers, C1 to C12. Each is one small function that puts load on the systems it compares in turn, round by
 round within one run, and returns rows: value, calibrated limit, the peer's value, ratio, what is wanted, met or not.

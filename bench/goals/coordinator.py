@@ -32,10 +32,9 @@ from bench.goals.figures import Row
 from bench.goals.figures import Target as Wanted
 from bench.load.arrivals import arrivals
 from bench.load.client import PATHS, Record, Target
-from bench.load.processes import die_with_parent
+from bench.load.processes import cpu_seconds, die_with_parent
 from bench.load.run import run_now
 from bench.load.systems import READY_S, is_ready
-from bench.micro.handoff_cost import cpu_seconds
 from common.config.coordinator import CoordinatorConfig
 from common.core.errors import StartError
 from common.net.http_client import HttpClient

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TypeVar
 
 from common.core.errors import StartError, reason
@@ -118,3 +119,20 @@ def die_with_parent() -> None:
     on SIGHUP (see :meth:`Process.pause`)."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def cpu_seconds(root: int) -> float:
+    """User and system time of the process ``root`` and of all that it has started and that still run, so far."""
+    ticks, parents = dict[int, int](), dict[int, int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # proc(5), from the state on
+        except OSError:  # it has ended meanwhile
+            continue
+        pid = int(stat.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def belongs(pid: int) -> bool:
+        return pid == root or (pid in parents and belongs(parents[pid]))
+
+    return sum(ticks[pid] for pid in ticks if belongs(pid)) / os.sysconf("SC_CLK_TCK")

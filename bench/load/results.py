@@ -66,7 +66,7 @@ def _command() -> str:
     machine."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else ""
-    program = f"python -m {module}" if module.startswith("bench.") else Path(sys.argv[0]).name
+    program = "tandem" if module == "deploy.cli" else Path(sys.argv[0]).name
     words = [Path(word).name if word.startswith("/") else word for word in without_secrets(sys.argv[1:])]
     return f"{program} {shlex.join(words)}"
 

@@ -10,11 +10,9 @@ than that."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +25,7 @@ import numpy as np
 import uvloop
 
 from bench.load import results
+from common.config.bench.control_latency import BenchControlLatencyConfig
 from common.core.errors import StartError
 from common.core.ids import Incarnation, RequestId, WorkerName, new_incarnation, new_request_id, pack_tokens
 from common.core.request import Request, SamplingParams
@@ -330,27 +329,13 @@ def report(
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro.control_latency", description=__doc__)
-    parser.add_argument("--mib", type=int, default=1024, help="KV to stream")
-    parser.add_argument("--idle-s", type=float, default=2.0, help="how long to measure without it")
-    parser.add_argument("--encrypted", action="store_true", help="everything that is said, and KV")
-    parser.add_argument("--save", help="JSON file to save the figures in")
-    options = parser.parse_args()
-    try:
-        results.check_outputs(options.save, None)
-        with tempfile.TemporaryDirectory() as folder:
-            key_file = Path(folder) / "cluster.key" if options.encrypted else None
-            if key_file:
-                keys.make(key_file)
-            found = uvloop.run(measure(options.mib << 20, options.idle_s, key_file))
-        if options.save:
-            results.save(Path(options.save), {"encrypted": options.encrypted} | found)
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+def run(config: BenchControlLatencyConfig) -> int:
+    """Print the round trips of each phase as they are measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        key_file = Path(folder) / "cluster.key" if config.encrypted else None
+        if key_file:
+            keys.make(key_file)
+        found = uvloop.run(measure(config.mib << 20, config.idle_s, key_file))
+    if config.save:
+        results.save(Path(config.save), {"encrypted": config.encrypted} | found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ first token, which it is not, so it is left out there.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,8 @@ from typing import Any
 
 from bench.load import results
 from bench.load.mock_server import MODEL
+from common.config.bench.crosscheck import BenchCrosscheckConfig
+from common.core.errors import StartError
 
 TOKENIZER = results.ROOT / "common" / "builtin" / "model"
 REQUESTS, RATE, INPUT, OUTPUT = 30, 2.0, 64, 24
@@ -126,7 +127,8 @@ def check(tool: Tool, load: Load) -> dict[str, Any]:
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         done = subprocess.run(tool.words(url, saved, load), env=os.environ | quiet, capture_output=True, text=True)
         if done.returncode or not saved.exists():
-            raise SystemExit(f"{tool.version[0]} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+            said = (done.stdout + done.stderr)[-3000:]
+            raise StartError(f"{' '.join(tool.version[:-1])} failed", said, "run it alone against a server")
         reported = tool.read(json.loads(saved.read_text(encoding="utf-8")))
         with urllib.request.urlopen(f"{url}/truth") as response:  # noqa: S310 - a server of our own
             truth = _written(json.load(response))
@@ -150,7 +152,7 @@ def mock(load: Load) -> Iterator[str]:
 
 def _written(moments: list[list[float]]) -> Figures:
     if len(moments) != REQUESTS:
-        raise SystemExit(f"{len(moments)} requests were answered instead of {REQUESTS}")
+        raise StartError("a load is not complete", f"{len(moments)} requests were answered instead of {REQUESTS}", "")
     return {
         "ttft": 1000 * statistics.fmean(each[0] for each in moments),
         "tpot": 1000 * statistics.fmean((each[-1] - each[0]) / (len(each) - 1) for each in moments),
@@ -158,17 +160,13 @@ def _written(moments: list[list[float]]) -> Figures:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro.crosscheck", description=__doc__.partition("\n")[0])
-    parser.add_argument("--vllm", help="program of an installed vLLM")
-    parser.add_argument("--guidellm", help="program of an installed GuideLLM")
-    parser.add_argument("--save", type=Path, help="JSON file for the figures")
-    options = parser.parse_args()
+def run(config: BenchCrosscheckConfig) -> int:
+    """Print what each tool reports of each load; exit code 1 if any figure is off by more than ``WITHIN``."""
     tools = {"tandem bench serve": tandem()}
-    if options.vllm:
-        tools["vllm bench serve"] = vllm(options.vllm)
-    if options.guidellm:
-        tools["guidellm"] = guidellm(options.guidellm)
+    if config.vllm:
+        tools["vllm bench serve"] = vllm(config.vllm)
+    if config.guidellm:
+        tools["guidellm"] = guidellm(config.guidellm)
     found: dict[str, dict[str, Any]] = {str(load): {} for load in LOADS}
     print("| load | tool | version | TTFT | TPOT | E2EL |\n|---|---|---|---|---|---|")
     for load in LOADS:
@@ -183,11 +181,7 @@ def main() -> int:
     every = [figures for by_tool in found.values() for figures in by_tool.values()]
     worst = max(abs(each) for figures in every for each in figures["difference"].values())
     print(f"largest difference from what was written: {worst:.2%} (allowed: {WITHIN:.0%})")
-    if options.save:
+    if config.save:
         lengths = {"requests": REQUESTS, "rate": RATE, "input_tokens": INPUT, "output_tokens": OUTPUT}
-        results.save(options.save, {"load": lengths, "allowed": WITHIN, "largest": worst, "loads": found})
+        results.save(Path(config.save), {"load": lengths, "allowed": WITHIN, "largest": worst, "loads": found})
     return 0 if worst <= WITHIN else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,398 +1,33 @@
-"""``python -m bench.micro.handoff_cost MODEL``: what safety costs, as a share of the CPU time that a request takes.
+"""``tandem bench handoff-cost``: CPU time that fault detection and verification add to a request, and their share.
 
-Each part is run alone, many times, in its own code: what workers and coordinator say, check and look at so that nothing
-hangs, lies or leaks. Messages travel between two real sockets, so that libzmq's threads are in their figures. The
-request is measured whole: CPU seconds of all processes of ``tandem up MODEL`` over a load of such requests, and the KV
-that was handed over. Medians; the parts of one request, with the counts that a request of this shape makes among others
-at that concurrency, rounded up where they vary. What a hand-off or a stream needs anyway (that messages exist) is left
-out, but for those of the hand-off, which are counted whole.
+The whole request is measured on ``tandem up MODEL``: CPU seconds of all its processes over a load of such requests, and
+the KV that was handed over. The parts (:mod:`bench.micro.handoff_parts`) are measured one by one, with the counts that
+a request of this shape needs at that concurrency. Messages that exist without any fault detection are left out, except
+those of the hand-off, which count in full.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import os
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any, cast
 
 import aiohttp
-import numpy as np
 
 from bench.load import results
+from bench.load.processes import cpu_seconds
+from bench.micro.handoff_parts import BLOCK_SIZE, Shape, parts
+from common import builtin
 from common.checkpoint.files import open_checkpoint
+from common.config.bench.handoff_cost import BenchHandoffCostConfig
 from common.core.errors import StartError
-from common.core.ids import (
-    Incarnation,
-    RequestId,
-    TransferId,
-    WorkerName,
-    new_request_id,
-    pack_transfers,
-    unpack_transfers,
-)
-from common.core.request import FinishReason, Request, SamplingParams
-from common.core.timeouts import FailureTimes
-from common.engine.scheduler import Planner
-from common.kv.cache import KvCache
 from common.kv.layout import KvDtype, KvLayout, LayerLayout
-from common.net.messages import (
-    PROTOCOL,
-    Accept,
-    Ack,
-    Commit,
-    FromWorker,
-    Grant,
-    Heard,
-    Heartbeat,
-    Hello,
-    Lease,
-    LeaseAck,
-    Message,
-    Open,
-    Peer,
-    Prefill,
-    Released,
-    Reserve,
-    Timing,
-    ToDecode,
-    Tokens,
-    ToPrefill,
-    ToWorker,
-)
-from common.net.sockets import Channels, receive, send
-from common.net.wire import encode, seal, unseal
-from common.worker.loop import TIMER_S, Worker
-from common.worker.step_times import StepTimeEstimator
-from coordinator.cluster.gateway import Gateway
-from coordinator.cluster.registry import JoinRefused, Registry
-from coordinator.metrics import Metrics
-from coordinator.requests.admission import Admission
-from coordinator.requests.dispatcher import Dispatcher
-from coordinator.requests.record import Client, RequestRecord
-from coordinator.requests.state import RequestState, State
-from coordinator.routing.router import Router
-from kvtransfer.flow_control import CreditBook
-from kvtransfer.frames import FrameHeader, Rectangle, checksum_of, fold
-from kvtransfer.peer_proof import proof, proves
-from kvtransfer.plan import Outbox
-from kvtransfer.session import ReceiverSession, SenderSession, TransferLimits
-
-BLOCK_SIZE, CHUNK = 16, 512
-TIMES = FailureTimes()
-COUNTERS = {f"counter_{number}": float(number) for number in range(16)}
-PREFILL, DECODE = Incarnation("p" * 16), Incarnation("d" * 16)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One request of ``prompt`` and ``output`` tokens whose KV has ``layout``, among ``live`` at a time."""
-
-    prompt: int
-    output: int
-    live: int
-    layout: KvLayout
-
-    def frames(self) -> list[Rectangle]:
-        """The cells of each frame of the hand-off."""
-        outbox = Outbox(self.layout, 0, self.prompt)
-        steps = itertools.product(range(0, self.prompt, CHUNK), range(1, len(self.layout.layers) + 1))
-        found = []
-        for first, layers in steps:
-            outbox.computed(min(first + CHUNK, self.prompt), layers)
-            found += list(iter(outbox.next, None))
-        return found
-
-
-def microseconds(action: Callable[[], object], rounds: int = 7, seconds: float = 0.05) -> float:
-    """CPU time of one call, of all threads, in microseconds: the median of ``rounds`` rounds of about ``seconds``."""
-    action()
-    count, began = 1, time.process_time()
-    while time.process_time() - began < seconds / 10:
-        action()
-        count += 1
-    count = max(1, int(count * 10))
-    found = []
-    for _ in range(rounds):
-        began = time.process_time()
-        for _ in range(count):
-            action()
-        found.append((time.process_time() - began) / count * 1e6)
-    return statistics.median(found)
-
-
-def transfers(count: int) -> list[TransferId]:
-    return [TransferId(new_request_id(), 0) for _ in range(count)]
-
-
-# -- between coordinator and workers ----------------------------------------------------------------------------------
-
-
-class Wire:
-    """A router and a dealer that talk over loopback."""
-
-    def __init__(self) -> None:
-        self._channels = Channels()
-        self._router, address = self._channels.router("tcp://127.0.0.1:*")
-        self._dealer = self._channels.dealer(address, b"dealer")
-        send(self._dealer, Released(RequestId(bytes(16)), 0))
-        self._router.recv_multipart()
-        self._channels.register(self._dealer)
-
-    def there(self, message: Message, kind: Any) -> Any:
-        """``message``, sent and received."""
-        assert send(self._router, message, b"dealer")
-        while (got := receive(self._dealer, kind)) is None:
-            self._channels.poll(1.0)
-        return got
-
-    def close(self) -> None:
-        self._channels.close()
-
-
-def lease(wire: Wire, live: int) -> float:
-    """One lease: packed, sent, read and compared; and its answer."""
-    there = transfers(live)
-    held = set(there)
-
-    def once() -> None:
-        message = wire.there(Lease(pack_transfers(there), 1000), ToWorker)
-        assert not held - set(unpack_transfers(message.live))
-        assert wire.there(LeaseAck(DECODE), FromWorker)
-
-    return microseconds(once)
-
-
-class Watch:
-    """The coordinator's side of one worker with ``live`` streams: its heartbeats, and looks at the clock."""
-
-    def __init__(self, live: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        registry = Registry(None)
-        self.gateway = Gateway(registry, "127.0.0.1", 0)
-        router = Router(registry)
-        self.dispatcher = Dispatcher(self.gateway, router, Admission(100, 1 << 20), Metrics("", registry), self._loop)
-        joined = registry.join(_hello(), self.gateway.clock())
-        assert not isinstance(joined, JoinRefused)
-        self.worker = joined
-        registry.welcome(self.worker)
-        records = {}
-        for transfer in transfers(live):
-            now = self.gateway.clock()
-            sampling, client = SamplingParams(max_tokens=64, seed=1), cast(Client, None)
-            record = RequestRecord(transfer.request, b"", sampling, 1, "", 0, {}, client, now, now, now + 600)
-            record.life.place("disagg", PREFILL, DECODE)
-            record.life.move(State.PREFILLING)
-            record.life.decoding()
-            records[record.id] = record
-            self.dispatcher.records[record.id] = record
-        self.records = self.dispatcher._on[DECODE] = records
-        self._beat = Heartbeat(DECODE, 9, b"".join(records), 9, 9, 9, 9, 9, 9, -1, False, COUNTERS, 40)
-
-    def heartbeat(self, wire: Wire) -> float:
-        """One heartbeat: sent, understood, and compared with what the worker should have."""
-        registry = self.gateway.registry
-
-        def once() -> None:
-            self.gateway.times_emptied += 1  # else a look would be saved
-            registry.beat(self.worker, wire.there(self._beat, FromWorker), self.gateway.clock())
-            assert not registry.hangs(self.worker)
-            self.dispatcher.beat(self.worker)
-
-        return microseconds(once)
-
-    def look(self) -> float:
-        """One look for silence and stalls, and one whether a cool-down has ended."""
-
-        def once() -> None:
-            now = self.gateway.clock()
-            self.worker.heard_at = now
-            for record in self.records.values():
-                record.heard_at = now
-            self.gateway.registry.sweep(now)
-            self.dispatcher.breakers.tick(now)
-            self.dispatcher._look_for_stalls(self.worker, now)
-
-        return microseconds(once)
-
-    def close(self) -> None:
-        self.gateway.close()
-        self._loop.close()
-
-
-def _hello() -> Hello:
-    return Hello(
-        PROTOCOL, WorkerName("decode-0"), DECODE, "decode", "m", "f", "l", 1, "here", "here", "tcp://127.0.0.1:1",
-        ("shm",), 1000, BLOCK_SIZE, 4096, 1000, 64, 512, "cpu", "float32",
-    )  # fmt: skip
-
-
-def snapshot(live: int) -> float:
-    """What a worker notes of itself in every turn of its loop, for its heart to tell."""
-    cache = KvCache(1000, BLOCK_SIZE, model_fingerprint="", kv_dtype="float32")
-    there = set(transfers(live))
-    worker = SimpleNamespace(
-        cache=cache,
-        planner=Planner(cache, max_tokens=512, max_sequences=64),
-        step_times=StepTimeEstimator(),
-        cores=None,
-        counters=dict(COUNTERS),
-        membership=SimpleNamespace(bad_messages=0, acted_on=9, snapshot=None),
-        bad_transfer_messages=int,
-        stale_frames=int,
-        cut_off_peers=int,
-        holdings=lambda: there,
-        draining_until=None,
-        waiting=int,
-    )
-    return microseconds(lambda: Worker._publish(cast(Worker, worker)))
-
-
-def digests(shape: Shape) -> float:
-    """What stands before each message between coordinator and workers: made once and compared once. A step's tokens
-    travel in one message for all streams."""
-    request = Request(RequestId(bytes(16)), bytes(4 * shape.prompt), SamplingParams(max_tokens=shape.output, seed=1))
-    peer = Peer(WorkerName("decode-0"), DECODE, "tcp://127.0.0.1:12345", "host" * 8, "float32", bytes(16))
-    ones = (1,) * shape.live
-    columns = (ones, ones, ones, ones, ones, ones)
-    spans = Tokens(bytes(16 * shape.live), *columns, bytes(4 * shape.live))
-    timing = Timing(request.id, 0, {"queue_ms": 1.5, "prefill_ms": 1.5, "cached_tokens": 0.0}, "shm")
-    messages = [(Reserve(request, 0, peer), 1.0), (Prefill(request, 0, peer), 1.0), (timing, 3.0)]
-    messages.append((spans, 1 + shape.output / shape.live))  # the first token comes from prefill
-    return sum(count * _digest(message) for message, count in messages)
-
-
-def _digest(message: Message) -> float:
-    data = encode(message)[8:]
-    sealed = seal(data)
-    return microseconds(lambda: seal(data)) + microseconds(lambda: unseal(sealed))
-
-
-def fencing(output_tokens: int) -> float:
-    """Every span of a stream goes through the one door that knows attempts, repeats and gaps."""
-
-    def stream() -> None:
-        life = RequestState(1)
-        life.place("disagg", PREFILL, DECODE)
-        life.move(State.PREFILLING)
-        for position in range(output_tokens):
-            life.accept(0, 0, position, [7], FinishReason.RUNNING)
-
-    return microseconds(stream)
-
-
-# -- between prefill and decode ---------------------------------------------------------------------------------------
-
-
-def checksums(shape: Shape) -> float:
-    """Both sides hash every byte once, fold the frames' checksums, and protect and check each header."""
-    total = 0.0
-    for cells, same in itertools.groupby(shape.frames(), key=lambda cells: (len(cells.layers), len(cells.tokens))):
-        frames = list(same)
-        size = shape.layout.range_bytes(0, cells[0], cells[1])
-        data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
-        header = FrameHeader(transfers(1)[0], 1, frames[0], size, 7)
-        packed = header.pack()
-        hashed = 2 * (microseconds(partial(checksum_of, data)) + microseconds(lambda: fold(1, 2)))
-        headed = microseconds(header.pack) + microseconds(partial(FrameHeader.unpack, packed))
-        total += len(frames) * (hashed + headed)
-    return total
-
-
-def acks(wire: Wire, shape: Shape) -> float:
-    """One acknowledgement per frame, with the credit for the next ones; sent and booked."""
-    frames, there = len(shape.frames()), transfers(shape.live)
-    book, received = CreditBook(), 0
-    for transfer in there:
-        book.open(transfer, DECODE)
-    session = SenderSession(there[0], shape.layout, shape.prompt, 0.0, TransferLimits())
-
-    def once() -> None:
-        nonlocal received
-        received += 1
-        credit = book.landed(there[0], received)
-        header = session.sent(Rectangle(0, 1, 0, 1), 1, 1)
-        message = wire.there(Ack(there[0].request, 0, header.number, received, credit), ToPrefill)
-        session.acked(message.frame, message.bytes + message.credit_bytes, 0.0)
-
-    return frames * microseconds(once)
-
-
-def handshake(wire: Wire, shape: Shape, seconds: float) -> float:
-    """The messages of one hand-off; its announcement is repeated for as long as the prompt is not computed, at most
-    for the ``seconds`` that the request takes."""
-    id, shown = RequestId(bytes(16)), bytes(16)
-    opened = Open(id, 0, PREFILL, shape.prompt, "l" * 16, "float32", "h" * 32, "p" * 32, 1000, BLOCK_SIZE, 1, shown)
-    first = bytes(4), (0,), (-1,), (None,), {"queue_ms": 1.5, "prefill_ms": 150.5, "cached_tokens": 0.0}
-    once: list[tuple[Message, Any]] = [
-        (Grant(id, 0, 0, "shm", 1 << 24, 40, shown), ToPrefill),
-        (Commit(id, 0, shape.prompt, 0, 9, 1 << 24, 1 << 60, "l" * 16, *first), ToDecode),
-        (Accept(id, 0, 1 << 24), ToPrefill),
-        (Released(id, 0), ToDecode),
-    ]
-    announced: list[tuple[Message, Any]] = [(opened, ToDecode), (Heard(id, 0, 40), ToPrefill)]
-
-    def all_of(messages: list[tuple[Message, Any]]) -> float:
-        return sum(microseconds(partial(wire.there, message, kind)) for message, kind in messages)
-
-    return all_of(once) + (1 + seconds / TransferLimits().renew_s) * all_of(announced)
-
-
-def proofs() -> float:
-    """An Open and a Grant, each shown and checked."""
-    token, transfer = os.urandom(16), transfers(1)[0]
-    shown = proof(token, transfer, "open")
-    return 2 * (
-        microseconds(lambda: proof(token, transfer, "open"))
-        + microseconds(lambda: proves(shown, token, transfer, "open"))
-    )
-
-
-def timers(shape: Shape, seconds: float) -> float:
-    """Both sessions look at their timers in every turn of their workers' loops: after each step and message, and every
-    TIMER_S, at most for as long as the request is there."""
-    transfer = transfers(1)[0]
-    sender = SenderSession(transfer, shape.layout, shape.prompt, 0.0, TransferLimits())
-    receiver = ReceiverSession(transfer, shape.layout, shape.prompt, 0, 0.0, TransferLimits())
-
-    def once() -> None:
-        sender.tick(0.0)
-        sender.renewal_due(0.0)
-        receiver.tick(0.0)
-
-    turns = seconds / TIMER_S + shape.output + len(shape.frames()) + 8
-    return turns * microseconds(once)
-
-
-# -- the request whole ------------------------------------------------------------------------------------------------
-
-
-def cpu_seconds(root: int) -> float:
-    """User and system time of the process ``root`` and of all that it has started and that still run, so far."""
-    ticks, parents = dict[int, int](), dict[int, int]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()  # proc(5), from the state on
-        except OSError:  # it has ended meanwhile
-            continue
-        pid = int(stat.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-
-    def belongs(pid: int) -> bool:
-        return pid == root or (pid in parents and belongs(parents[pid]))
-
-    return sum(ticks[pid] for pid in ticks if belongs(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 async def ready(url: str) -> None:
@@ -453,7 +88,7 @@ def request(model: str, requests: int, prompt: int, output: int, concurrency: in
                     url = found[0]
                     break
             if not url:
-                raise SystemExit(f"tandem up does not start:\n{''.join(said)}")
+                raise StartError("tandem up does not start", "".join(said), "start it by hand")
             asyncio.run(ready(url))
             asyncio.run(load(url, concurrency, prompt, output, concurrency))  # warm
             size, count = asyncio.run(handed_over(url))
@@ -462,7 +97,8 @@ def request(model: str, requests: int, prompt: int, output: int, concurrency: in
             cpu_us = (cpu_seconds(up.pid) - before) / requests * 1e6
             size_then, count_then = asyncio.run(handed_over(url))
             if count_then - count != requests:
-                raise SystemExit(f"{count_then - count:g} of {requests} requests were handed over: no figure")
+                why = f"{count_then - count:g} of {requests} requests were handed over"
+                raise StartError("there is no figure", why, "give longer prompts, or another model")
             return Whole(cpu_us, seconds, (size_then - size) / requests)
         finally:
             up.terminate()
@@ -479,61 +115,25 @@ def layout_of(model: str, prompt: int, kv_bytes: float) -> KvLayout:
     for layout in (KvLayout(layers, dtype, BLOCK_SIZE) for dtype in dtypes):
         if layout.range_bytes(0, len(layers), prompt) == kv_bytes:
             return layout
-    raise SystemExit(f"{kv_bytes:g} bytes of KV for {prompt} tokens: not what {len(layers)} such layers have")
+    why = f"{kv_bytes:g} bytes of KV for {prompt} tokens are not what {len(layers)} such layers have"
+    raise StartError("the KV layout is unknown", why, "name a model with key and value heads of one size")
 
 
-def parts(shape: Shape, seconds: float) -> Iterator[tuple[str, float]]:
-    """What each safeguard costs one request of ``shape`` that is in the system for ``seconds``, in microseconds."""
-    wire, watch, share = Wire(), Watch(shape.live), 1 / shape.live
-    try:
-        beats, looks, steps = seconds / TIMES.heartbeat_s, seconds / TIMES.sweep_s, shape.output + shape.prompt / CHUNK
-        yield f"leases ({beats:.1f} to each of two workers)", 2 * beats * lease(wire, shape.live) * share
-        yield f"heartbeats ({beats:.1f} of each of two workers)", 2 * beats * watch.heartbeat(wire) * share
-        yield f"snapshots for them ({steps:.0f} steps)", steps * snapshot(shape.live) * share
-        yield f"looks for silence and stalls ({looks:.1f})", 2 * looks * watch.look() * share
-        yield "digests of messages", digests(shape)
-        yield f"fencing ({shape.output} spans)", fencing(shape.output)
-        size = shape.layout.range_bytes(0, len(shape.layout.layers), shape.prompt)
-        yield f"checksums ({size / 2**20:.1f} MiB of {shape.layout.dtype}, both sides)", checksums(shape)
-        yield f"acknowledgements ({len(shape.frames())} frames)", acks(wire, shape)
-        yield "messages of the hand-off", handshake(wire, shape, seconds)
-        yield "proofs (an Open and a Grant)", proofs()
-        yield "timers of the hand-off", timers(shape, seconds)
-    finally:
-        watch.close()
-        wire.close()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro.handoff_cost", description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument("--save", help="JSON file to save the figures in")
-    options = parser.parse_args()
-    try:
-        results.check_outputs(options.save, None)
-        whole = request(options.model, options.requests, options.prompt, options.output, options.concurrency)
-        layout = layout_of(options.model, options.prompt, whole.kv_bytes)
-        shape = Shape(options.prompt, options.output, options.concurrency, layout)
-        print(f"a request of {shape.prompt}/{shape.output} tokens, {shape.live} at a time: {whole.cpu_us / 1e6:.3f} s "
-              f"of CPU, {whole.seconds:.2f} s in the system")  # fmt: skip
-        found = {}
-        for name, cost in parts(shape, whole.seconds):
-            found[name] = cost
-            print(f"  {name:48} {cost:9.1f} us  {cost / whole.cpu_us:7.3%}")
-        total = sum(found.values())
-        print(f"  {'in all':48} {total:9.1f} us  {total / whole.cpu_us:7.3%}")
-        if options.save:
-            request_us = {"cpu": whole.cpu_us, "in_the_system": 1e6 * whole.seconds}
-            results.save(Path(options.save), {"request_us": request_us, "parts_us": found, "in_all_us": total})
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+def run(config: BenchHandoffCostConfig) -> int:
+    """Print the cost of each part in microseconds and as a share of the request's CPU time."""
+    model = config.model or str(builtin.path())
+    prompt, output, live = config.random_input_len, config.random_output_len, config.max_concurrency
+    whole = request(model, config.num_prompts, prompt, output, live)
+    shape = Shape(prompt, output, live, layout_of(model, prompt, whole.kv_bytes))
+    print(f"a request of {prompt}/{output} tokens, {live} at a time: {whole.cpu_us / 1e6:.3f} s of CPU, "
+          f"{whole.seconds:.2f} s in the system")  # fmt: skip
+    found = {}
+    for name, cost in parts(shape, whole.seconds):
+        found[name] = cost
+        print(f"  {name:48} {cost:9.1f} us  {cost / whole.cpu_us:7.3%}")
+    total = sum(found.values())
+    print(f"  {'in all':48} {total:9.1f} us  {total / whole.cpu_us:7.3%}")
+    if config.save:
+        request_us = {"cpu": whole.cpu_us, "in_the_system": 1e6 * whole.seconds}
+        results.save(Path(config.save), {"request_us": request_us, "parts_us": found, "in_all_us": total})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

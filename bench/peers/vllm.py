@@ -39,7 +39,7 @@ def program(environment: Path, name: str) -> Path:
 def check_installed(environment: Path) -> None:
     """StartError, in words, unless vLLM can be started from there."""
     if not program(environment, "vllm").exists():
-        todo = "python -m bench.peers.install FOLDER, then PEERS=FOLDER"
+        todo = "tandem bench install-peers FOLDER, then --peers FOLDER"
         raise StartError(f"there is no vLLM in {environment}", f"{program(environment, 'vllm')} is missing", todo)
 
 

@@ -266,7 +266,7 @@ class Option:
     def default_text(self) -> str:
         """The default as people read it; an automatic one says how it is chosen."""
         if self.positional:
-            return "the built-in one"
+            return self.shown_default or "the built-in one"
         return self.shown_default if self.shown_default is not None else show(self.default)
 
     def parse(self, text: str, origin: str) -> Any:
@@ -297,9 +297,10 @@ def option(
     return field  # type: ignore[no-any-return]
 
 
-def positional(help: str, group: str) -> Any:
+def positional(help: str, group: str, shown_default: str | None = None) -> Any:
     """Metadata of a required field that is given by position (and ``TANDEM_<NAME>``, and its YAML key)."""
-    return {"option": {"help": help, "kind": TEXT, "group": group, "positional": True}}
+    meta = {"help": help, "kind": TEXT, "group": group, "positional": True, "shown_default": shown_default}
+    return {"option": meta}
 
 
 def options(config: type[Any]) -> list[Option]:

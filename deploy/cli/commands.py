@@ -12,11 +12,19 @@ from typing import Any, TypeVar, cast
 
 from common.config.bench.batching import BenchBatchingConfig
 from common.config.bench.compare import BenchCompareConfig
+from common.config.bench.control_latency import BenchControlLatencyConfig
+from common.config.bench.crosscheck import BenchCrosscheckConfig
+from common.config.bench.goals import BenchGoalsConfig
 from common.config.bench.goodput import BenchGoodputConfig
+from common.config.bench.handoff_cost import BenchHandoffCostConfig
+from common.config.bench.install_peers import BenchInstallPeersConfig
 from common.config.bench.kernels import BenchKernelsConfig
+from common.config.bench.lent_core import BenchLentCoreConfig
 from common.config.bench.plan import BenchPlanConfig
+from common.config.bench.quality import BenchQualityConfig
 from common.config.bench.roofline import BenchRooflineConfig
 from common.config.bench.serve import BenchServeConfig
+from common.config.bench.wire import BenchWireConfig
 from common.config.chat import ChatConfig
 from common.config.coordinator import CoordinatorConfig
 from common.config.eval import EvalConfig
@@ -98,6 +106,38 @@ COMMANDS = {
         Command(
             "bench kernels", "attention and linear layers beside this machine's limits", BenchKernelsConfig,
             "deploy.cli.start:kernels", measures=True,
+        ),
+        Command(
+            "bench goals", "the goals C1 to C12 on two cores, beside this machine's limits and vLLM", BenchGoalsConfig,
+            "bench.commands.goals:run", measures=True,
+        ),
+        Command(
+            "bench wire", "KV transfer rate between two processes, by link", BenchWireConfig, "bench.micro.wire:run",
+            measures=True,
+        ),
+        Command(
+            "bench control-latency", "round trips of control messages while KV streams", BenchControlLatencyConfig,
+            "bench.micro.control_latency:run", measures=True,
+        ),
+        Command(
+            "bench handoff-cost", "CPU time that fault detection and verification add to a request",
+            BenchHandoffCostConfig, "bench.micro.handoff_cost:run", measures=True,
+        ),
+        Command(
+            "bench lent-core", "engine steps with and without a core lent by an idle worker", BenchLentCoreConfig,
+            "bench.micro.lent_core:run", measures=True,
+        ),
+        Command(
+            "bench crosscheck", "do other load generators report what bench serve reports?", BenchCrosscheckConfig,
+            "bench.micro.crosscheck:run", measures=True,
+        ),
+        Command(
+            "bench quality", "perplexity and agreement of bfloat16 and int8 with float32", BenchQualityConfig,
+            "bench.eval.quality:run", measures=True,
+        ),
+        Command(
+            "bench install-peers", "install vLLM and NIXL in an environment of their own, to measure beside Tandem",
+            BenchInstallPeersConfig, "bench.peers.install:run",
         ),
         Command(
             "keygen", "make the keys by which the parts of a cluster know each other", KeygenConfig,

@@ -95,9 +95,9 @@ def _family(commands: Any, name: str) -> Any:
 
 
 def _usage(command: Command) -> str:
-    model = " [MODEL]" if any(item.positional for item in options(command.config)) else ""
+    positional = "".join(f" [{item.flag}]" for item in options(command.config) if item.positional)
     argument = f" [{command.argument[0].upper()}]" if command.argument is not None else ""
-    return f"tandem {command.name}{model}{argument} [FLAGS]"
+    return f"tandem {command.name}{positional}{argument} [FLAGS]"
 
 
 def _dispatch(words: list[str]) -> int:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.goals import __main__ as goals
 from bench.goals import checkpoint as checkpoints
 from deploy.cli import main as cli
 from tests.unit.deploy.cli.test_main import tandem
@@ -54,15 +52,12 @@ def test_a_system_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
 def test_goals_are_measured_and_saved_with_their_table(
     tmp_path: Path,
     checkpoint: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The coordinator's, around workers that compute nothing: whether they are met does not matter here."""
     saved = tmp_path / "goals.json"
-    words = ["--quick", "--only", "c6", "--model", str(checkpoint("llama")), "--save", str(saved)]
-    monkeypatch.setattr(sys, "argv", ["goals", *words])
-    monkeypatch.delenv("PEERS", raising=False)
-    assert goals.main() == 0
+    words = ["bench", "goals", "--quick", "--only", "c6", str(checkpoint("llama")), "--save", str(saved)]
+    assert cli.main(words) == 0
     figures = json.loads(saved.read_text())
     assert figures["quick"] is True and figures["peers"] is None and figures["failed"] == {}
     median, tail, rate = figures["rows"]
@@ -80,10 +75,8 @@ def test_goals_of_one_core_and_of_a_start_are_measured(tmp_path: Path, monkeypat
     for name, size in sizes.items():
         monkeypatch.setattr(checkpoints, name, size)
     saved = tmp_path / "goals.json"
-    words = ["--quick", "--only", "c12,C1,C7", "--model", str(checkpoints.make(tmp_path / "small"))]
-    monkeypatch.setattr(sys, "argv", ["goals", *words, "--save", str(saved)])
-    monkeypatch.delenv("PEERS", raising=False)
-    ended = goals.main()
+    words = ["bench", "goals", str(checkpoints.make(tmp_path / "small")), "--quick", "--only", "c12,C1,C7"]
+    ended = cli.main([*words, "--save", str(saved)])
     figures = json.loads(saved.read_text())
     assert figures["failed"] == {} and figures["left"] == []
     decode, turn, cold, warm = rows = figures["rows"]

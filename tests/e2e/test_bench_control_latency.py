@@ -14,17 +14,8 @@ pytestmark = pytest.mark.e2e
 
 def test_it_measures_every_end_in_every_phase(tmp_path: Path) -> None:
     saved = tmp_path / "control.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench.micro.control_latency",
-        "--mib",
-        "64",
-        "--idle-s",
-        "0.5",
-        "--save",
-        str(saved),
-    ]
+    words = ["bench", "control-latency", "--mib", "64", "--idle-s", "0.5", "--save", str(saved)]
+    command = [sys.executable, "-m", "deploy.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(saved.read_text())

@@ -15,7 +15,7 @@ from bench.micro import lent_core
 from common.kernels import cpu
 
 pytestmark = pytest.mark.e2e
-COMMAND = [sys.executable, "-m", "bench.micro.lent_core", "--repeats", "2"]
+COMMAND = [sys.executable, "-m", "deploy.cli", "bench", "lent-core", "--repeats", "2"]
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels")

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.e2e
 
 def test_it_measures_every_link(tmp_path: Path) -> None:
     saved = tmp_path / "wire.json"
-    command = [sys.executable, "-m", "bench.micro.wire", "--tokens", "64", "--repeats", "2", "--save", str(saved)]
+    words = ["bench", "wire", "--tokens", "64", "--repeats", "2", "--save", str(saved)]
+    command = [sys.executable, "-m", "deploy.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     names = [name for name, _, _ in LINKS]

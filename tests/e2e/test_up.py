@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.micro.handoff_cost import cpu_seconds
+from bench.load.processes import cpu_seconds
 from common import builtin
 from common.net.http_client import HttpClient, HttpError
 from deploy.launcher.supervisor import ONE_SIGNAL_S

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.goals.__main__ import GOALS
+from bench.commands.goals import GOALS
 from bench.goals.figures import of_json, table
 from common.config.coordinator import CoordinatorConfig
 from common.config.options import options

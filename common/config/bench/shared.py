@@ -153,6 +153,13 @@ class TargetOptions(ClientOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveOption:
+    """The file of an experiment's figures."""
+
+    save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitOptions:
     """What every measurement of this machine, without a server, is told."""
 

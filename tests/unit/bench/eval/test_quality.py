@@ -15,6 +15,7 @@ from bench.eval import quality
 from bench.eval.evaluate import GOLDEN
 from common import builtin
 from common.checkpoint.files import open_checkpoint
+from deploy.cli import main as cli
 from tests.reference import Reference
 
 ITEMS = 5
@@ -58,7 +59,7 @@ def test_a_way_is_judged_by_its_own_likelihood_and_by_how_far_it_is_from_the_ref
 
 def test_the_figures_are_told_and_saved(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "quality.json"
-    assert quality.main(["--golden", str(few), "--save", str(saved)]) == 0
+    assert cli.main(["bench", "quality", "--golden", str(few), "--save", str(saved)]) == 0
     figures = json.loads(saved.read_text())
     assert figures["answers"] == ITEMS and figures["model_id"] == "built-in", "no path of this machine"
     assert f"of {ITEMS} answers" in capsys.readouterr().out
@@ -71,10 +72,10 @@ def test_a_model_without_a_chat_template_is_refused(
 ) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "mute")
     (path / "chat_template.jinja").unlink(missing_ok=True)
-    assert quality.main([str(path), "--golden", str(few)]) == 1
+    assert cli.main(["bench", "quality", str(path), "--golden", str(few)]) == 1
     assert "this model cannot be asked the golden set" in capsys.readouterr().err
 
 
 def test_a_golden_set_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quality.main(["--golden", str(tmp_path / "nowhere")]) == 1
+    assert cli.main(["bench", "quality", "--golden", str(tmp_path / "nowhere")]) == 1
     assert "cannot read the golden set" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench.commands import goals as command
 from bench.commands.goodput import Point, highest
-from bench.goals import __main__ as command
 from bench.goals import engine, field, handoff, mocks, serving
 from bench.goals.coordinator import added_ms
 from bench.goals.engine import Calibration, Decoded, Prefilled
@@ -44,6 +43,7 @@ from common.core.errors import StartError
 from common.core.ids import new_request_id, pack_tokens, unpack_tokens
 from common.core.request import FinishReason, Request, SamplingParams
 from common.worker.token_spans import TokenSpanEncoder
+from deploy.cli import main as cli
 
 SOME = Path("somewhere")
 COST = CostModel(((0, 0.0), (64, 0.064)), 0.0, 0.000093, 0.0, 1, 12, 1, "bfloat16", 0.0)
@@ -560,6 +560,13 @@ def test_all_of_a_run_counts_as_saturation_and_what_tokens_take_meanwhile_is_tol
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
+INTERRUPTED = 130
+
+
+def bench(*words: str) -> int:
+    """The exit code of ``tandem bench WORDS``."""
+    return cli.main(["bench", *words])
+
 
 def test_goals_are_chosen_by_name() -> None:
     assert command.chosen("c9, C1") == ["C1", "C9"] and len(command.chosen(None)) == 12
@@ -601,11 +608,8 @@ def test_what_is_measured_so_far_is_kept_if_the_run_ends_in_the_middle(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [row()], "C2": stopped, "C3": stopped})
-    monkeypatch.delenv("PEERS", raising=False)
     saved = tmp_path / "goals.json"
-    monkeypatch.setattr(sys, "argv", ["goals", "--quick", "--model", str(tmp_path), "--save", str(saved)])
-    with pytest.raises(KeyboardInterrupt):
-        command.main()
+    assert bench("goals", "--quick", str(tmp_path), "--save", str(saved)) == INTERRUPTED
     figures = json.loads(saved.read_text())
     assert [each["goal"] for each in figures["rows"]] == ["C1"] and figures["left"] == ["C2", "C3"]
     assert "- not measured so far: C2, C3" in saved.with_suffix(".md").read_text()
@@ -619,10 +623,8 @@ def test_a_quick_run_is_not_judged(
     below = row(Target("value", 1, 1.5, at_most=True), value=20.0)
     assert below.held is False
     monkeypatch.setattr(command, "GOALS", {"C1": lambda _: [below]})
-    monkeypatch.delenv("PEERS", raising=False)
-    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
-    monkeypatch.setattr(sys, "argv", [*words, "--quick"] if quick else words)
-    assert command.main() == (0 if quick else 1)
+    words = ["goals", str(tmp_path), "--save", str(tmp_path / "goals.json")]
+    assert bench(*words, *(["--quick"] if quick else [])) == (0 if quick else 1)
     assert ("mean nothing" in capsys.readouterr().out) is quick
 
 
@@ -641,14 +643,10 @@ def test_a_run_goes_on_with_what_an_earlier_one_has_measured(tmp_path: Path, mon
 
     monkeypatch.setattr(command, "GOALS", {name: goal(name) for name in ("C1", "C2", "C3")})
     monkeypatch.setattr(results, "comparable", lambda earlier: earlier["machine"]["cores"] > 0)
-    monkeypatch.delenv("PEERS", raising=False)
     saved = tmp_path / "goals.json"
-    words = ["goals", "--quick", "--model", str(tmp_path), "--save", str(saved)]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(KeyboardInterrupt):
-        command.main()
-    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
-    assert command.main() == 0 and asked == ["C1", "C2", "C2", "C3"]
+    words = ["goals", "--quick", str(tmp_path), "--save", str(saved)]
+    assert bench(*words) == INTERRUPTED
+    assert bench(*words, "--resume") == 0 and asked == ["C1", "C2", "C2", "C3"]
     figures = json.loads(saved.read_text())
     assert [each["goal"] for each in figures["rows"]] == ["C1", "C2", "C3"] and list(figures["parts"].values()) == [
         ["C1"]
@@ -664,21 +662,19 @@ def test_a_run_that_cannot_go_on_says_why(
     saved = tmp_path / "goals.json"
     if why == "another machine":
         results.save(saved, {"machine": {"cores": 1000}} | command.Found([row()]).as_json())
-    monkeypatch.delenv("PEERS", raising=False)
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
-    words = ["goals", "--quick", "--resume", "--model", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words if why == "no file" else [*words, "--save", str(saved)])
-    assert command.main() == 1
+    words = ["goals", "--quick", "--resume", str(tmp_path)]
+    assert bench(*words, *([] if why == "no file" else ["--save", str(saved)])) == 1
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        (["--quick"], [], "quick True, not False"),
-        ([], ["--quick"], "quick False, not True"),
-        ([], ["--peers", "there"], "peers None, not 'vllm-1.2'"),
-        (["--model", "one"], ["--model", "two"], "model 'one', not 'two'"),
+        (["one", "--quick"], ["one"], "quick True, not False"),
+        (["one"], ["one", "--quick"], "quick False, not True"),
+        (["one"], ["one", "--peers", "there"], "peers None, not 'vllm-1.2'"),
+        (["one"], ["two"], "model 'one', not 'two'"),
     ],
 )
 def test_a_run_does_not_go_on_with_figures_of_something_else(
@@ -693,14 +689,11 @@ def test_a_run_does_not_go_on_with_figures_of_something_else(
     monkeypatch.setattr(results, "comparable", lambda earlier: True)
     monkeypatch.setattr(vllm, "check_installed", lambda environment: None)
     monkeypatch.setattr(vllm, "version", lambda environment: "vllm-1.2")
-    monkeypatch.delenv("PEERS", raising=False)
-    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
-    monkeypatch.setattr(sys, "argv", [*words, *before])
-    assert command.main() == 0
-    monkeypatch.setattr(sys, "argv", [*words, *now, "--resume"])
+    words = ["goals", "--save", str(tmp_path / "goals.json")]
+    assert bench(*words, *before) == 0
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
     capsys.readouterr()
-    assert command.main() == 1
+    assert bench(*words, *now, "--resume") == 1
     assert why in capsys.readouterr().err
 
 
@@ -723,33 +716,25 @@ def test_a_peer_that_was_missing_before_a_run_goes_on_is_still_named(
 
     monkeypatch.setattr(command, "GOALS", {name: goal(name) for name in ("C1", "C2")})
     monkeypatch.setattr(results, "comparable", lambda earlier: True)
-    monkeypatch.delenv("PEERS", raising=False)
-    words = ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "goals.json")]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(KeyboardInterrupt):
-        command.main()
-    monkeypatch.setattr(sys, "argv", [*words, "--resume"])
+    words = ["goals", str(tmp_path), "--save", str(tmp_path / "goals.json")]
+    assert bench(*words) == INTERRUPTED
     capsys.readouterr()
-    assert command.main() == 1 and asked == ["C1", "C2", "C2"]
+    assert bench(*words, "--resume") == 1 and asked == ["C1", "C2", "C2"]
     assert "vLLM 1P1D is missing: it said nothing" in capsys.readouterr().out
 
 
 def test_peers_that_are_not_installed_are_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PEERS", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["goals", "--only", "C1", "--model", str(tmp_path)])
-    assert command.main() == 1
+    assert bench("goals", str(tmp_path), "--only", "C1", "--peers", str(tmp_path)) == 1
     assert f"there is no vLLM in {tmp_path}" in capsys.readouterr().err
 
 
 def test_where_nothing_can_be_saved_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("PEERS", raising=False)
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
-    monkeypatch.setattr(sys, "argv", ["goals", "--model", str(tmp_path), "--save", str(tmp_path / "no" / "goals.json")])
-    assert command.main() == 1
+    assert bench("goals", str(tmp_path), "--save", str(tmp_path / "no" / "goals.json")) == 1
     assert "there is no directory" in capsys.readouterr().err
 
 

@@ -1,10 +1,11 @@
-"""bench/crosscheck: whether what other tools report is compared with the same spans of what a server has written."""
+"""``tandem bench crosscheck`` compares what a tool reports with the same spans of what a server has written."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.micro import crosscheck
+from common.core.errors import StartError
 
 MOMENTS = [[0.1, 0.2, 0.4], [0.3, 0.4, 0.6]]
 """When each request's tokens were written, in seconds after it came."""
@@ -18,7 +19,7 @@ def _two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_written_is_from_the_request_on_and_between_tokens() -> None:
     assert crosscheck._written(MOMENTS) == pytest.approx(WRITTEN)
-    with pytest.raises(SystemExit, match="1 requests were answered instead of 2"):
+    with pytest.raises(StartError, match="1 requests were answered instead of 2"):
         crosscheck._written(MOMENTS[:1])
 
 

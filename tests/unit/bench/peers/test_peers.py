@@ -49,7 +49,7 @@ def test_the_second_entry_has_the_name_that_the_code_asks_for() -> None:
 def test_an_environment_without_it_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(StartError) as caught, vllm.running(tmp_path, "model", "colocated", (0,)):
         pass
-    assert str(tmp_path) in str(caught.value) and "bench.peers.install" in caught.value.todo
+    assert str(tmp_path) in str(caught.value) and "tandem bench install-peers" in caught.value.todo
 
 
 def test_a_port_is_none_that_a_connection_may_be_given_meanwhile() -> None:

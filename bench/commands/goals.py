@@ -1,11 +1,9 @@
-"""``python -m bench.goals [--only C1,C4] [--resume]``: measures the goals and writes the table (see the package)."""
+"""``tandem bench goals [--only C1,C4] [--resume]``: measure the goals of :mod:`bench.goals` and write their table."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from bench.goals.field import FULL, QUICK, Field, opened
 from bench.goals.figures import Row, as_json, of_json, table
 from bench.load import neighbours, results
 from bench.peers import vllm
+from common.config.bench.goals import BenchGoalsConfig
 from common.core.errors import StartError, reason
 
 Goal = Callable[[Field], list[Row]]
@@ -30,7 +29,8 @@ GOALS: dict[str, Goal] = {
 """In the order in which they are measured: those that need the same servers follow one another."""
 CORES = 2
 """That goals are stated for."""
-FOLDER = results.ROOT / "bench" / "results"
+LOCAL = results.ROOT / "bench" / "results" / "local" / "goals.json"
+"""Git ignores that folder: a run to be published is saved in the folder of its machine."""
 
 
 def chosen(text: str | None) -> list[str]:
@@ -124,58 +124,45 @@ def measure(
     return found
 
 
-def main() -> int:
-    """Exit code 1 if a goal could not be measured, a peer did not start, or, of a run that is not a quick one, a floor
-    does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m bench.goals", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", help="goals to measure, such as C1,C4 (default: all)")
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: an 82 M-parameter one, made once)")
-    parser.add_argument(
-        "--peers", type=Path, default=os.environ.get("PEERS") or None,
-        help="environment folder of python -m bench.peers.install (default: PEERS; none: no peer is measured)",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="tiny loads, to see that all works: figures mean nothing")
-    parser.add_argument(
-        "--save", type=Path,
-        help="JSON file, the table goes beside it (default: bench/results/goals.json if all goals are measured)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="go on with the goals that the file to be saved lacks")
-    options = parser.parse_args()
+def run(config: BenchGoalsConfig) -> int:
+    """Measure the goals and print their table. Exit code 1 if a goal could not be measured, a peer did not start or,
+    except in a quick run, a floor does not hold."""
     console = Console(stderr=True, highlight=False)
-    try:
-        names = chosen(options.only)
-        results.check_outputs(options.save and str(options.save), None)
-        peers = Path(options.peers).resolve() if options.peers else None
-        if peers:
-            vllm.check_installed(peers)
-        model = (options.model or checkpoint.make(results.ROOT / ".cache" / "llama-82m")).resolve()
-        whole = len(names) == len(GOALS) and not options.quick
-        save: Path | None = options.save or (FOLDER / "goals.json" if whole else None)
-        if options.resume and save is None:
-            raise StartError("cannot go on", "there is no file whose figures to go on with", "name it with --save")
-        of = {"quick": options.quick, "model": model.name, "peers": vllm.version(peers) if peers else None}
-        before = resumed(save, of) if options.resume and save else None
-        if save and find_spec("matplotlib") is None:
-            console.print("there will be no pictures: matplotlib is not installed (make bench does that)")
+    names = chosen(config.only)
+    peers = Path(config.peers).resolve() if config.peers else None
+    if peers:
+        vllm.check_installed(peers)
+    model = Path(config.model or checkpoint.make(results.ROOT / ".cache" / "llama-82m")).resolve()
+    save = _output(config, whole=len(names) == len(GOALS))
+    of = {"quick": config.quick, "model": model.name, "peers": vllm.version(peers) if peers else None}
+    before = resumed(save, of) if config.resume and save else None
+    if save and find_spec("matplotlib") is None:
+        console.print("there will be no pictures: matplotlib is not installed (make bench installs it)")
 
-        def keep(found: Found) -> None:
-            if save:
-                results.save(save, of | found.as_json())
-                save.with_suffix(".md").write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
-                for name in list(setting.pictures) if find_spec("matplotlib") else ():
-                    setting.pictures.pop(name)(save.with_name(f"{save.stem}-{name}.png"))
+    def keep(found: Found) -> None:
+        if save:
+            results.save(save, of | found.as_json())
+            save.with_suffix(".md").write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
+            for name in list(setting.pictures) if find_spec("matplotlib") else ():
+                setting.pictures.pop(name)(save.with_name(f"{save.stem}-{name}.png"))
 
-        cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
-        neighbours.note(console, cores)
-        with opened(Field(model, cores, peers, QUICK if options.quick else FULL, console)) as setting:
-            found = measure(setting, names, console, keep, before)
-        print("\n".join(found.lines()))
-    except StartError as error:
-        print(error, file=sys.stderr)
-        return 1
+    cores = tuple(sorted(os.sched_getaffinity(0)))[:CORES]
+    neighbours.note(console, cores)
+    with opened(Field(model, cores, peers, QUICK if config.quick else FULL, console)) as setting:
+        found = measure(setting, names, console, keep, before)
+    print("\n".join(found.lines()))
     below = any(row.held is False for row in found.rows)
     return 1 if found.failed or found.broken or (below and not found.quick) else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _output(config: BenchGoalsConfig, *, whole: bool) -> Path | None:
+    """The file to save in: ``--save``, or ``LOCAL`` for a run of all goals that is not a quick one, or none. Raise
+    StartError if ``--resume`` has no file to go on with."""
+    if config.save:
+        return Path(config.save)
+    if whole and not config.quick:
+        LOCAL.parent.mkdir(parents=True, exist_ok=True)
+        return LOCAL
+    if config.resume:
+        raise StartError("cannot go on", "there is no file whose figures to go on with", "name it with --save")
+    return None

@@ -1,0 +1,21 @@
+"""Configuration of ``tandem bench handoff-cost``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config.bench.shared import LONGEST_TOKENS, SaveOption
+from common.config.options import count, option, positional
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchHandoffCostConfig(SaveOption):
+    """``tandem bench handoff-cost``: CPU time that fault detection and verification add to a request."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+    num_prompts: int = option(24, "requests of a run", count(1), "load")
+    max_concurrency: int = option(4, "requests in flight", count(1), "load")
+    random_input_len: int = option(512, "prompt tokens", count(1, LONGEST_TOKENS), "workload")
+    random_output_len: int = option(64, "tokens of an answer", count(1, LONGEST_TOKENS), "workload")

@@ -1,0 +1,18 @@
+"""Configuration of ``tandem bench lent-core``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config.bench.shared import SaveOption
+from common.config.options import count, option, positional
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLentCoreConfig(SaveOption):
+    """``tandem bench lent-core``: engine steps with and without a core lent by an idle worker."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+    repeats: int = option(15, "steps of each kind; the median is shown", count(1), "load")

@@ -1,0 +1,21 @@
+"""Configuration of ``tandem bench quality``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config.bench.shared import SaveOption
+from common.config.options import TEXT, option, positional
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchQualityConfig(SaveOption):
+    """``tandem bench quality``: perplexity and agreement of bfloat16 and int8 with float32."""
+
+    model: str = field(
+        metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
+    )
+    golden: str | None = option(
+        None, "golden set to read, JSON lines with reference answers", TEXT, "evaluation",
+        shown_default="the built-in model's",
+    )  # fmt: skip
