@@ -1,8 +1,7 @@
-"""The built-in model: a small Llama that is served when no other model is named, and all that it was made from.
+"""The built-in model: a small Llama that is served when no other model is named.
 
 ``path()`` is a checkpoint directory like any other (config, bf16 weights, tokenizer, chat template, model card), and
-``draft_path()`` that of its draft for speculative decoding. ``corpus`` generates the text it learnt, ``checks`` judges
-its answers, ``training`` makes the files again from a seed. Only ``training`` may import torch.
+``draft_path()`` that of its draft model for speculative decoding. The code that made them is in ``bench/builtin_model``.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ NAME = "tandem-builtin"
 
 
 def path() -> Path:
-    """The checkpoint directory of the built-in model."""
+    """Return the checkpoint directory of the built-in model."""
     return _HERE / "model"
 
 
 def draft_path() -> Path:
-    """The checkpoint directory of the draft, which shares the tokenizer."""
+    """Return the checkpoint directory of the draft model, which has the same tokenizer."""
     return path() / "draft"

@@ -1,1 +1,2 @@
-"""Files of a checkpoint: what there is, and what they say. Light, since the coordinator reads them, too."""
+"""Owns the reading of checkpoint directories: which files there are and what they contain. Light, since the coordinator
+reads them too; it must not import torch or transformers."""

@@ -1,7 +1,8 @@
-"""What a checkpoint directory holds, found out without torch and without transformers.
+"""Reads a checkpoint directory without torch or transformers, since the coordinator and the launcher open checkpoints
+too.
 
-Light half: the coordinator and the launcher open checkpoints too. Everything that can be refused by looking at
-``config.json`` and the safetensors headers is refused here, in words, before anything slow is imported.
+All that ``config.json`` and the safetensors headers show to be unsupported is refused here with a readable error,
+before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _STATEFUL = (
     "granitemoehybrid",
     "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "xlstm", "minimax",
 )  # fmt: skip
-"""Beginnings of model types whose layers carry a state besides keys and values."""
+"""Prefixes of model types whose layers have a state besides keys and values."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk. ``fingerprint`` is equal for equal configuration and weights, whatever the path and name, and
-    seldom for others: see :func:`fingerprint`."""
+    """A model on disk. ``fingerprint`` identifies configuration and weights, independently of path and name (see
+    :func:`fingerprint`)."""
 
     path: Path
     name: str
@@ -73,14 +74,14 @@ class Checkpoint:
 
     @property
     def position_limit(self) -> int:
-        """The longest context that can be asked for: ``dynamic`` rotary scaling may go beyond the model's own."""
+        """Longest supported context in tokens; with ``dynamic`` rotary scaling it exceeds ``max_position``."""
         rope = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))
         return int(self.max_position * rope.get("factor", 1)) if kind == "dynamic" else self.max_position
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence; generation_config.json wins over config.json."""
+        """Token ids that end a sequence; generation_config.json takes precedence over config.json."""
         for source in (self.generation_config, self.config, self.text_config):
             if (value := source.get("eos_token_id")) is not None:
                 return tuple(value) if isinstance(value, list) else (int(value),)
@@ -88,7 +89,7 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> KvDtype:
-        """Element type of the weights: what the configuration says, else what most tensors are."""
+        """Element type of the weights: that of the configuration, else the most frequent one of the tensors."""
         config = self.config
         named = config.get("dtype") or config.get("torch_dtype") or self.text_config.get("dtype")
         if known := next((dtype for dtype in _DTYPES.values() if dtype == named), None):
@@ -103,7 +104,8 @@ class Checkpoint:
         return sum(path.stat().st_size for path in self.weight_files)
 
     def kv_layers(self) -> tuple[LayerLayout, ...] | None:
-        """The KV shape of each layer as the configuration tells it, or None where only the model itself knows."""
+        """Return the KV shape of each layer from the configuration, or None if the configuration does not determine
+        it."""
         config = self.text_config
         layers = config.get("num_hidden_layers", config.get("n_layer"))
         heads = config.get("num_attention_heads", config.get("n_head"))
@@ -120,7 +122,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-    """The checkpoint in a local directory or of a hub id; StartError says in words what is wrong with it."""
+    """Open the checkpoint in a local directory or of a hub id; raises StartError if it cannot be read or served."""
     directory = Path(model).expanduser()
     path = directory if directory.is_dir() else _download(model, revision)
     config = _read_json(path / "config.json")
@@ -141,7 +143,7 @@ def open_checkpoint(model: str, revision: str | None = None, trust_remote_code: 
 
 
 def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """StartError unless ``config`` is that of a decoder-only causal language model that transformers knows."""
+    """Raise StartError unless ``config`` is of a decoder-only causal language model that transformers supports."""
     kind = str(config.get("model_type", ""))
     architecture = str((config.get("architectures") or [""])[0])
     why = None
@@ -159,7 +161,7 @@ def refuse_unsupported(model: str, config: dict[str, Any], trust_remote_code: bo
 
 
 def _known(architecture: str) -> bool:
-    """Whether transformers maps some model type to this causal language model; read from its source, not imported."""
+    """Return whether transformers has this causal language model; read from its source, since the import is slow."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return True
@@ -177,18 +179,19 @@ def _known(architecture: str) -> bool:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    """The local snapshot of a hub repository; StartError when it is not one, or the hub cannot be reached."""
+    """Return the local snapshot of a hub repository, downloaded if needed; raises StartError if ``model`` is no valid
+    id or cannot be downloaded."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         todo = "check the path, or give a hub id (owner/name)"
         raise StartError(f"cannot open {model}", "there is no such directory", todo)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub import snapshot_download  # half a second, so only when it is needed
+    from huggingface_hub import snapshot_download  # here, since the import takes half a second
 
     try:
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S)
         )
-    except Exception as error:  # its many errors share no base: offline, absent, gated, bad revision
+    except Exception as error:  # its errors (offline, absent, gated, bad revision) have no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(
             f"cannot open {model}",
@@ -210,7 +213,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
-    """The safetensors shards, in order of their names."""
+    """Return the safetensors files, sorted by name; raises StartError if one is missing or there are none."""
     index = _read_json(path / "model.safetensors.index.json")
     if index is not None:
         files = [path / name for name in sorted(set(index.get("weight_map", {}).values()))]
@@ -227,7 +230,8 @@ def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
-    """The raw header of a safetensors file and its tensors; StartError if the file is damaged or cut short."""
+    """Return the raw header of a safetensors file and the header's entries by tensor name; raises StartError if the
+    file is damaged or cut short."""
     with path.open("rb") as file:
         raw = _raw_header(file)
         try:
@@ -252,8 +256,9 @@ def _damaged(path: Path, why: str) -> StartError:
 
 
 def fingerprint(config: dict[str, Any], weights: tuple[Path, ...], revision: str | None = None) -> str:
-    """16 hex digits of a hash over configuration, tensor headers, sizes and a sample of the bytes of each file: what
-    can be had at once. All bytes are hashed by who reads them anyway (:func:`common.model.load.read_weights`)."""
+    """Return 16 hex digits of a hash over configuration, revision, tensor headers, file sizes and a sample of each
+    file's bytes. A sample is fast to read; :func:`common.model.load.read_weights`, which reads all bytes anyway, hashes
+    all of them."""
     digest = hashlib.blake2b(digest_size=8)
     kept = {key: value for key, value in config.items() if key not in _UNHASHED}
     digest.update(json.dumps([kept, revision or ""], sort_keys=True).encode())

@@ -1,4 +1,2 @@
-"""Paged KV: layout, block pool, block tables, prefix index (all pure), and the store that holds the tensors.
-
-Must not know: requests, sockets, schedulers.
-"""
+"""Owns the paged KV cache: layout, block pool, block tables and prefix index (all pure), and the memory of the blocks
+(``storage``). It must not know requests, sockets or schedulers."""

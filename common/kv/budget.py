@@ -1,6 +1,6 @@
-"""How many blocks a pool gets, and how long a request may be.
+"""Sizes the KV pool and the longest request.
 
-Pure, so that a launcher can refuse a hopeless start before torch is imported, by the same rule as the engine.
+Pure, so that the launcher can refuse a start that must fail before it imports torch, by the same rule as the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from common.kv.layout import KvLayout
 
 @dataclass(frozen=True)
 class Budget:
-    """``blocks`` in the pool, the longest request in tokens, and what was chosen automatically, in words."""
+    """Blocks in the pool, the longest request in tokens (prompt plus output), and notes on what was chosen
+    automatically."""
 
     blocks: int
     max_model_len: int
@@ -21,7 +22,7 @@ class Budget:
 
 
 def human_bytes(count: float) -> str:
-    """``count`` bytes as 1.5 GiB."""
+    """Format a number of bytes, such as "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -38,9 +39,10 @@ def fit(
     num_kv_blocks: int | None = None,
     limit: int | None = None,
 ) -> Budget:
-    """Sizes a pool of ``kv_bytes`` (or exactly ``num_kv_blocks``); StartError if one full-length request does not fit.
+    """Size a pool of ``kv_bytes`` bytes, or of exactly ``num_kv_blocks`` blocks.
 
-    ``model_length`` is the model's own context, ``limit`` the longest that may be asked for (default: the same).
+    ``model_length`` is the model's own context in tokens, ``limit`` the longest allowed ``max_model_len`` (default: the
+    model's own). Raises StartError if ``max_model_len`` exceeds it or if one full-length request does not fit.
     """
     blocks = num_kv_blocks or kv_bytes // layout.block_bytes
     limit = limit or model_length

@@ -1,6 +1,7 @@
-"""The KV book-keeping of one worker: pool, prefix index and the tables of all sequences, kept in step.
+"""The KV bookkeeping of one worker: keeps the pool, the prefix index and the block tables of all sequences consistent.
 
-Pure: it moves no bytes. Copies that a change needs (a fork's partial block) are returned for the engine to make.
+Pure: it moves no bytes. The copies that a change needs (the partial block of a fork) are returned for the engine to
+make.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from common.kv.table import BlockTable, packed
 
 
 class BlockCopy(NamedTuple):
-    """Copy block ``source`` over block ``target``, whole."""
+    """A copy to make of the whole block ``source`` over block ``target``."""
 
     source: BlockId
     target: BlockId
@@ -26,8 +27,8 @@ class BlockCopy(NamedTuple):
 class KvCache:
     """Opens, grows, publishes, forks and closes block tables.
 
-    ``model_fingerprint`` and the element type in which the KV was computed (``kv_dtype``, where nobody says another)
-    salt the prefix chain together with each request's ``cache_salt``.
+    The prefix chain is salted with ``model_fingerprint``, the element type in which the KV was computed (``kv_dtype``
+    unless :meth:`open` gets another) and each request's ``cache_salt``.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class KvCache:
         chain: list[ChainKey] | None = None,
         computed_in: KvDtype | None = None,
     ) -> BlockTable:
-        """A table that shares the longest cached prefix of ``tokens``, always leaving the last token to compute.
+        """Open a table that shares the longest cached prefix of ``tokens`` but never their last token, which must be
+        computed to sample.
 
-        ``chain`` holds prefix keys of these tokens from an earlier try, and gets the missing ones. ``computed_in``:
-        the element type of the worker whose KV will be handed over, which is not found for those of another.
+        ``chain`` holds prefix keys of these tokens from an earlier try and gets the missing ones appended.
+        ``computed_in`` is the element type of the worker that will hand its KV over; cached KV that was computed in
+        another type does not match.
         """
         if holder in self.tables:
             raise InvariantBroken(f"{holder} opens a second table")
@@ -75,12 +78,13 @@ class KvCache:
         return table
 
     def grow(self, table: BlockTable, tokens: int) -> None:
-        """Makes room for ``tokens`` tokens in all; OutOfBlocks leaves the table as it was."""
+        """Add blocks until ``tokens`` tokens fit in the table. Raises OutOfBlocks and leaves the table unchanged if the
+        pool has too few."""
         if lacking := table.lacking(tokens):
             table.blocks.extend(self.pool.take(lacking, table.holder))
 
     def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
-        """Makes the full blocks among the first ``computed`` tokens findable for later requests."""
+        """Add the full blocks among the first ``computed`` tokens to the prefix cache."""
         full = computed // self.block_size
         if not self.prefix_caching or full <= table.published:
             return
@@ -89,7 +93,8 @@ class KvCache:
         table.published = full
 
     def fork(self, table: BlockTable, holder: Holder, computed: int) -> tuple[BlockTable, list[BlockCopy]]:
-        """A second table over the same ``computed`` tokens: full blocks shared, a partial last one to be copied."""
+        """Open a second table over the same ``computed`` tokens. Full blocks are shared; the copy of a partial last
+        block is returned for the caller to make. Raises OutOfBlocks."""
         full, partial = divmod(computed, self.block_size)
         fresh = self.pool.take(1 if partial else 0, holder)
         other = BlockTable(holder, self.block_size, table.root)
@@ -101,7 +106,8 @@ class KvCache:
         return other, [BlockCopy(table.blocks[full], fresh[0])] if partial else []
 
     def rename(self, table: BlockTable, holder: Holder) -> None:
-        """The same blocks for another holder: a reservation that becomes a sequence, a sequence kept for a transfer."""
+        """Move a table to another holder, for example when a reservation becomes a sequence, or when the blocks of a
+        finished sequence are kept for a transfer."""
         if holder in self.tables:
             raise InvariantBroken(f"{holder} takes over a table but has one")
         self.pool.share(table.blocks, holder)
@@ -111,16 +117,16 @@ class KvCache:
         self.tables[holder] = table
 
     def close(self, table: BlockTable) -> None:
-        """Drops all blocks, the last first, so that the cache evicts the ends of prefixes before their beginnings."""
+        """Drop all blocks of a table, the last first, so that the cache evicts prefixes from their ends."""
         if self.tables.pop(table.holder, None) is not table:
             raise InvariantBroken(f"{table.holder} closes a table that is not open")
         self.pool.drop(reversed(table.blocks), table.holder)
         table.blocks = packed()
 
     def strays(self) -> int:
-        """How many blocks are held by somebody whose table is closed; always 0."""
+        """Return how many blocks are held by holders without an open table. Anything but 0 is a leak."""
         return self.pool.strays(self.tables)
 
     def leaks(self) -> dict[BlockId, set[Holder]]:
-        """Blocks held by somebody whose table is closed; always ``{}``."""
+        """Return blocks and their holders without an open table. Anything but ``{}`` is a leak."""
         return self.pool.leaks(self.tables)

@@ -1,8 +1,8 @@
-"""Canonical KV bytes from one element type to another, as a receiver places what another type's owner computed.
+"""Converts canonical KV bytes between element types, for hand-offs between workers with different KV dtypes.
 
-Pure numpy, which has no bfloat16: it is the upper half of a float32, so that 16 bits are moved. Into a wider range and
-precision conversion is exact; else it rounds to nearest, ties to even (IEEE 754), and what is too large for the target
-becomes an infinity. A NaN stays one.
+Uses numpy alone, which has no bfloat16: a bfloat16 is the upper half of a float32. Conversion to a type with at least
+the same range and precision is exact; else values are rounded to nearest, ties to even (IEEE 754), and values too large
+for the target become infinite. A NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _BELOW_HALF = np.uint32(0x7FFF)
 
 
 def converted(data: Bytes, source: KvDtype, target: KvDtype) -> Bytes:
-    """``data``, uint8 [elements of ``source``], as uint8 [the same elements in ``target``]; itself if they are one."""
+    """Convert elements of type ``source`` to ``target``; both as flat uint8. Returns ``data`` itself if the types are
+    the same."""
     return data if source == target else _from_float32(_to_float32(data, source), target)
 
 
@@ -35,13 +36,16 @@ def _from_float32(values: npt.NDArray[np.float32], target: KvDtype) -> Bytes:
         return _upper_halves(values.view(np.uint32)).view(np.uint8)
     if target == "float32":
         return values.view(np.uint8)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what they warn of is what is meant
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # overflow to infinity is intended
         return values.astype(target, copy=False).view(np.uint8)
 
 
 def _upper_halves(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
-    """Float32 bit patterns rounded to bfloat16 ones. A carry out of the mantissa raises the exponent, as it should; for
-    a NaN it must not, and the bits that make it one may lie in the lower half, so it gets a bit in the upper."""
+    """Round float32 bit patterns to bfloat16 ones.
+
+    A carry out of the mantissa correctly raises the exponent, except for a NaN. A NaN is truncated instead, with its
+    quiet bit set, since its nonzero mantissa bits may all lie in the lower half.
+    """
     upper = bits >> 16
     rounded = (bits + _BELOW_HALF + (upper & 1)) >> 16
     is_nan = (bits & _MAGNITUDE) > _INFINITY

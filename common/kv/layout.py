@@ -1,9 +1,10 @@
-"""How keys and values lie in a block, in bytes.
+"""The byte layout of keys and values in a block.
 
-Pure. A pool is block-major, ``[block][shard][layer][k, then v]``, each part ``[token in block][kv head][head dim]``. A
-shard holds an equal run of each layer's heads, as one rank of tensor parallelism does; most pools have one. Layers may
-differ in heads and head sizes, and k and v may differ in head size (DeepSeek V3). The canonical form on the wire has
-neither blocks nor shards: ``[layer][k, then v][token][kv head][head dim]``, in the element type of who sends.
+Pure. A pool is block-major: ``[block][shard][layer][k, then v]``, each part ``[token in block][kv head][head dim]``. A
+shard holds an equal, contiguous share of each layer's heads, that of one tensor-parallel rank; most pools have one
+shard. Layers may differ in heads and head sizes, and k and v may differ in head size (DeepSeek V3). The canonical form
+on the wire has neither blocks nor shards: ``[layer][k, then v][token][kv head][head dim]``, in the sender's element
+type.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHAIN_STEP = 16
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Shape of one layer's KV: ``kv_heads`` heads, key size ``k_dim``, value size ``v_dim`` (elements)."""
+    """The KV shape of one layer: ``kv_heads`` heads with ``k_dim`` key and ``v_dim`` value elements each."""
 
     kv_heads: int
     k_dim: int
@@ -35,7 +36,8 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """KV of a whole model: its layers, element type, tokens per block, and in how many shards a block's heads lie."""
+    """The KV layout of a whole model: its layers, element type, tokens per block, and shards per block. Raises
+    ValueError for a combination that is impossible."""
 
     layers: tuple[LayerLayout, ...]
     dtype: KvDtype
@@ -57,7 +59,7 @@ class KvLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
+        """Bytes of one token, over all layers."""
         return self.element_bytes * sum(layer.elements for layer in self.layers)
 
     @property
@@ -71,7 +73,7 @@ class KvLayout:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each layer inside a shard."""
+        """Byte offset of each layer in a shard."""
         offsets, total = [], 0
         for layer in self.layers:
             offsets.append(total)
@@ -79,15 +81,16 @@ class KvLayout:
         return tuple(offsets)
 
     def range_bytes(self, first_layer: int, last_layer: int, tokens: int) -> int:
-        """Canonical bytes of ``tokens`` tokens in layers ``[first_layer, last_layer)``."""
+        """Return the canonical size in bytes of ``tokens`` tokens in layers ``[first_layer, last_layer)``."""
         return tokens * self.element_bytes * sum(layer.elements for layer in self.layers[first_layer:last_layer])
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens."""
+        """Return how many blocks ``tokens`` tokens need."""
         return -(-tokens // self.block_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal exactly when canonical elements mean the same thing: the layers, not in which type or pool they lie."""
+        """A hash of the layer shapes. It is equal if and only if canonical KV can be exchanged, for which element type,
+        block size and shards do not matter."""
         text = "".join(f"|{x.kv_heads},{x.k_dim},{x.v_dim}" for x in self.layers)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

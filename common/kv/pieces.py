@@ -1,7 +1,7 @@
-"""XXH3-64 of bytes that lie in many places, and their copies, in one pass over them: ``pieces.c``.
+"""Computes the XXH3-64 of many pieces of memory, and copies them, in one pass; implemented in ``pieces.c``.
 
-Without its function, which is compiled when the package is installed, callers hash and copy piece by piece. Must not
-know blocks or layers.
+``pieces.c`` is compiled when the package is installed. Without it callers hash and copy piece by piece. Must not know
+blocks or layers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import xxhash
 
 Numbers = npt.NDArray[np.int64]
 INTERFACE = 1
-"""``tandem_pieces_interface`` of ``pieces.c``: raised on both sides when the call changes."""
+"""Version of the C interface, ``tandem_pieces_interface`` of ``pieces.c``; raise both when the call changes."""
 _LEAST_BYTES = 241
-"""Of which XXH3 takes all in the one way that ``pieces.c`` knows."""
+"""``pieces.c`` implements only the variant that XXH3 uses for inputs of at least this size."""
 
 
 @cache
@@ -31,12 +31,12 @@ def _compiled() -> Callable[..., int] | None:
 
 
 def _loaded(paths: Iterable[Path]) -> Callable[..., int] | None:
-    """The function in the first of ``paths`` that is there; None if none is, or it is not what this module calls."""
+    """Load the function from the first of ``paths`` that exists; None if none does or its interface does not match."""
     found = next((path for path in paths if path.exists()), None)
     if found is None or sys.byteorder != "little":
         return None
     try:
-        library = ctypes.CDLL(str(found))  # whose calls release the interpreter lock
+        library = ctypes.CDLL(str(found))  # calls through CDLL release the GIL
         if library.tandem_pieces_interface() != INTERFACE:
             return None
         function = library.tandem_digest
@@ -48,16 +48,17 @@ def _loaded(paths: Iterable[Path]) -> Callable[..., int] | None:
 
 
 def are_compiled() -> bool:
-    """Whether :func:`digest` can be called here."""
+    """Return whether the compiled function is available, which :func:`digest` requires."""
     return _compiled() is not None
 
 
 def digest(sources: Numbers, sizes: Numbers, targets: Numbers | None = None, *, wide: bool = True) -> int:
-    """XXH3-64 (https://xxhash.com) of ``sizes`` bytes at the addresses ``sources`` (int64 [n] both, contiguous),
-    behind one another. Each is copied to its place in ``targets`` as well, if these are given: what is
-    hashed is what is copied, even if somebody changes it meanwhile. ``wide`` allows vectors of 512 bits.
+    """Return the XXH3-64 (https://xxhash.com) of the concatenation of n pieces of memory.
 
-    Nothing here knows whether there is memory at these addresses.
+    ``sources`` are their addresses and ``sizes`` their lengths in bytes, both int64 [n], contiguous. With ``targets``
+    (int64 [n]) each piece is also copied there; the bytes hashed are those copied, even if another process changes the
+    source meanwhile. ``wide`` allows 512-bit vectors. The addresses are not checked: the caller must ensure that they
+    are valid.
     """
     function, total = _compiled(), int(sizes.sum())
     assert function is not None

@@ -1,8 +1,8 @@
-"""Which KV block is held by whom.
+"""The pool of KV blocks, reference-counted by named holders.
 
-Pure. A block has *holders*, not an owner: it is free when nobody holds it, evictable when only ``cache`` does, and
-never given out while anybody else holds it. Tying a block's life to a request's life instead is the most repeated bug
-family of prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313).
+Pure. A block has *holders*, not an owner. It is free when it has no holder, evictable when its only holder is
+``cache``, and is never given out otherwise. Tying a block's life to a request's life instead is a frequent cause of
+bugs in prefill/decode serving (vLLM #32255, #46289; SGLang #35049; TensorRT-LLM #12313).
 
     free ── take ──► held ── last drop ──► free            (or ──► evictable, when ``cache`` still holds it)
     evictable ── share ──► held            evictable ── take, least recently used first ──► held by the taker
@@ -19,7 +19,7 @@ from common.core.ids import CACHE, BlockId, Holder
 
 
 class Generations(Protocol):
-    """A mutable array of one counter per block: a list, or words in shared memory."""
+    """A mutable array with one counter per block: a list, or words in shared memory."""
 
     def __getitem__(self, block: int, /) -> Any: ...
 
@@ -27,7 +27,8 @@ class Generations(Protocol):
 
 
 class PoolCounts(NamedTuple):
-    """Blocks by state; they add up to ``total``. ``held`` wins over ``cached``."""
+    """Number of blocks by state. The states add up to ``total``; a block that is both held and cached counts as
+    ``held``."""
 
     total: int
     free: int
@@ -36,10 +37,11 @@ class PoolCounts(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts of ``total`` blocks by named holders.
+    """The reference counts of ``total`` blocks by named holders.
 
-    ``on_evict`` is told about each block that leaves the cache to be reused, before it is given out. ``generations``
-    counts how often each block was taken: a reader who finds another count than it was told reads another's KV.
+    ``on_evict`` is called with each block that is evicted from the cache, before it is given out again.
+    ``generations`` counts how often each block was taken, so that a remote reader can detect that a block was reused
+    while it read.
     """
 
     def __init__(
@@ -54,19 +56,19 @@ class BlockPool:
         self.on_evict = on_evict or (lambda block: None)
         self.generations: Generations = [0] * total if generations is None else generations
         self.peak = 0
-        """Blocks of this number and higher were never in use."""
-        # the last one freed is the first one taken: its memory is still warm, and tables dropped from their end come
-        # back in rising order, so that runs of neighbours stay together
+        """Lowest block number from which on no block was ever used."""
+        # last freed, first taken: its memory is still in the CPU's caches, and since tables are dropped from their
+        # end, their blocks are taken again in ascending order, so that adjacent blocks stay together
         self._free = [BlockId(i) for i in reversed(range(total))]
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: list[set[Holder]] = [set() for _ in range(total)]
         self._held: Counter[Holder] = Counter()  # blocks per holder, CACHE included
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
-        """Blocks that :meth:`take` could give now."""
+        """Number of blocks that :meth:`take` can give now, by eviction if needed."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -78,22 +80,25 @@ class BlockPool:
         return frozenset(self._holders[block])
 
     def held_by(self, holder: Holder) -> int:
-        """How many blocks ``holder`` holds."""
+        """Return how many blocks ``holder`` holds."""
         return self._held[holder]
 
     def strays(self, live: Container[Holder]) -> int:
-        """Blocks held under names that are neither ``cache`` nor in ``live``: cheap, for a metric."""
+        """Return how many blocks are held by holders that are neither ``cache`` nor in ``live``, counted once per
+        holder. Cheap enough for a metric."""
         return sum([count for holder, count in self._held.items() if holder not in live and holder != CACHE])
 
     def leaks(self, live: Iterable[Holder] = ()) -> dict[BlockId, set[Holder]]:
-        """Blocks with holders other than ``cache`` that are not in ``live``; at quiescence ``{}``."""
+        """Return the blocks with holders that are neither ``cache`` nor in ``live``, and those holders; ``{}`` when
+        nothing leaks."""
         known = {CACHE, *live}
         return {BlockId(i): gone for i, holders in enumerate(self._holders) if (gone := holders - known)}
 
-    # -- changing -----------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     def take(self, count: int, holder: Holder) -> list[BlockId]:
-        """``count`` blocks with undefined contents, held by ``holder`` alone; all or OutOfBlocks."""
+        """Take ``count`` blocks with undefined contents, held only by ``holder``; raises OutOfBlocks and takes none if
+        fewer are available."""
         if holder == CACHE:
             raise InvariantBroken("the cache shares blocks that were computed, it never takes empty ones")
         if count > self.available:
@@ -102,7 +107,7 @@ class BlockPool:
         return [self._take_one(holder) for _ in range(count)]
 
     def share(self, blocks: Iterable[BlockId], holder: Holder) -> None:
-        """Adds ``holder`` to blocks that somebody already holds."""
+        """Add ``holder`` to blocks that already have a holder."""
         for block in blocks:
             holders = self._holders[block]
             if not holders or holder in holders:
@@ -113,7 +118,7 @@ class BlockPool:
             self._rank(block)
 
     def drop(self, blocks: Iterable[BlockId], holder: Holder) -> None:
-        """Removes ``holder``; a block that nobody holds any more is free at once."""
+        """Remove ``holder`` from blocks; a block without holders is free at once."""
         for block in blocks:
             holders = self._holders[block]
             if holder not in holders:
@@ -124,7 +129,7 @@ class BlockPool:
                 del self._held[holder]
             self._rank(block)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _take_one(self, holder: Holder) -> BlockId:
         if self._free:
@@ -143,7 +148,7 @@ class BlockPool:
         return block
 
     def _rank(self, block: BlockId) -> None:
-        """Files the block where its holders put it: nowhere, among the evictable, or among the free."""
+        """Put the block where its holders require: into the free list, the evictable ones, or neither."""
         holders = self._holders[block]
         if not holders:
             self._evictable.pop(block, None)

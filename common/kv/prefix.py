@@ -1,10 +1,10 @@
-"""Which computed blocks hold which prefix of tokens.
+"""The prefix index: maps prefixes of tokens to the computed blocks that hold their KV.
 
-Pure. A prefix is named by a BLAKE2b chain over fixed steps of 16 tokens, keyed with the cache salt, the model's
-fingerprint and the element type in which the KV was computed, wherever it lies now: equal names mean equal tokens up to
-there, for the same user and model, and KV of the same arithmetic. The step does not depend on the block size, so
-workers with different block sizes announce comparable names. A cryptographic hash, because a collision would show one
-user's KV to another.
+Pure. A prefix is identified by a chain of BLAKE2b hashes over fixed steps of 16 tokens. Its root contains the cache
+salt, the model's fingerprint and the element type in which the KV was computed (not the one in which it is stored).
+Equal keys mean equal tokens up to there, for the same user and model, with KV of the same arithmetic. The step does not
+depend on the block size, so workers with different block sizes announce comparable keys. The hash is cryptographic
+because a collision would expose one user's KV to another.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _STEP_BYTES = 4 * CHAIN_STEP
 
 
 def chain_root(cache_salt: str, model_fingerprint: str, computed_in: KvDtype) -> ChainKey:
-    """The key before the first token; its parts are length-prefixed so that none can run into the next."""
+    """Return the key before the first token. Its parts are length-prefixed, so that different parts never give the
+    same bytes."""
     parts = [part.encode("utf-8", "surrogatepass") for part in (cache_salt, model_fingerprint, computed_in)]
     text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
 
 
 def extend_chain(root: ChainKey, chain: list[ChainKey], tokens: Sequence[int]) -> list[ChainKey]:
-    """Appends to ``chain`` the keys of all further full steps of ``tokens`` (the whole sequence) and returns it."""
+    """Append to ``chain`` the keys of all further full steps of ``tokens`` (the whole sequence); return ``chain``."""
     previous = chain[-1] if chain else root
     packed = pack_tokens(tokens[len(chain) * CHAIN_STEP : len(tokens) // CHAIN_STEP * CHAIN_STEP])
     for at in range(0, len(packed), _STEP_BYTES):
@@ -43,8 +44,11 @@ def _next_key(previous: ChainKey, packed: bytes) -> ChainKey:
 
 
 class Chain(Sequence[ChainKey]):
-    """The chain of all full steps of ``packed`` tokens. Keys are made as far as somebody has looked: who compares them
-    with what is cached stops at the first that is not, which for most prompts is the first of all."""
+    """The chain of all full steps of ``packed`` tokens (little-endian uint32).
+
+    Keys are computed on first access: a cache lookup stops at the first unknown key, which for most prompts is the
+    first.
+    """
 
     __slots__ = ("_keys", "_packed", "_root")
 
@@ -66,9 +70,10 @@ class Chain(Sequence[ChainKey]):
 
 
 class PrefixIndex:
-    """Maps the chain key at the end of a full block to the block. The pool's ``cache`` holder holds it, not the index.
+    """Maps the chain key at the end of a full block to the block. The pool's ``cache`` holder keeps the block alive,
+    not the index.
 
-    Changes are collected for announcing to the coordinator (:meth:`take_changes`).
+    Changes are collected for announcements to the coordinator (:meth:`take_changes`).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -83,7 +88,8 @@ class PrefixIndex:
         return len(self._block_of)
 
     def match(self, chain: Sequence[ChainKey], limit_tokens: int) -> list[BlockId]:
-        """The blocks of the longest known prefix, at most ``limit_tokens`` tokens (rounded down to blocks)."""
+        """Return the blocks of the longest known prefix with at most ``limit_tokens`` tokens (rounded down to
+        blocks)."""
         blocks: list[BlockId] = []
         for end in range(self._steps, len(chain) + 1, self._steps):
             block = self._block_of.get(chain[end - 1])
@@ -93,7 +99,7 @@ class PrefixIndex:
         return blocks
 
     def add(self, chain: Sequence[ChainKey], blocks: Sequence[BlockId], first: int, last: int) -> list[BlockId]:
-        """Makes full blocks ``[first, last)`` of a sequence findable; returns those that were not yet known."""
+        """Add full blocks ``[first, last)`` of a sequence to the index; return those whose prefix was not yet known."""
         fresh: list[BlockId] = []
         for index in range(first, last):
             key, block = chain[(index + 1) * self._steps - 1], blocks[index]
@@ -104,14 +110,14 @@ class PrefixIndex:
         return fresh
 
     def forget(self, block: BlockId) -> None:
-        """The pool reuses ``block``."""
+        """Remove ``block``, which the pool evicts."""
         key = self._key_of.pop(block)
         del self._block_of[key]
         self._removed.append(key)
 
     def take_changes(self) -> tuple[list[ChainKey], list[ChainKey]]:
-        """Keys that came and went since the last call, each at most once and in its final state."""
-        if not self._added and not self._removed:  # the usual, and asked after each turn of a worker's loop
+        """Return the keys added and the keys removed since the last call; a key appears once, by its final state."""
+        if not self._added and not self._removed:  # the usual case; called after each turn of a worker's loop
             return [], []
         added = [key for key in dict.fromkeys(self._added) if key in self._block_of]
         removed = [key for key in dict.fromkeys(self._removed) if key not in self._block_of]
@@ -119,5 +125,5 @@ class PrefixIndex:
         return added, removed
 
     def announce_all(self) -> None:
-        """The next :meth:`take_changes` gives every key: somebody listens who knows none."""
+        """Make the next :meth:`take_changes` return every key, for a coordinator that knows none."""
         self._added, self._removed = list(self._block_of), []

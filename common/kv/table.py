@@ -1,7 +1,7 @@
-"""The blocks that cover one sequence's tokens, in order.
+"""The block table of one sequence: the blocks that hold its tokens' KV, in order.
 
-Pure. A table is a list of block ids held by one holder; position ``p`` lies in block ``p // block_size`` at offset
-``p % block_size``. Full blocks may be shared with other tables and the prefix cache, the last partial one never is.
+Pure. A table is a list of block ids held by one holder. Position ``p`` lies in entry ``p // block_size`` at offset
+``p % block_size``. Full blocks may be shared with other tables and the prefix cache; a partial last block never is.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from common.kv.prefix import ChainKey
 
 
 def packed(blocks: Iterable[BlockId] = ()) -> MutableSequence[BlockId]:
-    """``blocks`` as the numbers of C that kernels take. A decode step has the tables of all its streams, after its
-    weights have gone through the caches: a list would have as many objects to find in memory as it has blocks."""
+    """Return ``blocks`` as an array of C ints, which kernels take. A list would cost a cache miss per block: a decode
+    step reads the tables of all streams after its weights have displaced everything else from the CPU's caches."""
     return cast("MutableSequence[BlockId]", array("i", blocks))
 
 
 class BlockTable:
-    """``blocks`` are held by ``holder``; the first ``published`` of them have been offered to the prefix index."""
+    """The block table of one holder. The first ``published`` of ``blocks`` have been offered to the prefix index."""
 
     __slots__ = ("block_size", "blocks", "cached_tokens", "chain", "holder", "published", "root")
 
@@ -31,13 +31,13 @@ class BlockTable:
         self.chain: list[ChainKey] = []
         self.published = 0
         self.cached_tokens = 0
-        """Tokens that came from the prefix cache when the table was opened."""
+        """Tokens found in the prefix cache when the table was opened."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit without another block."""
+        """Tokens that fit into the present blocks."""
         return len(self.blocks) * self.block_size
 
     def lacking(self, tokens: int) -> int:
-        """Blocks to add so that ``tokens`` tokens fit."""
+        """Return how many blocks must be added so that ``tokens`` tokens fit."""
         return max(0, -(-tokens // self.block_size) - len(self.blocks))

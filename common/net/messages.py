@@ -249,8 +249,8 @@ class NameTaken(Message, tag="name_taken"):
 
 
 class Rejoin(Message, tag="rejoin"):
-    """This coordinator does not know the worker, for example after a restart: the worker drops all requests and sends
-    Hello again."""
+    """This coordinator does not know the worker, since it has restarted or has given the worker up. The worker drops
+    all requests and sends Hello again."""
 
 
 class Ping(Message, tag="ask"):

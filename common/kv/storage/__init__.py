@@ -1,1 +1,2 @@
-"""Memory of KV blocks: on the host (light) and as tensors (heavy). Knows blocks, not who holds them."""
+"""Owns the memory of KV blocks, as host memory (light) and as tensors over it (heavy). It must not know which holder
+has which block."""

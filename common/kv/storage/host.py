@@ -1,9 +1,9 @@
-"""The bytes of a paged KV pool in host memory, as a file without a name that other processes may map read-only.
+"""A paged KV pool in host memory, in an anonymous file that other processes may map read-only.
 
-The pool is a sealed memfd: it is gone with its owner even after SIGKILL, and nobody else can get a writable mapping.
-Behind the blocks lies one generation word per block, which a reader in another process checks before and after its
-copy. Reads and writes here are in the canonical form of :mod:`common.kv.layout` and use numpy only, so that a process
-without torch can hold a pool; :mod:`common.kv.storage.tensors` lays torch tensors over the same bytes.
+The file is a sealed memfd: it disappears with its owner, even after SIGKILL, and no other process can map it writable.
+The blocks are followed by one generation word per block, which a reader in another process checks before and after its
+copy. Reads and writes here use the canonical form of :mod:`common.kv.layout` and numpy only, so that a process without
+torch can hold a pool; :mod:`common.kv.storage.tensors` creates torch tensors over the same bytes.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ Table = Sequence[BlockId] | npt.NDArray[np.int64]
 """Block ids in the order of a sequence's tokens."""
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
-# fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's own mapping writable and forbids every later one
+# from fcntl.h; F_SEAL_FUTURE_WRITE keeps the owner's existing mapping writable and forbids later writable ones
 _F_ADD_SEALS, _F_GET_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1034, 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
 def _bytes_of(layout: KvLayout, blocks: int) -> tuple[int, int]:
-    """Offset of the generation words, and the size of the whole file."""
+    """Return the offset of the generation words and the size of the whole file, in bytes."""
     generations = -(-layout.block_bytes * blocks // _PAGE) * _PAGE
     return generations, generations + -(-blocks * 8 // _PAGE) * _PAGE
 
 
 class BlockArray:
-    """Blocks of ``layout`` in ``raw``, uint8 [blocks, block_bytes], read and written in canonical form."""
+    """Blocks of ``layout`` in ``raw`` (uint8 [blocks, block_bytes]), read and written in canonical form."""
 
     def __init__(self, layout: KvLayout, raw: Bytes) -> None:
         self.layout, self.raw = layout, raw
         self._parts: dict[int, tuple[_Part, _Part]] = {}
 
     def read(self, table: Table, tokens: range, layers: range, out: Bytes | None = None) -> Bytes:
-        """Canonical bytes of token positions ``tokens`` of the sequence in ``table``, layers ``layers``; a copy.
-
-        Per layer all keys, then all values. ``out`` is where to put them, if given (exactly that many bytes).
-        """
+        """Return a copy of the canonical bytes of token positions ``tokens`` and ``layers`` of the sequence in
+        ``table``: per layer all keys, then all values. With ``out`` (uint8 of exactly that size) they are written
+        there."""
         size = self.layout.range_bytes(layers.start, layers.stop, len(tokens))
         buffer = np.empty(size, np.uint8) if out is None else out
         rows = _Rows(table, tokens, self.layout.block_size)
@@ -61,24 +60,27 @@ class BlockArray:
         return buffer
 
     def checksum(self, table: Table, tokens: range, layers: range) -> int:
-        """XXH3-64 of the bytes of :meth:`read`; where they lie, if a row is in one place and the function compiled."""
+        """Return the XXH3-64 of the bytes of :meth:`read`. They are hashed in place if ``pieces.c`` is compiled and
+        rows are contiguous (one shard)."""
         if pieces.are_compiled() and self.layout.head_shards == 1 and tokens and layers:
             starts, counts = _runs(tokens, self.layout.block_size)
             return pieces.digest(self._addresses(table, starts, layers), self._sizes(counts, layers))
         return xxhash.xxh3_64_intdigest(self.read(table, tokens, layers).data)
 
     def takes(self, source: BlockArray) -> bool:
-        """Whether :meth:`take` can copy from ``source``: rows are the same bytes there, and in one place on both
-        sides."""
+        """Return whether :meth:`take` can copy from ``source``: the same layers and element type, contiguous rows on
+        both sides (one shard), and ``pieces.c`` compiled."""
         own, other = self.layout, source.layout
         alike = own.layers == other.layers and own.dtype == other.dtype and own.head_shards == other.head_shards == 1
         return alike and pieces.are_compiled()
 
     def take(self, table: Table, tokens: range, layers: range, source: BlockArray, blocks: Table) -> int:
-        """Copies these cells from where they lie in ``source`` to where they belong in ``table``, and returns the
-        XXH3-64 of what has been written, as of :meth:`read`; in one pass. ``blocks`` of ``source`` are those that hold
-        ``tokens``, of which there are some, from the one on in which these begin. IndexError, and nothing is written,
-        where there is no such block or layer."""
+        """Copy ``tokens`` (not empty) and ``layers`` from blocks of ``source`` to their places in ``table``, and return
+        the XXH3-64 of the written bytes in the order of :meth:`read`, in one pass.
+
+        ``blocks`` are the blocks of ``source`` that hold ``tokens``, the first of them being the one in which
+        ``tokens`` begin. Raises IndexError and writes nothing if a block or layer is out of range.
+        """
         if not self.raw.flags.writeable:
             raise ValueError("this pool is somebody else's")
         starts, counts = _runs(tokens, math.gcd(self.layout.block_size, source.layout.block_size))
@@ -88,7 +90,8 @@ class BlockArray:
 
     @cached_property
     def _slabs(self) -> tuple[Numbers, Numbers]:
-        """Of keys, then values, of each layer, in a block without shards: where they begin, and bytes of a row."""
+        """Byte offsets in a block, and bytes per row, of each layer's keys and values: int64 [2 * layers] each, in the
+        order k, v per layer. For one shard only."""
         at, row_bytes = [], []
         for layer, inside in zip(self.layout.layers, self.layout.layer_offsets, strict=True):
             keys, values = (layer.kv_heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
@@ -97,7 +100,8 @@ class BlockArray:
         return np.array(at, np.int64), np.array(row_bytes, np.int64)
 
     def _addresses(self, table: Table, starts: Numbers, layers: range) -> Numbers:
-        """Where token positions ``starts`` lie, in keys, then values, of each layer: [2 * layers * starts]."""
+        """Return the addresses of the rows of token positions ``starts`` in the keys and values of each layer: int64
+        [2 * layers * starts]. Raises IndexError if a layer or block is out of range."""
         size, slabs = self.layout.block_size, slice(2 * layers.start, 2 * layers.stop)
         slab_at, row_bytes = self._slabs
         if not 0 <= layers.start < layers.stop <= len(self.layout.layers):
@@ -110,20 +114,20 @@ class BlockArray:
         return (self.raw.ctypes.data + ids * self.layout.block_bytes + inside).ravel()
 
     def _sizes(self, counts: Numbers, layers: range) -> Numbers:
-        """Bytes of so many rows each, as :meth:`_addresses` has their places."""
+        """Return the bytes of runs of ``counts`` rows, in the order of :meth:`_addresses`."""
         return (self._slabs[1][2 * layers.start : 2 * layers.stop, None] * counts).ravel()
 
     def write(self, table: Table, tokens: range, layers: range, data: Bytes, dtype: KvDtype | None = None) -> None:
-        """The inverse of :meth:`read`: places canonical bytes into the blocks of ``table``. They are elements of
-        ``dtype`` (default: the pool's own) and become the pool's."""
+        """Invert :meth:`read`: write canonical bytes, elements of ``dtype`` (default: the pool's), into the blocks of
+        ``table``. Elements of another type are converted."""
         own = converted(data, dtype or self.layout.dtype, self.layout.dtype)
         rows = _Rows(table, tokens, self.layout.block_size)
         for slab, canonical in self._places(own, rows.tokens, layers):
             rows.copy_in(slab, canonical)
 
     def _places(self, data: Bytes, tokens: int, layers: range) -> Iterator[tuple[Bytes, Bytes]]:
-        """Keys and values of each layer and shard: where they lie in every block, [blocks, block_size, row_bytes], and
-        their rows of canonical ``data``, [tokens, row_bytes]."""
+        """Yield, for the keys and values of each layer and shard, a view of their place in every block ([blocks,
+        block_size, row_bytes]) and of their rows in canonical ``data`` ([tokens, row_bytes])."""
         at = 0
         for index in layers:
             if (parts := self._parts.get(index)) is None:
@@ -135,7 +139,7 @@ class BlockArray:
                     yield slab, whole[:, columns]
 
     def _parts_of(self, index: int) -> tuple[_Part, _Part]:
-        """Keys and values of layer ``index``."""
+        """Return the keys and the values of layer ``index``."""
         layout, layer, inside = self.layout, self.layout.layers[index], self.layout.layer_offsets[index]
         parts = []
         for width in (layer.k_dim, layer.v_dim):
@@ -153,7 +157,7 @@ class BlockArray:
 
 
 def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:
-    """Where ``tokens`` begin in each ``size`` positions, and how many they are there."""
+    """Split ``tokens`` at multiples of ``size``; return the first position and the length of each run."""
     starts = np.arange(tokens.start - tokens.start % size, tokens.stop, size)
     starts[0] = tokens.start
     return starts, np.diff(starts, append=tokens.stop)
@@ -162,7 +166,7 @@ def _runs(tokens: range, size: int) -> tuple[Numbers, Numbers]:
 class KvMemory(BlockArray):
     """``blocks`` blocks of ``layout`` in shared memory; :meth:`attach` maps another process's pool read-only.
 
-    ``raw`` is the block bytes, shape [blocks, block_bytes] uint8; ``generations`` one uint64 word per block.
+    ``raw`` are the bytes of the blocks, uint8 [blocks, block_bytes]; ``generations`` is uint64 [blocks].
     """
 
     def __init__(self, layout: KvLayout, blocks: int) -> None:
@@ -173,8 +177,11 @@ class KvMemory(BlockArray):
 
     @classmethod
     def attach(cls, fd: int, layout: KvLayout, blocks: int) -> KvMemory:
-        """The pool behind a received descriptor (owned from here on), read-only; ValueError if its size is wrong or
-        may still change (who reads beyond a file's end dies of SIGBUS), OSError if it is no memory file."""
+        """Map the pool of a received file descriptor read-only, and own the descriptor from here on.
+
+        Raises ValueError if its size is wrong or may still change (a read beyond the end of the file would be a
+        SIGBUS), OSError if it is no memfd.
+        """
         memory = cls.__new__(cls)
         memory.fd = fd
         try:
@@ -198,32 +205,33 @@ class KvMemory(BlockArray):
 
     @property
     def lost(self) -> bool:
-        """Never: a mapping outlives its owner."""
+        """Whether the pool's memory is gone; never, since a mapping outlives the pool's owner."""
         return False
 
     def generations_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A copy of the generation words of these blocks."""
+        """Return a copy of the generation words of these blocks."""
         return self.generations[ids]
 
     def populate(self, first: int, last: int) -> None:
-        """Has the bytes [first, last) of the pool in memory, as they are: in the middle of a step it would take as
-        long. OSError if there is no memory, or Linux is older than 5.14."""
+        """Pre-fault bytes [first, last) of the pool without changing them, so that a later step has no page faults.
+        Raises OSError if memory is short or Linux is older than 5.14."""
         first -= first % _PAGE
         self._mmap.madvise(_MADV_POPULATE_WRITE, first, last - first)
 
     def close(self) -> None:
-        """Unmaps; views must not be used afterwards."""
+        """Unmap the memory. Views of it must not be used afterwards."""
         del self.raw, self.generations, self._parts
         os.close(self.fd)
         self.fd = -1
         try:
             self._mmap.close()
-        except BufferError:  # a tensor over the pool is still alive; the mapping goes with it
+        except BufferError:  # a tensor over the pool is still alive; it unmaps the memory when it is freed
             pass
 
 
 class _Rows:
-    """A token range of a table: a partial head block, whole blocks, a partial tail block (each may be missing)."""
+    """A token range of a table: a partial head block, whole blocks and a partial tail block, any of which may be
+    missing."""
 
     def __init__(self, table: Table, tokens: range, block_size: int) -> None:
         self.tokens = len(tokens)
@@ -239,9 +247,9 @@ class _Rows:
             if tail := last - whole_last * block_size:
                 self.edges.append((table[whole_last], 0, tail, whole_last * block_size - first))
         self.whole: slice | npt.NDArray[np.intp] | None = None
-        """Blocks that are whole in it; neighbours, which are copied as one, as a slice."""
+        """The whole blocks; as a slice, which is one copy, if they are adjacent."""
         self.inner = slice(whole_first * block_size - first, whole_last * block_size - first)
-        """Their rows in the canonical range."""
+        """The rows of the whole blocks in the canonical range."""
         if whole_first < whole_last:
             whole = table[whole_first:whole_last]
             blocks: list[int] = whole.tolist() if isinstance(whole, np.ndarray) else [*whole]
@@ -262,8 +270,8 @@ class _Rows:
 
 
 class _Part(NamedTuple):
-    """Keys or values of one layer: bytes of a canonical row, and for each shard where it lies in every block,
-    [blocks, block_size, its row bytes], and its columns of a row."""
+    """The keys or the values of one layer: bytes of a canonical row, and per shard a view of its place in every block
+    ([blocks, block_size, bytes of its row]) and its columns of a canonical row."""
 
     row_bytes: int
     shards: tuple[tuple[Bytes, slice], ...]

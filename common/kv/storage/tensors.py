@@ -1,7 +1,7 @@
 """Torch tensors over the shared bytes of a KV pool.
 
-The views cover the block-major layout of :mod:`common.kv.layout` in place: nothing is copied or touched at start, so
-pages of blocks that were never used cost no memory. Must not know which block belongs to whom.
+They are views of the block-major layout of :mod:`common.kv.layout`: nothing is copied or touched at start, so pages of
+blocks that were never used cost no memory. Must not know the holders of blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class KvStore:
-    """Keys and values of every layer as strided views, [blocks, block_size, kv_heads, dim] each. Of a pool in several
-    shards it is one of them, and ``kv_heads`` the heads in it."""
+    """Keys and values of every layer as strided views [blocks, block_size, kv_heads, dim], in the pool's element type.
+    In a pool with several shards they cover shard ``shard``, and ``kv_heads`` counts the heads in it."""
 
     def __init__(self, memory: KvMemory, shard: int = 0) -> None:
         self.memory = memory
@@ -33,19 +33,19 @@ class KvStore:
         self._native = [native_layer(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
+        """Return the keys of ``layer``, [blocks, block_size, kv_heads, k_dim]."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of ``layer``, [blocks, block_size, kv_heads, v_dim]."""
+        """Return the values of ``layer``, [blocks, block_size, kv_heads, v_dim]."""
         return self._v[layer]
 
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Stores the rows of one step: ``key`` [T, kv_heads, k_dim], ``value`` [T, kv_heads, v_dim].
+        """Store the rows of one step: ``key`` [T, kv_heads, k_dim] and ``value`` [T, kv_heads, v_dim].
 
-        ``slots`` are the block id and the offset in the block of each row, both int64 [T].
+        ``slots`` are the block id and the offset in the block of each row, int64 [T] both.
         """
         library = cpu.library()
         if library is None or not (
@@ -60,35 +60,37 @@ class KvStore:
         )  # fmt: skip
 
     def _lies_as_here(self, rows: torch.Tensor, part: torch.Tensor) -> bool:
-        """Whether each row of ``rows`` [T, kv_heads, dim] is one run of the pool's elements."""
+        """Return whether each row of ``rows`` [T, kv_heads, dim] has the memory layout and type of a row of ``part``,
+        as the native store requires."""
         return rows.dtype == self.dtype and rows.stride()[1:] == part.stride()[2:]
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim] each."""
+        """Return copies of the keys and values of whole ``blocks`` (int64 [n]), [n * block_size, kv_heads, dim]
+        each."""
         return (
             self._k[layer].index_select(0, blocks).flatten(0, 1),
             self._v[layer].index_select(0, blocks).flatten(0, 1),
         )
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copies whole blocks, all layers, in the order given."""
+        """Copy whole blocks, all layers, in the order given."""
         for source, target in copies:
             self._bytes[target].copy_(self._bytes[source])
 
     def close(self) -> None:
-        """Drops the views, so that the memory can be unmapped, and closes it."""
+        """Drop the views, so that the memory can be unmapped, and close it."""
         self._k, self._v = [], []
         del self._bytes
         self.memory.close()
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Zeroes whole blocks."""
+        """Zero whole blocks."""
         for block in blocks:
             self._bytes[block].zero_()
 
 
 def native_layer(keys: torch.Tensor, values: torch.Tensor) -> cpu.Layer:
-    """What C must know of one layer's ``keys`` and ``values`` [blocks, block_size, kv_heads, dim]."""
+    """Describe one layer's ``keys`` and ``values`` ([blocks, block_size, kv_heads, dim]) for the native kernels."""
     return cpu.Layer(
         keys=keys.data_ptr(),
         values=values.data_ptr(),
@@ -105,7 +107,7 @@ def native_layer(keys: torch.Tensor, values: torch.Tensor) -> cpu.Layer:
 def _views(
     flat: torch.Tensor, layout: KvLayout, blocks: int, shard: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Key and value views of each layer of ``shard`` over ``flat``, all elements of the pool."""
+    """Return key and value views of each layer of ``shard`` over ``flat``, which has all elements of the pool."""
     stride = layout.block_bytes // layout.element_bytes
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
