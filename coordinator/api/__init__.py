@@ -1,1 +1,2 @@
-"""The OpenAI interface: what a body means, and what an answer looks like. Knows no connection and no worker."""
+"""The OpenAI API: validates request bodies and encodes responses. Must not know connections, or how a request is placed
+on workers."""

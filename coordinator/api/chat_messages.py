@@ -1,7 +1,7 @@
-"""The ``messages`` of a chat: validated, and in the plain form that chat templates expect.
+"""The ``messages`` of a chat request: validates them and converts them to the plain form that chat templates expect.
 
-Text parts are joined, tool-call arguments become objects, null is absent. Nothing is fetched and nothing but text is
-taken: images, audio and files are refused in words.
+Text parts are joined, tool-call arguments are parsed to objects, and null counts as absent. No URL is fetched. Only
+text is accepted: images, audio and files are refused.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from coordinator.requests.spec import Json
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 14
 MAX_ENTRIES = 1 << 14
-"""Text parts and tool calls of all messages together."""
+"""Maximum number of text parts and tool calls of all messages together."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def parse_messages(
     fields: Fields, budget: JsonBudget, check_chars: Callable[[int, str], None] | None = None
 ) -> list[Json]:
-    """The field ``messages``, at least one. ``budget`` counts the values of tool calls' arguments, and ``check_chars``
-    refuses these if they have too many characters together, before any of them is parsed."""
+    """Return the messages in the field ``messages``; RequestError unless there is at least one and all are valid.
+
+    ``budget`` counts the JSON values in the arguments of tool calls. ``check_chars`` is called with the total number of
+    characters of these arguments before any of them is parsed, and raises if there are too many."""
     items = fields.array("messages", MAX_MESSAGES)
     if items is None:
         fields.missing("messages")
@@ -38,13 +40,13 @@ def parse_messages(
 
 
 def _entries(item: object) -> int:
-    """How many text parts and tool calls there are to read, before any is."""
+    """Count the text parts and tool calls of an unvalidated message."""
     lists = (item.get("content"), item.get("tool_calls")) if isinstance(item, dict) else ()
     return sum(len(entries) for entries in lists if isinstance(entries, list))
 
 
 def _arguments(item: object) -> Iterator[str]:
-    """The arguments of the tool calls in a message, whatever else there may be."""
+    """Yield the tool-call arguments of an unvalidated message."""
     calls = item.get("tool_calls") if isinstance(item, dict) else None
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None

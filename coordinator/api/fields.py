@@ -1,7 +1,8 @@
-"""Reading a JSON body by hand: every wrong thing becomes an OpenAI-shaped error that names the field.
+"""Parsing and validation of JSON bodies. Every error is OpenAI-shaped and names the field.
 
-Owns the bytes-to-object step (strict UTF-8, no NaN, no duplicate keys, bounded nesting) and typed getters. A field that
-is null counts as absent. Knows no endpoint. Fields that nobody asked for are remembered as ignored.
+Owns the step from bytes to objects (strict UTF-8, no NaN, no duplicate keys, bounded nesting) and typed getters. A
+field that is null counts as absent. Fields that no getter has read are reported as ignored. Must not know the
+endpoints.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a strin
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17
 MAX_STRINGS = 1 << 17
-"""Arrays and objects, and strings (keys among them), in all JSON of one request. Eight megabytes have room for
-millions, which would take hundreds of megabytes, and seconds in which the parser holds the interpreter lock."""
+"""Maximum number of arrays and objects, and of strings including keys, in all JSON of one request. A body of eight
+megabytes could have millions of them, which would take hundreds of megabytes once parsed, and seconds during which the
+parser holds the interpreter lock."""
 _MARKS = b'"[{'
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
 _STRING = re.compile(rb'"[^"]*+"?')
@@ -30,12 +32,12 @@ INT64 = 1 << 63
 
 
 def refuse(message: str, param: str | None = None, code: str = "invalid_value") -> NoReturn:
-    """RequestError 400."""
+    """Raise RequestError 400."""
     raise RequestError(message, param=param, code=code)
 
 
 def kind_of(value: object) -> str:
-    """How an error message calls the type of ``value``."""
+    """Return the name of the type of ``value`` for error messages, with an article."""
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
@@ -51,11 +53,11 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> Json:
 
 
 def _keys(value: Json | list[object], left: int, param: str | None = None) -> int:
-    """How many keys there are in ``value``, at all depths; RequestError if these are more than ``left``."""
+    """Count the keys in ``value`` at all depths. Raises RequestError if it is nested deeper than ``left`` levels."""
     if left == 0:
         refuse(f"The JSON {param or 'body'} is nested deeper than {MAX_DEPTH} levels.", param, "invalid_json")
     items, keys = (value, 0) if isinstance(value, list) else (value.values(), len(value))
-    if {dict, list} & set(map(type, items)):  # long lists of numbers are passed at C's speed
+    if {dict, list} & set(map(type, items)):  # skips long lists of scalars without a Python loop
         for item in items:
             if isinstance(item, dict | list):
                 keys += _keys(item, left - 1, param)
@@ -63,27 +65,30 @@ def _keys(value: Json | list[object], left: int, param: str | None = None) -> in
 
 
 class JsonBudget:
-    """The arrays, objects and strings that the JSON of one request may have: its body and, in strings of the body, the
-    arguments of tool calls."""
+    """Limits the arrays, objects and strings in all JSON of one request: its body, and the arguments of tool calls,
+    which are JSON inside strings of the body.
+
+    Counts quotation marks and brackets in the bytes, so that a body over the limit is refused before it is parsed."""
 
     __slots__ = ("_containers", "_marks", "_short", "_strings")
 
     def __init__(self) -> None:
         self._containers = self._strings = 0
         self._marks = bytearray()
-        """Quotation marks and brackets that are not in ``_containers`` yet: some brackets may be in strings."""
+        """Quotation marks and opening brackets not yet added to ``_containers``. Brackets inside strings do not count;
+        the strings are only removed when the total with these marks would exceed the limit."""
         self._short = False
 
     def spend_body(self, body: bytes) -> None:
-        """Count the values of ``body``, without parsing anything; RequestError if they are too many."""
-        self._short = len(body) <= MAX_CONTAINERS  # each value takes a byte, also in what a string of the body holds
+        """Count the values of ``body`` without parsing it. Raises RequestError if there are too many."""
+        self._short = len(body) <= MAX_CONTAINERS  # each value takes at least a byte, also inside a string
         self.spend(body)
 
     def spend(self, text: bytes, param: str | None = None) -> None:
-        """Count the values of the JSON ``text`` at ``param``, as those of the body."""
+        """Add the values of the JSON ``text`` at ``param``. Raises RequestError if there are too many."""
         if self._short:
             return
-        if b"\\" in text:  # without escapes every quotation mark begins or ends a string
+        if b"\\" in text:  # remove escaped quotation marks, so that each remaining one begins or ends a string
             text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
         marks = text.translate(None, _NO_MARKS)
         self._strings += marks.count(b'"') // 2
@@ -99,19 +104,20 @@ class JsonBudget:
 
 
 def parse_json(body: bytes, budget: JsonBudget | None = None) -> Json:
-    """The JSON object in ``body``, whose values ``budget`` counts; RequestError 400 for everything else that could be
-    there."""
+    """Return the JSON object in ``body`` and count its values in ``budget``. Raises RequestError 400 if ``body`` is not
+    valid JSON or not an object."""
     if not body.strip():
         refuse("The request body is empty; a JSON object is expected.", None, "invalid_json")
     (budget or JsonBudget()).spend_body(body)
     try:
         value = msgspec.json.decode(body)  # refuses NaN, lone surrogates, bad UTF-8 and numbers beyond float64
-        # each member has a colon: as many as there are keys, and no key was there twice; more may be in strings
+        # each member has a colon. No more colons than keys: no key was dropped as a duplicate. Colons in strings may
+        # raise the count too, so that case is parsed again with a check for duplicates
         if not isinstance(value, dict) or body.count(b":") > _keys(value, MAX_DEPTH):
             value = json.loads(body.decode(), object_pairs_hook=_no_duplicates)
     except RequestError:
         raise
-    except UnicodeDecodeError:  # its position is that in one string
+    except UnicodeDecodeError:  # the position in the error is relative to one string, so it is not shown
         refuse("The request body is not valid JSON: it is not UTF-8.", None, "invalid_json")
     except (msgspec.DecodeError, ValueError) as error:
         refuse(f"The request body is not valid JSON: {error}.", None, "invalid_json")
@@ -123,9 +129,10 @@ def parse_json(body: bytes, budget: JsonBudget | None = None) -> Json:
 
 
 def parse_arguments(text: str, param: str, budget: JsonBudget) -> Json:
-    """The JSON object in ``text``, a string of the client's at ``param``, as strictly as a body, with whose values
-    ``budget`` counts its own; of a key that is there twice the last value counts, as models write such arguments.
-    RequestError 400 for everything else."""
+    """Return the JSON object in ``text``, the tool-call arguments at ``param``, and add its values to ``budget``.
+
+    As strict as :func:`parse_json`, except that the last value of a duplicate key wins, because models write such
+    arguments. Raises RequestError 400 if ``text`` is not a JSON object."""
     encoded = text.encode()
     budget.spend(encoded, param)
     try:
@@ -149,18 +156,18 @@ class Fields:
         return f"{self._path}.{name}" if self._path else name
 
     def ignored(self) -> list[str]:
-        """Names of present fields that nobody read."""
+        """Return the names of present fields that no getter has read."""
         return [name for name, value in self._values.items() if value is not None and name not in self._read]
 
     def skip(self, *names: str) -> None:
-        """Fields that are known and need no action."""
+        """Mark fields as known although they have no effect, so that they are not reported as ignored."""
         self._read.update(names)
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def raw(self, name: str) -> object:
-        """The value as it is, None if absent."""
+        """Return the unchecked value, None if absent."""
         self._read.add(name)
         return self._values.get(name)
 
@@ -191,12 +198,12 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer in [low, high]; 3.0 is one, true is not."""
+        """Return an integer in [low, high], None if absent. 3.0 is accepted, true is not."""
         value = self.raw(name)
         return None if value is None else checked_integer(value, self.at(name), low, high)
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """A number in [low, high]."""
+        """Return a number in [low, high], None if absent."""
         value = self.raw(name)
         return None if value is None else checked_number(value, self.at(name), low, high)
 
@@ -213,7 +220,7 @@ class Fields:
         return value
 
     def nested(self, name: str) -> Fields | None:
-        """A nested object, to be read field by field."""
+        """Return the fields of a nested object, None if absent."""
         value = self.mapping(name)
         return None if value is None else Fields(value, self.at(name))
 
@@ -239,7 +246,7 @@ def wrong_type(param: str, wanted: str, value: object) -> NoReturn:
 
 
 def checked_integer(value: object, param: str, low: int, high: int) -> int:
-    """``value`` as an integer in [low, high]; RequestError otherwise."""
+    """Return ``value`` as an integer in [low, high]. Raises RequestError if it is not one."""
     if isinstance(value, float) and value.is_integer() and abs(value) < INT64:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -251,7 +258,7 @@ def checked_integer(value: object, param: str, low: int, high: int) -> int:
 
 
 def checked_number(value: object, param: str, low: float, high: float) -> float:
-    """``value`` as a float in [low, high]; RequestError otherwise."""
+    """Return ``value`` as a float in [low, high]. Raises RequestError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(param, "a number", value)
     if not (low <= value <= high) or not math.isfinite(value):

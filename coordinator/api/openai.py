@@ -1,7 +1,7 @@
-"""The bodies of the OpenAI endpoints: every field validated, nothing computed.
+"""Request bodies of the OpenAI endpoints: validates every field and converts JSON to frozen dataclasses.
 
-Owns limits, defaults that do not depend on the model, and the words of refusals. Turns JSON into frozen dataclasses;
-what depends on the model (vocabulary, sampling defaults) is :mod:`coordinator.api.service`'s.
+Owns the limits, the defaults that do not depend on the model, and the error messages. Checks that depend on the model
+(vocabulary, sampling defaults, context length) are in :mod:`coordinator.api.service`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 4096
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
-"""vLLM takes all above 0; there logits leave the range of float32 before the penalty means anything."""
+"""vLLM accepts any value above 0. Outside of these bounds logits overflow float32 before the penalty is useful."""
 MAX_TOKEN_ID = (1 << 32) - 1
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
@@ -45,7 +45,8 @@ _STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choi
 def parse_chat(
     body: Json, budget: JsonBudget | None = None, check_chars: Callable[[int, str], None] | None = None
 ) -> ChatBody:
-    """The body of POST /v1/chat/completions; ``budget`` and ``check_chars`` as :func:`parse_messages` takes them."""
+    """Parse the body of POST /v1/chat/completions. ``budget`` and ``check_chars`` are passed to :func:`parse_messages`.
+    Raises RequestError."""
     fields = Fields(body)
     _refuse_unsupported(fields)
     wants = fields.boolean("logprobs", False)
@@ -128,7 +129,8 @@ def _template_kwargs(fields: Fields) -> Json:
 
 
 def parse_completion(body: Json, context_length: int = MAX_TOKENS) -> CompletionBody:
-    """The body of POST /v1/completions; token ids beyond ``context_length`` are refused unread."""
+    """Parse the body of POST /v1/completions. Raises RequestError, also for a prompt of more token ids than
+    ``context_length``."""
     fields = Fields(body)
     _refuse_unsupported(fields)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -172,7 +174,8 @@ def _prompts(fields: Fields, context_length: int) -> list[str | list[int]]:
 
 
 def token_ids(value: list[object], param: str, limit: int) -> list[int]:
-    """``value`` as token ids (their upper bound is the vocabulary's, checked elsewhere)."""
+    """Return ``value`` as token ids, at least one and at most ``limit``; RequestError otherwise. The vocabulary size is
+    checked by :mod:`coordinator.api.service`."""
     if not value:
         refuse(f"{param!r} is empty: a prompt needs at least one token.", param)
     if len(value) > limit:
@@ -180,11 +183,11 @@ def token_ids(value: list[object], param: str, limit: int) -> list[int]:
         refuse(text, param, "context_length_exceeded")
     try:
         return msgspec.convert(value, _TokenIds)
-    except msgspec.ValidationError:  # by hand: 3.0 is an integer too, and the error names the entry
+    except msgspec.ValidationError:  # the slow path accepts 3.0, and its error names the entry
         return [checked_integer(item, f"{param}[{index}]", 0, MAX_TOKEN_ID) for index, item in enumerate(value)]
 
 
-# -- what both have ---------------------------------------------------------------------------------------------------
+# -- fields of both endpoints -----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -246,7 +249,7 @@ def _sampling(fields: Fields, logprobs: int | None, max_tokens: int | None) -> S
         refuse(f"'min_tokens' ({min_tokens}) is above 'max_tokens' ({max_tokens}).", "min_tokens")
     return Sampling(
         temperature=fields.number("temperature", 0, 2),
-        top_p=None if top_p is None else max(top_p, 1e-9),  # 0 means: only the most likely token
+        top_p=None if top_p is None else max(top_p, 1e-9),  # 0 means greedy: only the most likely token
         top_k=None if top_k is None else max(top_k, 0),
         min_p=fields.number("min_p", 0, 1),
         repetition_penalty=fields.number("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),

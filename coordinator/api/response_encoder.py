@@ -1,7 +1,7 @@
-"""From tokens to the bytes of OpenAI's responses.
+"""Encodes tokens as OpenAI responses.
 
-Owns :class:`Choice` (the text side of one stream of tokens) and the two shapes of answers, chat and text completion,
-each as a whole and in chunks. Chunks are assembled from prepared bytes: this is the cost of every token.
+Owns :class:`Choice` (the text of one stream of tokens) and the two response shapes, chat and text completion, each as a
+whole body and as stream chunks. Chunks are assembled from prepared bytes, because this code runs for every token.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from coordinator.text.tokenizer import StopStrings, StopWindow, TextModel
 
 encode = msgspec.json.Encoder().encode
 _FLOOR = -9999.0
-"""JSON has no minus infinity."""
+"""Lower bound of the log-probabilities sent, because JSON has no minus infinity. The value is OpenAI's."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """One token as the client sees it; ``text`` may be empty."""
+    """One token of a response. ``text`` is what it adds to the visible text and may be empty."""
 
     text: str
     token: int
@@ -33,7 +33,7 @@ class Piece:
 
 
 class Choice:
-    """The text of one choice as it grows: incremental decoding, stop strings, what has been said."""
+    """The state of one choice: incremental detokenization, stop strings, and the text and token ids so far."""
 
     __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_window", "finish_reason", "ids", "index", "logprobs",
                  "prompt", "sent_chars", "text")  # fmt: skip
@@ -48,12 +48,14 @@ class Choice:
         self.ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: dict[str, bytearray] = {}
-        """Arrays of a whole answer by name: the JSON of their elements behind an opening bracket."""
+        """Log-probability arrays of a whole answer by name. Each is an opening bracket and the encoded elements, each
+        followed by a comma."""
         self.sent_chars = 0
         self.finish_reason: str | None = None
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], finish: FinishReason) -> Iterator[Piece]:
-        """One :class:`Piece` per token, up to the one that ends the choice; ``finish`` is the last one's."""
+        """Yield one :class:`Piece` per token, up to the token that ends the choice. ``finish`` belongs to the last
+        id."""
         last = len(ids) - 1
         for at, token in enumerate(ids):
             ends = at == last and finish is not FinishReason.RUNNING
@@ -77,19 +79,21 @@ class Choice:
         return self.finish_reason is not None
 
     def keep_logprobs(self, shown: Json) -> None:
-        """Append the elements of each array of ``shown``. A whole answer may have tens of megabytes of them: encoded
-        with each token they hold nobody up, as they would at its end, and take a fraction of the memory."""
+        """Append the elements of each array of ``shown``, encoded as JSON.
+
+        A whole answer may have tens of megabytes of them. Encoding them per token does not block the event loop, as
+        encoding them at the end would, and takes a fraction of the memory."""
         for name, elements in shown.items():
             self.logprobs.setdefault(name, bytearray(b"[")).extend(encode(elements)[1:-1] + b",")
 
     def take_logprobs(self, name: str) -> msgspec.Raw:
-        """An array that was kept, which is given away."""
+        """Remove and return a kept array as JSON."""
         array = self.logprobs.pop(name, bytearray(b"[,"))
         array[-1:] = b"]"
         return msgspec.Raw(array)
 
     def _advance(self, token: int, stop_token: bool, ends: bool) -> tuple[str, bool]:
-        """The text that may be shown with ``token``, and whether a stop string is complete."""
+        """Return the text that may be sent after ``token``, and whether a stop string is complete."""
         text = "" if stop_token and not self._include_stop else self._detokenizer.push(token)
         if ends:
             text += self._detokenizer.finish()
@@ -116,7 +120,7 @@ def _shown(text: TextModel, token: int) -> tuple[str, bytes]:
 
 
 def chat_logprob(text: TextModel, token: int, logprobs: Logprobs) -> Json:
-    """OpenAI's ChatCompletionTokenLogprob."""
+    """Return one of OpenAI's ChatCompletionTokenLogprob objects."""
     top = [
         _entry(text, other, value) for other, value in zip(unpack_tokens(logprobs.top_ids), logprobs.top, strict=False)
     ]
@@ -129,7 +133,7 @@ def _entry(text: TextModel, token: int, logprob: float) -> Json:
 
 
 def completion_logprobs(text: TextModel, pieces: Sequence[Piece], offset: int) -> Json:
-    """OpenAI's log-probabilities of text completions; ``offset`` counts the characters before."""
+    """Return OpenAI's ``logprobs`` object of text completions. ``offset``: number of characters before ``pieces``."""
     tokens: list[str] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
@@ -174,7 +178,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every body of one answer begins with."""
+    """The members with which every body and chunk of one response begins."""
 
     id: str
     created: int
@@ -192,27 +196,28 @@ class Head:
 
 
 class Shape(Protocol):
-    """How one kind of answer looks."""
+    """The encoder of one kind of response. Chunks are complete server-sent events. ``extra``: members to add."""
 
     def keep_logprobs(self, choice: Choice, piece: Piece) -> None:
-        """Encodes those of one token for :meth:`whole`."""
+        """Encode and keep the log-probabilities of one token for :meth:`whole`."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        """The body of a response that does not stream. Takes the log-probabilities that were kept."""
+        """Return the body of a non-streaming response. Consumes the kept log-probabilities."""
 
     def chunk(self, choice: Choice, piece: Piece, usage: Usage | None) -> bytes:
-        """The chunk of one token, ready for the wire; ``usage`` if it is wanted continuously."""
+        """Return the chunk of one token, with ``usage`` if the client requested continuous usage."""
 
     def end(self, choice: Choice, usage: Usage | None, extra: Json) -> bytes:
-        """The chunk with the finish reason of a choice."""
+        """Return the chunk with the finish reason of a choice."""
 
     def usage(self, usage: Usage, extra: Json) -> bytes:
-        """The chunk without choices."""
+        """Return the final chunk with the usage and without choices."""
 
 
 @dataclass(slots=True)
 class _Chunks:
-    """The parts of chunks that never change."""
+    """The constant parts of the chunks of one response. ``usage_null``: whether chunks without usage have it as
+    null."""
 
     kind: str
     head: Head
@@ -235,7 +240,7 @@ class _Chunks:
 
 
 class ChatShape:
-    """POST /v1/chat/completions."""
+    """The shape of POST /v1/chat/completions."""
 
     def __init__(self, head: Head, options: Options, text: TextModel) -> None:
         self._head, self._options, self._text = head, options, text
@@ -298,7 +303,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """POST /v1/completions. ``echoes`` is the prompt text per choice when ``echo`` is set."""
+    """The shape of POST /v1/completions. ``echoes``: the prompt text per choice if ``echo`` is set, else empty."""
 
     def __init__(self, head: Head, options: Options, text: TextModel, echoes: Sequence[str]) -> None:
         self._head, self._options, self._text, self._echoes = head, options, text, echoes

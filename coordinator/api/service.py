@@ -1,7 +1,7 @@
-"""The model that is served: its name, its text side, its limits and its sampling defaults.
+"""The served model: its name, its tokenizer and chat template, its limits and its sampling defaults.
 
-Turns validated bodies into what workers need: token ids and :class:`~common.core.request.SamplingParams`. What cannot
-fit the context is refused before any work; other texts become tokens in :mod:`coordinator.text.lanes`.
+Turns validated bodies into token ids and :class:`~common.core.request.SamplingParams` for workers. A text that cannot
+fit the context is refused before any work. Long texts are tokenized in :mod:`coordinator.text.lanes`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ T = TypeVar("T")
 
 INLINE_BYTES = 32_768
 MAX_COUNTED_TOKENS = 1 << 20
-"""POST /tokenize goes on beyond the context length up to so many tokens."""
+"""Tokens that POST /tokenize returns at most, unless the context length is more."""
 _ID_BYTES = 6
-"""About what a token id takes in JSON, with its comma."""
+"""Approximate bytes of a token id in JSON, with its comma."""
 _CHAR_BYTES = 4
-"""The most bytes of a character in UTF-8."""
+"""Maximum bytes of a character in UTF-8."""
 MOST_TEMPLATED = 12 << 20
-"""The most characters that a chat template may make of a chat, or one and a half times the bytes of the largest body,
-whichever is more: a context may have room for hundreds of megabytes of white space."""
+"""Maximum characters of a rendered chat template, or one and a half times ``--max-body-bytes`` if that is more. The
+context length alone is no sufficient limit: a long context has room for hundreds of megabytes of white space."""
 MOST_LOGPROB_BYTES = 128 << 20
-"""Bound of the log-probabilities of a whole answer, which stay in memory until it is sent."""
+"""Maximum bytes of the log-probabilities of a non-streaming answer, which stay in memory until it is sent."""
 _LOGPROB_BYTES = {"messages": 110, "prompt": 50}
-"""About what one of them takes in JSON, with its token, at most for ordinary ones; by what the prompt is called."""
+"""Approximate bytes in JSON of one log-probability with its token, an upper estimate for ordinary tokens. By the name
+of the prompt field: chat responses have more per entry than completions."""
 _FALLBACK = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
 @functools.cache
 def product_version() -> str:
-    """The installed version of Tandem. Half a millisecond to find out, which every answer tells."""
+    """Return the installed version of Tandem, "0" if it is not installed. Cached, because every response contains it
+    and the look-up takes half a millisecond."""
     try:
         return version("tandem")
     except PackageNotFoundError:
@@ -60,7 +62,7 @@ def product_version() -> str:
 
 
 class ServedModel:
-    """One model behind one name."""
+    """One served model and its name. Raises StartError if the configured context is longer than the model's."""
 
     def __init__(self, checkpoint: Checkpoint, config: CoordinatorConfig, workers: Registry) -> None:
         self.checkpoint, self.workers = checkpoint, workers
@@ -85,7 +87,7 @@ class ServedModel:
         self._lanes.close()
 
     def check_name(self, wanted: str | None) -> None:
-        """RequestError 404 unless ``wanted`` is this model (or absent)."""
+        """Raise RequestError 404 unless ``wanted`` is this model's name or None."""
         if wanted is not None and wanted != self.name:
             raise RequestError(
                 f"The model {wanted[:128]!r} does not exist; this server has {self.name!r}.",
@@ -96,22 +98,22 @@ class ServedModel:
 
     @property
     def system_fingerprint(self) -> str:
-        """What tells answers apart that the same request may get: version, checkpoint, settings, and what loading made
-        of the weights (quantisation, element types), which workers know."""
+        """OpenAI's ``system_fingerprint``: it changes when the same request and seed may get a different answer. Covers
+        the version, the checkpoint, the settings, and the quantization and element types that workers report."""
         loaded = sorted({(hello.fingerprint, hello.dtype) for hello in self.workers.hellos()})
         digest = hashlib.blake2b(f"{self._settings}{loaded}".encode(), digest_size=3).hexdigest()
         return f"tandem-{product_version()}-{self.checkpoint.fingerprint[:8]}-{digest}"
 
     @property
     def context_length(self) -> int:
-        """The longest prompt plus output, as the least capable worker knows it."""
+        """Maximum tokens of prompt and output together: the minimum over all workers."""
         return min((hello.max_model_len for hello in self.workers.hellos()), default=self._limit)
 
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def chat_text(self, body: ChatBody) -> ChatText:
-        """The templated chat; RequestError if it cannot fit the context: before it is templated, or as soon as the
-        template makes too much of it."""
+        """Render the chat template. Raises RequestError if the messages cannot fit the context, before rendering if
+        they are too long themselves, else as soon as the rendered text is too long."""
         self.check_chars(_size([body.messages, body.tools, body.template_kwargs]), "messages")
         most = min(self._most_chars, self._most_templated)
         try:
@@ -124,16 +126,16 @@ class ServedModel:
         return chat
 
     async def chat_prompt(self, chat: ChatText) -> list[int]:
-        """Token ids of a templated chat."""
+        """Return the token ids of a rendered chat."""
         return await self._tokens(self.text.chat_slices(chat), len(chat.text), self.context_length, "messages")
 
     async def text_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Token ids of completion prompts; ids are taken as they are, after a look at the vocabulary."""
+        """Return the token ids of completion prompts. Prompts given as ids are only checked against the vocabulary."""
         self.check_prompts(prompts)
         return [await self._text_prompt(prompt) for prompt in prompts]
 
     def check_prompts(self, prompts: Sequence[str | list[int]]) -> None:
-        """RequestError unless each of ``prompts`` may fit the context and the vocabulary."""
+        """Raise RequestError if one of ``prompts`` cannot fit the context or has ids outside the vocabulary."""
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_chars(len(prompt), "prompt")
@@ -141,8 +143,10 @@ class ServedModel:
                 self._outside("prompt", max(prompt))
 
     def check_repeats(self, body: CompletionBody, prompts: Sequence[str | list[int]]) -> None:
-        """RequestError if ``prompts`` of ``body`` that the answer repeats, once for each choice, have more bytes
-        than a request body may have. Of prompts that are text only what ``echo`` repeats is known."""
+        """Raise RequestError if the answer would repeat more bytes of ``prompts`` than a request body may have. Each
+        choice repeats them: as text with ``echo``, as ids with ``return_token_ids``.
+
+        The ids of text prompts are not known yet and not counted; call again with the tokenized prompts."""
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -157,7 +161,8 @@ class ServedModel:
             refuse(f"{text} {self._most_repeated:,} in all are allowed (--max-body-bytes).", "n")
 
     def check_detokenized(self, tokens: Sequence[int]) -> None:
-        """RequestError if ``tokens`` are outside the vocabulary, or have more bytes as text than a request body may."""
+        """Raise RequestError if ``tokens`` are outside the vocabulary, or if their text has more bytes than a request
+        body may have."""
         if tokens and max(tokens) >= self.checkpoint.vocab_size:
             refuse(f"Token id {max(tokens)} is outside the vocabulary.", "tokens")
         if len(tokens) * self.text.chars_per_token * _CHAR_BYTES <= self._most_repeated:
@@ -176,7 +181,7 @@ class ServedModel:
         return ids
 
     async def counted(self, prompt: str | ChatText, add_special_tokens: bool = True) -> list[int]:
-        """Token ids for POST /tokenize, which may be more than the context length."""
+        """Return the token ids for POST /tokenize, which may be more than the context length."""
         most = max(self.context_length, MAX_COUNTED_TOKENS)
         if isinstance(prompt, ChatText):
             return await self._tokens(self.text.chat_slices(prompt), len(prompt.text), most, "messages")
@@ -184,11 +189,14 @@ class ServedModel:
         return await self._tokens(slices, len(prompt), most, "prompt")
 
     async def _tokens(self, slices: Iterator[list[int]], chars: int, most: int, param: str) -> list[int]:
-        """All ids of ``slices``, of a text of ``chars`` characters; RequestError as soon as they are more than
-        ``most``. Each slice of a long text is a step of its own, and none is begun when the client has left."""
+        """Return all ids of ``slices``, the slices of a text of ``chars`` characters. Raises RequestError as soon as
+        there are more than ``most`` ids.
+
+        Each slice of a long text is one step in a lane, so that no further slice is tokenized after the client has
+        disconnected."""
         if chars <= SLICE_CHARS:
             return await self.run(chars, lambda: list(chain.from_iterable(slices)))
-        lane, ids = self._lanes.of(chars), array("I")  # four bytes each: a list of as many integers has 36
+        lane, ids = self._lanes.of(chars), array("I")  # 4 bytes per id instead of 36 in a list
         with lane.admitted(chars):
             while (part := await lane.step(lambda: next(slices, None), SLICE_CHARS)) is not None:
                 ids.extend(part)
@@ -198,25 +206,26 @@ class ServedModel:
         return ids.tolist()
 
     async def prefix_chains(self, packed: bytes, cache_salt: str) -> Chains:
-        """The prefix keys under which the KV of ``packed`` tokens is cached, by the element type in which it was
-        computed: of every type that a worker has."""
+        """Return the prefix-cache keys of the ``packed`` tokens, one chain for each KV element type in use by a
+        worker."""
         hellos = self.workers.hellos()
         roots = {hello.dtype: chain_root(cache_salt, hello.fingerprint, hello.dtype) for hello in hellos}
         chains = {dtype: Chain(root, packed) for dtype, root in roots.items()}
-        if len(packed) * len(chains) > INLINE_BYTES:  # whoever looks for the last key would hold everybody up
+        if len(packed) * len(chains) > INLINE_BYTES:  # computing them later would block the event loop
             await self.in_lane(len(packed) // 4, lambda: [list(chain) for chain in chains.values()])
         return chains
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters or tokens, in a lane if they are many."""
+        """Run ``work`` on ``size`` characters or tokens, in a lane if ``size`` is large, else in the event loop."""
         return work() if size < LONG else await self.in_lane(size, work)
 
     async def in_lane(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters or tokens, as one step; RequestError 429 if too much waits already."""
+        """Run ``work`` on ``size`` characters or tokens as one step of a lane. Raises RequestError 429 if it is
+        full."""
         return await self._lanes.of(size).only_step(size, work)
 
     async def in_body_lane(self, body: bytes, work: Callable[[], T]) -> T:
-        """``work`` on a request body, as one step; RequestError 429 before any if too much waits already."""
+        """Run ``work`` on a request body as one step of a lane. Raises RequestError 429 if the lane is full."""
         return await self._lanes.of_body(len(body)).only_step(cost(body), work)
 
     # -- sampling -------------------------------------------------------------------------------------------------
@@ -224,9 +233,11 @@ class ServedModel:
     def sampling(
         self, options: Options, prompt_tokens: int, prompt_field: str, most_output: int | None, choices: int
     ) -> SamplingParams:
-        """Sampling for one prompt of a request for ``choices`` in all; RequestError when prompt and output do not fit
-        the context, or the log-probabilities not the memory. Who sets no limit gets what fits, at most ``most_output``
-        per choice."""
+        """Return the sampling parameters for one prompt of a request with ``choices`` choices over all its prompts.
+
+        Without ``max_tokens`` the output is limited to what fits the context, and to ``most_output`` tokens per choice.
+        Raises RequestError if prompt and output do not fit the context, a token id is outside the vocabulary, or a
+        non-streaming answer could have more than MOST_LOGPROB_BYTES of log-probabilities."""
         asked = options.sampling
         if asked.logprobs is None or options.stream:
             max_tokens = self._max_tokens(asked, prompt_tokens, prompt_field, most_output)
@@ -274,7 +285,7 @@ class ServedModel:
         raise _too_long(f"{head} and {wanted} more are asked for. At most {room} output tokens fit.", "max_tokens")
 
     def check_chars(self, chars: int, param: str) -> None:
-        """RequestError if a text of ``chars`` characters cannot fit the context, whatever they are."""
+        """Raise RequestError if no text of ``chars`` characters can fit the context."""
         most = self._most_chars
         if chars > most:
             head = f"This model's maximum context length is {self.context_length} tokens, at most {most} characters"
@@ -282,7 +293,7 @@ class ServedModel:
 
     @property
     def _most_chars(self) -> int:
-        """The most characters that may fit the context, whatever they are."""
+        """Maximum characters of any text that fits the context."""
         return self.context_length * self.text.chars_per_token
 
     def _check_ids(self, asked: Sampling) -> None:
@@ -304,7 +315,7 @@ def _too_long(message: str, param: str) -> RequestError:
 
 
 def _size(value: object) -> int:
-    """About how many characters ``value`` would have as text: those of its strings and keys, and one for all else."""
+    """Estimate the characters of ``value`` as text: those of its strings and keys, and one for each other value."""
     size, left = 0, [value]
     while left:
         item = left.pop()
@@ -321,7 +332,7 @@ def _size(value: object) -> int:
 
 
 def _defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """Sampling defaults of the checkpoint's generation_config.json, where they are numbers."""
+    """Return the sampling defaults: the numbers in the checkpoint's generation_config.json, else _FALLBACK."""
     given = checkpoint.generation_config
     known = {name: given[name] for name in _FALLBACK if isinstance(given.get(name), int | float)}
     return _FALLBACK | known
