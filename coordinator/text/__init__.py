@@ -1,2 +1,2 @@
-"""Text to tokens and back: tokenizer, chat template, control tokens, and the lanes in which that work runs. Knows no
-worker."""
+"""Conversion of text to tokens and back: tokenizer, chat templates, control tokens, and the threads in which that work
+runs. Must not know workers or connections."""

@@ -1,9 +1,9 @@
-"""Chat templates: messages to prompt text, in the dialect of transformers, without importing it.
+"""Chat templates: renders messages to prompt text as transformers does, without importing it.
 
-``transformers.utils.chat_template_utils`` costs 0.7 s of imports for fifty lines of jinja2 environment; these are those
-lines: the same sandbox, filters, globals and loop controls. A template sees the client's strings as they are, and the
-prompt is character for character what transformers makes of them; beyond that each character knows whether the template
-wrote it (:mod:`coordinator.text.traced`), so that no string of a client, at any depth, can become a control token.
+Rebuilds the jinja2 environment of ``transformers.utils.chat_template_utils`` (sandbox, filters, globals, loop
+controls), because importing that module takes 0.7 s. The rendered text equals that of transformers, character for
+character. In addition, each character is marked with its origin, template or client (:mod:`coordinator.text.traced`),
+so that no string of a client, however deeply nested, can become a control token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from coordinator.text.traced import Traced, join, join_with, origins, written
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant text for training; here it is transparent."""
+    """Accepts ``{% generation %}``, which marks assistant text for training, and renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -45,7 +45,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Compiles every string constant of a template to one that knows that the template wrote it."""
+    """Compiles every string constant of a template to a :class:`Traced` string of the template's origin."""
 
     environment: _Environment
 
@@ -73,7 +73,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """``str.format``, counted by the budget of the rendering."""
+    """``str.format`` with its output charged to the render budget."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         render_budget.before_field(format_spec)
@@ -83,7 +83,7 @@ class _Formatter(SandboxedFormatter):
 
 
 def _concat(parts: Iterable[str]) -> Traced:
-    """All ``parts`` in one; TooMuchText as soon as they are longer than a text may be."""
+    """Join ``parts``. Raises TooMuchText as soon as they exceed the longest allowed text."""
     budget = render_budget.current.get()
     kept, chars = list[str](), 0
     for part in parts:
@@ -96,14 +96,15 @@ def _concat(parts: Iterable[str]) -> Traced:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Of one template. What it makes of strings is counted by the budget of the rendering."""
+    """The jinja2 environment of one template. String operations are charged to the current render budget and keep the
+    origins of characters."""
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset("+*%")
     concat = staticmethod(_concat)
 
     def __init__(self) -> None:
-        # not optimized: the optimizer folds lists and objects of strings into one constant
+        # not optimized: the optimizer would fold lists and objects of strings into one constant without origins
         extensions = [_Generation, jinja2.ext.loopcontrols]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         self.literals: list[Traced] = []
@@ -113,7 +114,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime}
 
     def literal(self, text: str) -> str:
-        """Python for the template's own ``text``."""
+        """Return a Python expression for ``text``, a constant of the template."""
         self.literals.append(written(text))
         return f"environment.literals[{len(self.literals) - 1}]"
 
@@ -128,7 +129,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja2's ``str.format``, of a text of the template's own with the origins of all that it joins."""
+        """Return jinja2's sandboxed ``str.format``. For a format string that is all the template's own, the result
+        keeps the origins of its parts."""
         plain = super().wrap_str_format(value)
         if plain is None:
             return None
@@ -176,7 +178,7 @@ def _tojson(
 
 @jinja2.pass_eval_context
 def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
-    """jinja2's, with a separator that keeps the origins of what it joins."""
+    """jinja2's ``join`` filter, keeping origins."""
     separator = str(d)
     if attribute is not None:
         value = map(jinja2.filters.make_attrgetter(context.environment, attribute), value)
@@ -215,7 +217,8 @@ def _format(value: str, *args: Any, **kwargs: Any) -> str:
 
 
 def _safe(value: str) -> str:
-    """jinja2's; nothing is escaped here, and so the template's own text may stay as it is."""
+    """jinja2's ``safe`` filter. Traced text is returned unchanged: nothing is escaped here, and Markup would lose its
+    origins."""
     return value if isinstance(value, Traced) else jinja2.filters.do_mark_safe(value)
 
 
@@ -224,7 +227,8 @@ def _strftime(layout: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template. ``special`` are the names templates know (``bos_token`` ...)."""
+    """One compiled template. ``special``: texts of special tokens by the names that templates use (``bos_token`` ...).
+    Raises StartError if ``source`` does not compile."""
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
         try:
@@ -246,8 +250,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         most: int = sys.maxsize,
     ) -> Traced:
-        """The prompt; RequestError 400 when the template refuses the messages, TooMuchText when it makes a text of
-        more than ``most`` characters."""
+        """Render the prompt. Raises RequestError 400 if the template fails on the messages, TooMuchText if it would
+        make a text of more than ``most`` characters."""
         end = f"CONTINUE{secrets.token_hex(16)}" if continue_final_message else ""
         budget = render_budget.current.set(RenderBudget(most + len(end)))
         try:
@@ -263,7 +267,7 @@ class ChatTemplate:
             )
         except TooMuchText:
             raise
-        except Exception as error:  # a template is a program of the model's author: it may fail in any way
+        except Exception as error:  # a template is a program by the model's author and may raise anything
             reason = str(error)[:500] or type(error).__name__
             raise RequestError(
                 f"The chat template refuses these messages: {reason}", param="messages", code="invalid_messages"
@@ -274,7 +278,8 @@ class ChatTemplate:
         return _cut_at(prompt, end) if end else prompt
 
     def _prepare(self, messages: list[Json], end: str) -> list[Json]:
-        """With roles, which are the server's words, in the template's own hand, and ``end`` behind the last content."""
+        """Copy ``messages``, append ``end`` to the last content, and mark roles as the template's: they are validated
+        words of the server and may be part of a control token."""
         plain = [{**message, "role": written(self._role(message))} for message in messages]
         if end:
             plain[-1]["content"] = f"{plain[-1]['content']}{end}"
@@ -286,7 +291,7 @@ class ChatTemplate:
 
 
 def _cut_at(text: Traced, end: str) -> Traced:
-    """``text`` up to the last ``end``, which no client can know."""
+    """Return ``text`` up to the last ``end``, a random marker that no client can guess."""
     at = text.rfind(end)
     if at < 0:
         raise RequestError(
@@ -296,7 +301,8 @@ def _cut_at(text: Traced, end: str) -> Traced:
 
 
 def pick_template(candidates: Any) -> str | None:
-    """The template of ``tokenizer_config.json``: a string, or a list of named ones of which ``default`` counts."""
+    """Return the template in ``tokenizer_config.json``: a string, or the one named ``default`` in a list. None if there
+    is none."""
     if isinstance(candidates, str):
         return candidates
     if isinstance(candidates, list):

@@ -1,8 +1,9 @@
-"""Control tokens that no client can spell.
+"""Protection of control tokens: a client cannot insert them into a prompt by spelling them.
 
-Owns a second tokenizer, equal to the first but for the spelling of its control tokens: in it each has a name that was
-drawn at random when the process started. The text of a control token is ordinary text to it. What a chat template wrote
-itself is spelled anew before it is tokenized, all in one piece, so that the ids are those of the first tokenizer.
+Owns a second tokenizer, a copy of the model's in which each control token is renamed to a secret name drawn at random
+when the process starts. To this tokenizer the original spelling of a control token is ordinary text. Before
+tokenization, control tokens that the chat template wrote are replaced by their secret names in the rendered prompt. The
+whole prompt is then tokenized in one piece, so that the ids equal those of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from tokenizers import AddedToken, Tokenizer
 from coordinator.text.traced import Traced, origins
 
 _LETTERS = "bcdfghjklmnpqrstvwxyz"
-"""Lower-case and of one byte, which every normalizer leaves alone."""
+"""Lower-case ASCII letters, which no normalizer changes."""
 _SECRET_LETTERS = 24
 _NUMBER_LETTERS = 4
 _CONTROL_SHAPES = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
-"""Added tokens of this shape steer the model also where its authors did not mark them as special (DeepSeek's roles);
-llama.cpp's converter goes by the same rule."""
+"""Added tokens of this shape are control tokens even if they are not marked as special, as DeepSeek's role tokens.
+llama.cpp's converter applies the same rule."""
 
 
 def control_tokens(tokenizer: Tokenizer, declared: Collection[str] = ()) -> list[str]:
-    """Texts of all added tokens that steer the model and must not come from a client's string: those that are marked as
-    special, those ``declared`` elsewhere (:mod:`coordinator.text.token_names`), and those of _CONTROL_SHAPES."""
+    """Return the texts of all control tokens, which must not come from a client's string: the added tokens that are
+    marked as special, are ``declared`` elsewhere (:mod:`coordinator.text.token_names`), or match _CONTROL_SHAPES."""
     added: Mapping[int, AddedToken] = tokenizer.get_added_tokens_decoder()
     texts = {token.content: token.special or token.content in declared for token in added.values()}
     return [text for text, special in texts.items() if text and (special or _CONTROL_SHAPES.fullmatch(text))]
 
 
 class ControlTokens:
-    """The second tokenizer, and the way to spell for it. ``texts`` are those of the control tokens."""
+    """The tokenizer with renamed control tokens, and the replacement of control tokens in a prompt. ``texts``: the
+    original spellings of the control tokens."""
 
     def __init__(self, tokenizer: Tokenizer, declared: Collection[str] = ()) -> None:
         self.texts = control_tokens(tokenizer, declared)
@@ -52,7 +54,8 @@ class ControlTokens:
         self.longest_name = _SECRET_LETTERS + _NUMBER_LETTERS
 
     def spell(self, text: Traced) -> str:
-        """``text`` with each control token that the template wrote under its secret name, and no other."""
+        """Return ``text`` with each control token written by the template replaced by its secret name. Characters of a
+        client are never part of a replaced token."""
         if self._pattern is None:
             return str.__str__(text)
         parts: list[str] = []
@@ -66,7 +69,7 @@ class ControlTokens:
 
 
 def _runs(own: bytes) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of all that the template wrote."""
+    """Yield the (start, end) ranges that the template wrote."""
     start = own.find(b"\1")
     while start >= 0:
         end = own.find(b"\0", start)
@@ -84,22 +87,23 @@ def _number(value: int) -> str:
 
 
 def _is_letter(text: str) -> bool:
-    """Whether ``text`` is a single character of ordinary text, as a full stop that ends sequences."""
+    """Return whether ``text`` is a single ordinary character. Some models end sequences with a full stop, for
+    example."""
     return len(text) == 1 and (text.isprintable() or text.isspace())
 
 
 def _is_known(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether ``tokenizer`` has tokens for ``text``, a character, that are not lost and not unknown."""
+    """Return whether ``tokenizer`` can encode the character ``text`` without losing it or making it unknown."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return text in tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """``tokenizer`` with tokens called by ``names`` wherever it looks them up, under the ids that they have."""
+    """Return a copy of ``tokenizer`` in which the tokens in ``names`` have new texts and keep their ids."""
     if not names:
         return tokenizer
     settings = json.loads(tokenizer.to_str())
-    settings["post_processor"] = None  # what it adds around a text is not for chats, and it knows tokens by name
+    settings["post_processor"] = None  # it refers to tokens by name, and chats need no tokens around the text
     for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model: dict[str, Any] = settings["model"]

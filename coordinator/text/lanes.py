@@ -1,11 +1,11 @@
-"""Threads for work on texts, so that the event loop goes on: one for short texts, one for bodies of ordinary size, one
+"""Lanes: single threads that do text work off the event loop. One for short texts, one for bodies of ordinary size, one
 for everything long.
 
-A lane is a thread that does one step at a time. The lanes for short texts and for bodies take the smallest that waits
-and the one that has waited longest in turn, so that small work does not wait for a queue of larger work, and nothing
-waits for ever; they count what waits by size, so that texts of one size do not fill the lane for those of another. The
-lane for long texts takes steps in the order in which they were asked for. Work of several steps leaves the lane after
-each of them, and for good when its client has left. The number of texts in a lane and their size are bounded.
+A lane does one step at a time. The lanes for short texts and for bodies alternate between the smallest waiting step and
+the oldest, so that small work does not wait for a queue of larger work and nothing starves. Their capacity is counted
+per size class, so that texts of one size cannot fill the lane for those of another. The lane for long texts is
+first-in, first-out. Work of several steps queues again after each step, and its remaining steps are dropped when its
+client disconnects. The number of texts in a lane and their total size are bounded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from coordinator.text.slices import SLICE_CHARS
 T = TypeVar("T")
 
 _ASSUMED_S, _ASSUMED_CHARS = 0.1, 100_000
-"""What a lane that has done nothing yet is taken to have done, and in which time."""
+"""Initial throughput estimate of a lane: so many characters in so many seconds."""
 _FORGOTTEN = 0.05
-"""The share of earlier steps that each step takes the place of, in what a lane is known to do in which time."""
+"""Decay per step of the throughput estimate (exponential smoothing)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A lane holds at most ``texts`` texts of ``chars`` characters together. A lane that is empty takes any text.
-    ``by_size``: so much for each class of sizes, from one power of two to the next."""
+    """The capacity of a lane: at most ``texts`` texts of ``chars`` characters together. An empty lane accepts a text of
+    any size. ``by_size``: the capacity applies to each size class separately; classes are powers of two."""
 
     texts: int
     chars: int
@@ -46,27 +46,29 @@ class Bounds:
 
 
 SHORT = Bounds(texts=256, chars=4 << 20, by_size=True)
-"""Of the lane for texts of up to :data:`~coordinator.text.slices.SLICE_CHARS` characters, which are one step each."""
+"""Capacity of the lane for texts of up to :data:`~coordinator.text.slices.SLICE_CHARS` characters, one step each."""
 BODIES = Bounds(texts=256, chars=16 << 20, by_size=True)
-"""Of the lane that parses and templates bodies of up to LARGE_BYTES. Its characters are those of :func:`cost`."""
+"""Capacity of the lane that parses and templates bodies of up to LARGE_BYTES. Its characters are in units of
+:func:`cost`."""
 LONG = Bounds(texts=64, chars=16 << 20)
 LARGE_BYTES = 256 << 10
-"""Bodies up to here do not wait for larger ones."""
+"""Maximum bytes of a body for the lane for bodies. Larger ones go to the lane for long texts."""
 INLINE_BYTES = 16 << 10
 INLINE_OBJECTS = 16
 INLINE_VALUES = 1024
 INLINE_LEVELS = 16 << 10
-"""Bodies of up to so many bytes, objects, values, and levels by which all values together may be indented, are parsed,
-checked and templated in the event loop: in about 1 ms at most."""
+"""Bodies within all four limits are parsed, checked and templated in the event loop, which takes about 1 ms at most.
+INLINE_LEVELS limits the sum over all values of their indentation depth, as a template may indent each by its depth."""
 OBJECT_COST = 50
-"""A message, tool, content part or array takes as long as so many characters."""
+"""Cost of a message, tool, content part or array, in characters."""
 _HIDDEN = re.compile(rb"\\u00(?:2[cC]|[57][bB])")
-"""A comma or bracket in a string of JSON that does not look like one: arguments of tool calls are JSON, too."""
+"""An escaped comma or bracket in a JSON string. Tool-call arguments are JSON inside a string, so these would escape the
+counts of :func:`is_small`."""
 
 
 def is_small(body: bytes) -> bool:
-    """Whether ``body`` is little enough work for the event loop, even if the chat template prints each value on a line
-    of its own, indented by its depth."""
+    """Return whether ``body`` is little enough work for the event loop, even if the chat template prints each value on
+    its own line, indented by its depth."""
     if len(body) > INLINE_BYTES or (objects := body.count(b"{")) > INLINE_OBJECTS or _HIDDEN.search(body):
         return False
     containers = objects + body.count(b"[")
@@ -75,13 +77,13 @@ def is_small(body: bytes) -> bool:
 
 
 def cost(body: bytes) -> int:
-    """About how much work it is to parse, check and template ``body``, in characters. Of a large one its length: what
-    that may be has bounds of its own."""
+    """Estimate the work to parse, check and template ``body``, in characters. For bodies above LARGE_BYTES this is
+    their length alone, because the lane for long texts has limits of its own."""
     return len(body) + (OBJECT_COST * (body.count(b"{") + body.count(b"[")) if len(body) <= LARGE_BYTES else 0)
 
 
 class _Step(NamedTuple):
-    """A step in the queue of a lane."""
+    """A step that waits in a lane. ``size``: characters, tokens or bytes."""
 
     size: int
     work: Callable[[], object]
@@ -89,29 +91,29 @@ class _Step(NamedTuple):
 
 
 class Lane:
-    """One thread and what waits for it."""
+    """One thread and its queue of steps."""
 
     def __init__(self, name: str, bounds: Bounds) -> None:
         self._bounds = bounds
         self._texts, self._chars = Counter[int](), Counter[int]()
-        """By class of sizes."""
+        """Texts in the lane and their characters, by size class."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"text-{name}", initializer=threads.compute)
         self._lock = Lock()
         self._waiting: dict[int, _Step] = {}
-        """By number, the oldest first."""
+        """Waiting steps by number, oldest first."""
         self._numbers = count()
         self._oldest_next = True
         self._busy_s, self._done_chars = _ASSUMED_S, float(_ASSUMED_CHARS)
-        """Seconds and characters of the last steps, smoothed."""
+        """Smoothed seconds and characters of the last steps. Their ratio predicts the wait for ``Retry-After``."""
 
     @property
     def texts(self) -> int:
-        """How many texts there are in the lane."""
+        """Number of texts in the lane."""
         return self._texts.total()
 
     @property
     def chars(self) -> int:
-        """Characters of all texts in the lane together."""
+        """Total characters of the texts in the lane."""
         return self._chars.total()
 
     def close(self) -> None:
@@ -121,7 +123,8 @@ class Lane:
 
     @contextlib.contextmanager
     def admitted(self, chars: int) -> Iterator[None]:
-        """Counts a text of ``chars`` characters, tokens or bytes; RequestError 429 if the lane has too many."""
+        """Count a text of ``chars`` characters, tokens or bytes until exit. Raises RequestError 429 if the lane is
+        full."""
         bounds, held = self._bounds, self._class(chars)
         texts, size = self._texts[held], self._chars[held]
         if texts >= bounds.texts or (texts and size + chars > bounds.chars):
@@ -139,8 +142,8 @@ class Lane:
         return max(0, chars - 1).bit_length() if self._bounds.by_size else 0
 
     async def step(self, work: Callable[[], T], size: int) -> T:
-        """``work`` of ``size`` in the thread, when its turn has come. Cancelled before its turn, it is not done; what
-        runs is finished."""
+        """Run ``work`` of ``size`` in the lane's thread and return its result. If cancelled while it waits, it does not
+        run; once it runs, it runs to its end."""
         number, result = next(self._numbers), Future[T]()
         with self._lock:
             self._waiting[number] = _Step(size, work, result)
@@ -150,10 +153,10 @@ class Lane:
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
-            del result  # as of step in _next
+            del result  # breaks a reference cycle, as in _next
 
     def _next(self) -> None:
-        """One step, in the thread: called once for each that was asked for."""
+        """Run one waiting step, in the thread. Called once for each submitted step."""
         step = self._pop()
         if step is None or not step.result.set_running_or_notify_cancel():
             return
@@ -167,10 +170,11 @@ class Lane:
         finally:
             self._busy_s += time.monotonic() - began - _FORGOTTEN * self._busy_s
             self._done_chars += step.size - _FORGOTTEN * self._done_chars
-            del step  # an error's traceback has this frame: a cycle would keep the text until it is collected
+            del step  # the traceback of an error refers to this frame; the cycle would keep the text until a collection
 
     def _pop(self) -> _Step | None:
-        """The step that has waited longest; by size, in turn with the smallest one. None if none waits."""
+        """Remove and return the next step: the oldest, or with ``by_size`` alternately the smallest and the oldest.
+        None if no step waits."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -181,13 +185,14 @@ class Lane:
             )
 
     async def only_step(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on ``size`` characters, tokens or bytes as its only step; RequestError 429 if the lane is full."""
+        """Run ``work`` on ``size`` characters, tokens or bytes as a single step. Raises RequestError 429 if the lane is
+        full."""
         with self.admitted(size):
             return await self.step(work, size)
 
 
 class Lanes:
-    """The lanes of one coordinator."""
+    """The three lanes of a coordinator."""
 
     def __init__(self) -> None:
         self._short, self._bodies, self._long = Lane("short", SHORT), Lane("bodies", BODIES), Lane("long", LONG)
@@ -197,9 +202,9 @@ class Lanes:
             lane.close()
 
     def of(self, chars: int) -> Lane:
-        """The lane for a text of ``chars`` characters or tokens."""
+        """Return the lane for a text of ``chars`` characters or tokens."""
         return self._short if chars <= SLICE_CHARS else self._long
 
     def of_body(self, size: int) -> Lane:
-        """The lane for a JSON body of ``size`` bytes, to be parsed and templated, as a step of its :func:`cost`."""
+        """Return the lane that parses and templates a JSON body of ``size`` bytes, as a step of size :func:`cost`."""
         return self._bodies if size <= LARGE_BYTES else self._long

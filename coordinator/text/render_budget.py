@@ -1,7 +1,8 @@
-"""Bounds on the text that a chat template may make of one request, checked before each text is made.
+"""Limits on the text that rendering a chat template may create, checked before each operation creates it.
 
-A template is the operator's and trusted; the strings, numbers and nesting that it prints are a client's. An operation
-that can make much of little (JSON with an indent, ``"x" * n``, ``replace``) asks the budget of the rendering first.
+The template comes from the operator and is trusted, but the strings, numbers and nesting that it prints come from a
+client. Operations that can turn a short input into a long output (JSON with an indent, ``"x" * n``, ``replace``) are
+charged to the budget of the rendering first.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ from typing import Any
 from coordinator.text.traced import origins
 
 MOST_GROWTH = 2
-"""All that operations add to the texts that they are given may be so many times the longest text that is allowed."""
+"""Total growth per rendering, as a multiple of the longest allowed text. Growth is what the output of an operation has
+beyond its inputs."""
 MOST_MADE = 1 << 30
-"""Characters of all texts that are made, one of another, in one rendering: about a second of copying."""
+"""Total characters of all intermediate texts of one rendering: about a second of copying."""
 MOST_PARTS = 1 << 20
-"""Strings that texts are split into in one rendering: each takes 50 bytes and more."""
+"""Total strings that texts are split into in one rendering. Each takes at least 50 bytes."""
 _FAST_JSON = 1 << 18
-"""JSON of about so many characters is written in one call, which holds the interpreter lock."""
+"""JSON of up to about this many characters is encoded in one call, which holds the interpreter lock meanwhile."""
 _VALUE_CHARS = 8
-"""About how many characters a number, a bracket or a separator counts there."""
+"""Estimated characters of a number, a bracket or a separator for the comparison with _FAST_JSON."""
 _BATCH = 1024
-"""Pieces of JSON that are written before their characters are counted."""
+"""Pieces of JSON that are encoded between two checks of the budget."""
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?([a-zA-Z])")
 _NUMBER = re.compile(r"\d+")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-"""Of ``str.splitlines``."""
+"""The line ends of ``str.splitlines``."""
 
 
 class TooMuchText(Exception):
-    """The template would make more text than the budget allows."""
+    """Rendering the template would create more text than the budget allows."""
 
 
 class RenderBudget:
-    """What one rendering may still make; ``most`` is the length of the longest text."""
+    """The remaining budget of one rendering. ``most``: maximum characters of any single text."""
 
     __slots__ = ("_growth", "_made", "_parts", "most")
 
@@ -48,35 +50,36 @@ class RenderBudget:
         self._parts = MOST_PARTS
 
     def spend(self, chars: int, growth: int = 0) -> None:
-        """Count a text of ``chars`` characters that is about to be made, ``growth`` of which are in none of the texts
-        that it is made of; TooMuchText if that is too much."""
+        """Charge a text of ``chars`` characters that is about to be created, ``growth`` of which are not copied from
+        its inputs. Raises TooMuchText if the budget is exceeded."""
         self._made -= chars
         self._growth -= max(0, growth)
         if chars > self.most or self._growth < 0 or self._made < 0:
             raise TooMuchText
 
     def split(self, parts: int) -> None:
-        """Count a text that is about to be split into ``parts``."""
+        """Charge a split of a text into ``parts`` strings. Raises TooMuchText if the budget is exceeded."""
         self._parts -= parts
         if self._parts < 0:
             raise TooMuchText
 
     @property
     def room(self) -> int:
-        """The most characters that a text may have that is made of none."""
+        """Maximum characters of a text that is not made from other texts."""
         return min(self.most, self._growth, self._made)
 
 
 current: ContextVar[RenderBudget] = ContextVar("render budget")
-"""The budget of the rendering that goes on in this thread."""
+"""The budget of the rendering that runs in this thread."""
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def to_json(value: object, encoder: json.JSONEncoder, *, indented: bool) -> str:
-    """``value`` as ``encoder`` writes it: in one call if it is little, else piece by piece as far as the budget goes.
-    ``indented``: whether ``encoder`` begins lines, which may be longer than what stands in them."""
+    """Encode ``value`` with ``encoder``: in one call if it is small, else piece by piece, so that TooMuchText is raised
+    before more than the budget is encoded. ``indented``: whether ``encoder`` indents, in which case the indentation may
+    be longer than the values and the size cannot be estimated."""
     budget = current.get()
     if not indented and _is_little(value):
         text = encoder.encode(value)
@@ -84,7 +87,7 @@ def to_json(value: object, encoder: json.JSONEncoder, *, indented: bool) -> str:
         return text
     pieces, texts, left = encoder.iterencode(value), list[str](), budget.room
     while batch := list(islice(pieces, _BATCH)):
-        texts.append("".join(batch))  # a string object for each number takes more memory than the text
+        texts.append("".join(batch))  # joined early: one string object per number takes more memory than its text
         left -= len(texts[-1])
         if left < 0:
             raise TooMuchText
@@ -94,7 +97,7 @@ def to_json(value: object, encoder: json.JSONEncoder, *, indented: bool) -> str:
 
 
 def _is_little(value: object) -> bool:
-    """Whether ``value`` is about _FAST_JSON characters of JSON at most, without an indent."""
+    """Return whether ``value`` has about _FAST_JSON characters of unindented JSON or fewer."""
     left, rest = _FAST_JSON, [value]
     while rest and left >= 0:
         item = rest.pop()
@@ -113,7 +116,7 @@ def _is_little(value: object) -> bool:
 
 
 def before_operator(operator: str, left: object, right: object) -> None:
-    """Count what ``left operator right`` is about to make, if that is a text or a list."""
+    """Charge the result of ``left operator right`` if it is a text or a list."""
     if operator == "%":
         if isinstance(left, str):
             before_percent(left, right)
@@ -128,7 +131,8 @@ def before_operator(operator: str, left: object, right: object) -> None:
 
 
 def before_percent(text: str, values: object) -> None:
-    """Count the widths in ``text % values``; of a text that is not all the template's own also what it may repeat."""
+    """Charge the widths in ``text % values``. If a part of ``text`` comes from a client, also charge the longest value
+    for each conversion, because a client's text may repeat a long value."""
     if isinstance(values, Mapping):
         given: Sequence[object] = list(values.values())
     else:
@@ -145,7 +149,7 @@ def before_percent(text: str, values: object) -> None:
 
 
 def before_field(layout: str) -> None:
-    """Count the widths in ``layout``, the format of a field of ``str.format``."""
+    """Charge the widths in ``layout``, the format specification of a field of ``str.format``."""
     chars = sum(map(int, _NUMBER.findall(layout)))
     current.get().spend(chars, chars)
 
@@ -154,8 +158,8 @@ def before_field(layout: str) -> None:
 
 
 def before_method(text: str, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Count what the method ``name`` of ``text`` is about to make; returns ``args``, with a list for an iterator that
-    had to be read."""
+    """Charge the result of calling the method ``name`` of ``text``. Returns ``args``; for ``join`` its iterable is
+    replaced by a list, because it has to be read here."""
     match name:
         case "center" | "ljust" | "rjust" | "zfill" if args and isinstance(args[0], int):
             before_padding(text, args[0])

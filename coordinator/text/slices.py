@@ -1,8 +1,9 @@
-"""Long texts to tokens, a slice at a time.
+"""Tokenization of long texts in slices.
 
-The tokenizers library takes about 200 bytes per character while it works, and nothing stops it. So a long text is
-encoded in overlapping slices: two neighbours must agree on the tokens of their overlap, and the text is cut where they
-begin to agree. Tokenizers decide locally (words, merges within a word), so that the tokens are those of the whole text.
+The tokenizers library takes about 200 bytes of memory per character while it encodes, and an encoding cannot be
+cancelled. A long text is therefore encoded in overlapping slices. Two neighbouring slices must agree on the tokens of
+their overlap, and the text is cut where they begin to agree. Tokenizers work locally (words, merges within a word), so
+the ids equal those of the whole text.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from tokenizers import Tokenizer
 SLICE_CHARS = 16_384
 OVERLAP_CHARS = 2_048
 GUARD_CHARS = 512
-"""So many characters before the end of a slice say nothing: what follows may change their tokens."""
+"""Characters at the end of a slice that are ignored, because the following text may change their tokens."""
 _ENOUGH = 8
-"""So many tokens in a row must be the same in both slices."""
+"""Tokens in a row that must be equal in both slices."""
 
 
 class _Token(NamedTuple):
-    """One token of an overlap: its place in the whole text, and its number in its slice."""
+    """One token of an overlap. ``start`` and ``end``: characters in the whole text. ``number``: its index in its
+    slice."""
 
     id: int
     start: int
@@ -34,9 +36,10 @@ class _Token(NamedTuple):
 
 
 def encode_slices(tokenizer: Tokenizer, text: str, longest_token: int = 0) -> Iterator[list[int]]:
-    """The ids of ``text`` without what belongs around it, some at a time. Lets go of the interpreter lock. Where
-    neighbours agree nowhere, as in a "word" of thousands of characters that is one unknown token, the text is cut
-    anyway: every slice ends where one of its tokens does."""
+    """Yield the ids of ``text``, without special tokens around it, one slice at a time. Releases the interpreter lock.
+
+    ``longest_token``: characters of the longest token. Where neighbouring slices do not agree, as in a "word" of
+    thousands of characters that is one unknown token, the text is cut at the end of a token of the earlier slice."""
     guard = max(GUARD_CHARS, 2 * longest_token)
     overlap = max(OVERLAP_CHARS, 4 * guard)
     size = max(SLICE_CHARS, 4 * overlap)
@@ -46,7 +49,7 @@ def encode_slices(tokenizer: Tokenizer, text: str, longest_token: int = 0) -> It
         end = start + size
         zone = piece.zone(start, end - overlap, end - guard)
         after = next((token for token in zone if token.number > first and token.start > start), None)
-        if after is None:  # one token over the whole overlap
+        if after is None:  # a single token covers the whole overlap
             after = _Token(0, end, end, len(piece.ids))
         following = _Slice(tokenizer, text[after.start : after.start + size])
         cut, next_first = _agreement(zone, following.zone(after.start, after.start, end - guard)) or (after.number, 0)
@@ -56,22 +59,25 @@ def encode_slices(tokenizer: Tokenizer, text: str, longest_token: int = 0) -> It
 
 
 class _Slice:
-    """One encoded slice. Asks for the places of single tokens: a list of all places is slow to make."""
+    """One encoded slice. Looks up the positions of single tokens, because a list of all positions is slow to build."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        # only batches let go of the interpreter lock
+        # only batch calls release the interpreter lock
         self._encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
         self.ids: list[int] = self._encoding.ids
 
     def place(self, number: int) -> tuple[int, int]:
-        """Beginning and end of a token in the slice."""
+        """Return the first and the end character of a token in the slice."""
         place: tuple[int, int] | None = self._encoding.token_to_chars(number)
         assert place is not None, "no such token"
         return place
 
     def zone(self, offset: int, low: int, high: int) -> list[_Token]:
-        """Tokens that lie between ``low`` and ``high`` where the slice is at ``offset`` of the text, the first of them
-        at the beginning of a character (a character of several tokens gives each of them its whole place)."""
+        """Return the tokens between the characters ``low`` and ``high`` of the text, in which this slice begins at
+        ``offset``.
+
+        The first one begins a character: if one character has several tokens, each of them has the position of the
+        whole character."""
         first = bisect_left(range(len(self.ids)), low - offset, key=lambda number: self.place(number)[0])
         before = self.place(first - 1)[1] if first else 0
         zone: list[_Token] = []
@@ -86,7 +92,8 @@ class _Slice:
 
 
 def _agreement(left: list[_Token], right: list[_Token]) -> tuple[int, int] | None:
-    """Where both begin to have the same tokens up to their ends, as a number in each slice; None if too late."""
+    """Return the token numbers, one per slice, from which on both zones are equal up to their ends. None if fewer than
+    _ENOUGH tokens are equal."""
     same = 0
     while same < min(len(left), len(right)) and left[-1 - same].same(right[-1 - same]):
         same += 1

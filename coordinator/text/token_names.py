@@ -1,8 +1,8 @@
-"""Tokens that a checkpoint's files, other than ``tokenizer.json``, declare to be special.
+"""Special tokens that a checkpoint declares in files other than ``tokenizer.json``.
 
-Owns the reading of ``tokenizer_config.json``, ``special_tokens_map.json`` and of the token ids in ``config.json`` and
-``generation_config.json``. transformers makes special tokens of all that are named there, whether ``tokenizer.json``
-marks them or not.
+Reads ``tokenizer_config.json``, ``special_tokens_map.json``, and the token ids in ``config.json`` and
+``generation_config.json``. transformers treats all tokens named there as special, whether ``tokenizer.json`` marks them
+or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from common.core.errors import StartError, reason
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens with a name of their own, which chat templates know."""
+"""Names of special tokens that chat templates can refer to."""
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("config.json", "generation_config.json")
 _LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
@@ -27,8 +27,8 @@ _WORD_START = "▁"
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """Texts of tokens, ``special`` those that are declared special, ``control`` those that are control tokens besides
-    them. ``named`` has the tokens of NAMED, for templates."""
+    """Texts of declared tokens. ``special``: declared special. ``control``: further control tokens. ``named``: the
+    tokens of NAMED, for templates."""
 
     named: Mapping[str, str]
     special: frozenset[str]
@@ -36,8 +36,8 @@ class TokenNames:
 
 
 def read_token_names(directory: Path, tokenizer: Tokenizer) -> TokenNames:
-    """All that the files of ``directory`` declare; StartError if one cannot be read, or does not name a token where it
-    should. Tokens that ``tokenizer`` does not have are left out of all but ``named``."""
+    """Return the tokens that the files of ``directory`` declare. Tokens unknown to ``tokenizer`` only appear in
+    ``named``. Raises StartError if a file cannot be read or has something other than a token where one is expected."""
     sources = [(file, read_json(file)) for file in map(directory.joinpath, _TOKEN_FILES)]
     named: dict[str, str] = {}
     special: set[str] = set()
@@ -58,15 +58,17 @@ def read_token_names(directory: Path, tokenizer: Tokenizer) -> TokenNames:
 
 
 def make_special(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Lets ``tokenizer`` find the tokens ``texts`` of its vocabulary in any text, as transformers does, and leave them
-    out of a text without special tokens."""
+    """Mark the tokens ``texts`` of the vocabulary of ``tokenizer`` as special, as transformers does: they are
+    recognized anywhere in a text, and skipped when decoding without special tokens."""
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(texts)])
 
 
 def _is_ordinary(text: str, tokenizer: Tokenizer, added: AddedToken | None) -> bool:
-    """Whether ``text`` stays ordinary text although it is declared special: it is no token, or white space, or a word
-    or sign of the vocabulary that ``tokenizer.json`` does not list as an ``added`` token. ``!`` is the padding of some
-    checkpoints, and a full stop may end sequences: both must be tokenized in any text as the model knows them."""
+    """Return whether ``text`` must stay ordinary text although it is declared special.
+
+    True if it is not a token, if it is white space, or if it is a word or sign of the vocabulary that
+    ``tokenizer.json`` does not list as an ``added`` token. Some checkpoints declare ``!`` as padding or a full stop as
+    the end of a sequence; in a text both must be tokenized as usual."""
     if tokenizer.token_to_id(text) is None:
         return True
     if added is not None:
@@ -80,7 +82,7 @@ def _named(file: Path, settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]
         if name in NAMED and value is not None:
             yield name, _text(file, name, value)
         elif name.endswith("_token") and (text := token_text(value)) is not None:
-            yield name, text  # image_token and others of one model
+            yield name, text  # model-specific tokens such as image_token
 
 
 def _listed(file: Path, name: str, value: object) -> Iterable[str]:
@@ -95,7 +97,7 @@ def _listed(file: Path, name: str, value: object) -> Iterable[str]:
 
 
 def _added(file: Path, value: object) -> Iterable[str]:
-    """Of ``added_tokens_decoder``, those that are marked as special."""
+    """Yield the tokens of ``added_tokens_decoder`` that are marked as special."""
     if value is None:
         return
     if not isinstance(value, dict):
@@ -107,7 +109,7 @@ def _added(file: Path, value: object) -> Iterable[str]:
 
 
 def _ids(directory: Path) -> set[int]:
-    """Ids of NAMED tokens in the model's configuration, most of which end a sequence."""
+    """Return the ids of NAMED tokens in the model's configuration, most of which end a sequence."""
     found: set[int] = set()
     for file in map(directory.joinpath, _ID_FILES):
         settings = read_json(file)
@@ -120,7 +122,7 @@ def _ids(directory: Path) -> set[int]:
 
 
 def token_text(value: object) -> str | None:
-    """The text of a token, which is a string or an object that has it as ``content``; None of anything else."""
+    """Return the text of a token, given as a string or as an object with ``content``. None for anything else."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
@@ -133,7 +135,7 @@ def _text(file: Path, name: str, value: object) -> str:
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
-    """The object in ``file``, {} if there is no such file; StartError if it cannot be read."""
+    """Return the JSON object in ``file``, {} if the file does not exist. Raises StartError if it cannot be read."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Text and tokens: the only place where they meet.
+"""The text model of a checkpoint: tokenization, chat templates, detokenization, stop strings.
 
-Owns the tokenizer (the ``tokenizers`` library alone; ``AutoTokenizer`` would bring torch), the chat template,
-incremental detokenisation that never splits a character, and the window that keeps stop strings from leaking. All of it
-is synchronous and safe to call from an executor thread; long texts and lists go through the library's batch calls,
-because only those let go of the interpreter lock. Very long ones come out a slice at a time.
+Owns the tokenizer (the ``tokenizers`` library alone, because ``AutoTokenizer`` would import torch), the chat template,
+incremental detokenization that never splits a character, and the window that holds back possible stop strings. All
+calls are synchronous and may run in an executor thread. Long texts and lists use the library's batch calls, because
+only those release the interpreter lock. Very long texts are tokenized in slices.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from coordinator.text.token_names import make_special, read_json, read_token_nam
 log = logging.getLogger("tandem.text")
 
 LONG = 2_000
-"""Characters or tokens from which on the library must let go of the interpreter lock; below, threads cost more."""
+"""Characters or tokens from which on a call must release the interpreter lock. Below, switching threads costs more."""
 _NFC_SHRINKS = 4
-"""So many characters may become one in normal form C."""
+"""Maximum characters that Unicode normal form C composes to one."""
 _VANISHING = 16
-"""Where text may vanish on the way to tokens (white space, unknown words, accents), a prompt may have so many times
-the characters that its longest tokens stand for."""
+"""Factor for tokenizers that may drop text (white space, unknown words, accents): a prompt may have at most this many
+times the characters of its tokens."""
 _TRIAL: list[dict[str, object]] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 ]
 MAX_WINDOW_TOKENS = 32
-"""A character that is still incomplete after so many tokens is none."""
+"""Tokens after which an incomplete character is emitted as it is, because it is not the beginning of a valid one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A templated chat: ``text`` with control tokens under their secret names, ``chars`` as long as it was before."""
+    """A rendered chat. ``text``: the prompt with control tokens under their secret names. ``chars``: its length before
+    they were renamed."""
 
     text: str
     chars: int
 
 
 class TextModel:
-    """Tokenizer and chat template of one checkpoint directory."""
+    """Tokenizer and chat template of one checkpoint directory. Raises StartError if they cannot be loaded."""
 
     def __init__(self, directory: Path, *, vocab_size: int, chat_template: str | None = None) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # work stays in its thread, whose lane it is in
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # encode in the calling thread, a lane
         self.directory, self.vocab_size = directory, vocab_size
         self.tokenizer = _load_tokenizer(directory)
         self._names = read_token_names(directory, self.tokenizer)
@@ -69,7 +70,7 @@ class TextModel:
         self._byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.chars_per_token = self._longest_token * _shrinks(self.tokenizer, self._byte_level)
-        """The most characters of text that one token may stand for, in a prompt as a whole."""
+        """Maximum characters of a prompt per token, averaged over the whole prompt."""
         self._bytes: dict[int, bytes] = {}
         self._around = _around(self.tokenizer)
         self._control = ControlTokens(self.tokenizer, special | self._names.control)
@@ -78,11 +79,11 @@ class TextModel:
     # -- to tokens ------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``; control tokens spelled out in it are control tokens."""
+        """Return the ids of ``text``. Control tokens spelled out in ``text`` are recognized: not for chats."""
         return list(chain.from_iterable(self.slices(text, add_special_tokens=add_special_tokens)))
 
     def slices(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """:meth:`encode`, some ids at a time."""
+        """Yield the ids of :meth:`encode`, one slice at a time."""
         before, after = self._around if add_special_tokens else ([], [])
         parts = _slices(self.tokenizer, text, self._longest_token)
         yield before + next(parts)
@@ -90,8 +91,8 @@ class TextModel:
         yield after
 
     def chat_text(self, body: ChatBody, most: int = sys.maxsize) -> ChatText:
-        """The templated chat; RequestError if the model has no template or the template refuses it, TooMuchText if it
-        would make more than ``most`` characters of it."""
+        """Render the chat template. Raises RequestError if the model has no template or the template fails, TooMuchText
+        if the text would have more than ``most`` characters."""
         if self.template is None:
             raise RequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
@@ -109,18 +110,19 @@ class TextModel:
         return ChatText(self._control.spell(text), len(text))
 
     def chat_slices(self, chat: ChatText) -> Iterator[list[int]]:
-        """The ids of a templated chat, some at a time: control tokens are those that the template wrote."""
+        """Yield the ids of a rendered chat, one slice at a time. Only control tokens that the template wrote are
+        recognized."""
         return _slices(self._control.tokenizer, chat.text, max(self._longest_token, self._control.longest_name))
 
     def encode_chat(self, body: ChatBody) -> list[int]:
-        """The prompt of a chat."""
+        """Return the token ids of the prompt of a chat."""
         return list(chain.from_iterable(self.chat_slices(self.chat_text(body))))
 
     # -- to text --------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """All of ``ids`` as text; incomplete characters become U+FFFD."""
-        if self._byte_level:  # the library would take the letters of added tokens for bytes
+        """Return ``ids`` as text. Incomplete characters become U+FFFD."""
+        if self._byte_level:  # the library would decode the letters of added tokens as bytes
             kept = (token for token in ids if not (skip_special_tokens and self.is_special(token)))
             return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
         if len(ids) < LONG:
@@ -128,20 +130,20 @@ class TextModel:
         return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one stream of tokens."""
+        """Return a new incremental decoder for one stream of tokens."""
         if self._byte_level:
             return _ByteDetokenizer(self, skip_special_tokens)
         return _WindowDetokenizer(self, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` stands for, b"" for an id without a token."""
+        """Return the bytes of ``token``, b"" for an id that the tokenizer does not have."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._spell(token)
         return known
 
     def token_text(self, token: int) -> str:
-        """``token`` on its own as text, parts of a character as U+FFFD."""
+        """Return the text of ``token`` on its own. Parts of a character become U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def is_special(self, token: int) -> bool:
@@ -153,7 +155,7 @@ class TextModel:
             return b""
         if self._byte_level:
             if token in self._added_ids or not _BYTE_OF.keys() >= set(spelled):
-                return spelled.encode()  # as it is, although its letters may stand for bytes elsewhere
+                return spelled.encode()  # literal, although its letters are in the byte alphabet
             return bytes(_BYTE_OF[char] for char in spelled)
         if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):
             return bytes([int(spelled[3:5], 16)])
@@ -171,11 +173,12 @@ class TextModel:
         return template
 
     def _try_out(self, template: ChatTemplate) -> None:
-        """Warns of a template that makes control tokens in a way in which it cannot be seen that it made them."""
+        """Log a warning if ``template`` builds control tokens by operations that lose the origin of characters. They
+        are then tokenized as ordinary text."""
         try:
             text = template.render(_TRIAL)
         except RequestError:
-            return  # this one wants other messages
+            return  # the template accepts other messages only
         if lost := sorted(name for name in self._control.texts if name in self._control.spell(text)):
             log.warning("what the chat template makes of %s is taken for text: write it in one piece", ", ".join(lost))
 
@@ -187,7 +190,7 @@ class TextModel:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's mapping from printable characters to the 256 bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -223,7 +226,7 @@ def _slices(tokenizer: Tokenizer, text: str, longest_token: int) -> Iterator[lis
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that belong before and behind every text."""
+    """Return the ids that the tokenizer adds before and after every text."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     at = next(at for at in range(len(whole) + 1) if whole[at : at + len(bare)] == bare)
@@ -231,7 +234,7 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _shrinks(tokenizer: Tokenizer, byte_level: bool) -> int:
-    """How many times the characters of its tokens a text can have at most."""
+    """Return the maximum ratio of the characters of a text to those of its tokens."""
     added, normalizer = tokenizer.get_added_tokens_decoder().values(), tokenizer.normalizer
     keeps_text = normalizer is None or isinstance(normalizer, normalizers.NFC)
     whole = byte_level and _BYTE_OF.keys() <= tokenizer.get_vocab().keys()
@@ -241,7 +244,7 @@ def _shrinks(tokenizer: Tokenizer, byte_level: bool) -> int:
 
 
 def _given_template(option: str) -> str:
-    """``--chat-template``: a file, or the template itself."""
+    """Return the template of ``--chat-template``, which is a file name or the template itself."""
     if "{" in option or "\n" in option:
         return option
     try:
@@ -254,17 +257,17 @@ def _given_template(option: str) -> str:
 
 
 class Detokenizer(Protocol):
-    """Tokens of one stream in, whole characters out."""
+    """Converts the tokens of one stream to text, in whole characters."""
 
     def push(self, token: int) -> str:
-        """The text that is complete with ``token``, "" while a character is not."""
+        """Add ``token`` and return the text that is now complete, "" while a character is incomplete."""
 
     def finish(self) -> str:
-        """What is left at the end, an incomplete character as U+FFFD."""
+        """Return the rest at the end of the stream. An incomplete character becomes U+FFFD."""
 
 
 class _ByteDetokenizer:
-    """Byte-level tokenizers: a table from ids to bytes and an incremental UTF-8 decoder."""
+    """For byte-level tokenizers: looks up the bytes of each id and decodes UTF-8 incrementally."""
 
     __slots__ = ("_decode", "_skip", "_spell")
 
@@ -283,8 +286,8 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Any tokenizer: decodes a short window twice and takes the difference, because a token's text may depend on the
-    ones before it (spaces of sentencepiece, byte fallback)."""
+    """For any other tokenizer: decodes a short window with and without the new tokens and returns the difference,
+    because the text of a token may depend on the tokens before it (sentencepiece spaces, byte fallback)."""
 
     __slots__ = ("_ids", "_read", "_skip", "_start", "_text")
 
@@ -321,11 +324,11 @@ class StopStrings:
         self.strings, self.include = strings, include
         self.longest = max(map(len, strings), default=0)
         self.chars = frozenset("".join(stop[:-1] for stop in strings))
-        """Those that may stand at the end of a text that begins one."""
+        """All characters of the stop strings but the last of each: a possible start of a stop string ends with one."""
 
 
 class StopWindow:
-    """Holds back the end of a text while it could still become a stop string."""
+    """Holds back the end of a text as long as it may be the beginning of a stop string."""
 
     __slots__ = ("_held", "_stops")
 
@@ -334,7 +337,8 @@ class StopWindow:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certainly before any stop string, whether a stop string is complete)."""
+        """Add ``text`` and return (text that can be sent, whether a stop string is complete). What follows a complete
+        stop string is dropped."""
         held = self._held + text
         found = [(at, stop) for stop in self._stops.strings if (at := held.find(stop)) >= 0]
         if found:
@@ -346,16 +350,16 @@ class StopWindow:
         return held[: len(held) - keep], False
 
     def let_pass(self, text: str) -> str:
-        """``text`` unchecked: stop strings do not count yet (min_tokens)."""
+        """Return what was held back and ``text`` without looking for stop strings, for tokens before ``min_tokens``."""
         passed, self._held = self._held + text, ""
         return passed
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return what was held back, at the end of the text."""
         return self.let_pass("")
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Return the length of the longest end of ``text`` with which a stop string begins."""
         if not text or text[-1] not in self._stops.chars:
             return 0
         for length in range(min(self._stops.longest - 1, len(text)), 0, -1):

@@ -1,9 +1,9 @@
-"""Strings that know which of their characters a chat template wrote.
+"""Strings that record for each character whether a chat template or a client wrote it (taint tracking).
 
-A prompt is a template's own text with strings of the client in it. Control tokens count only where the template wrote
-every character of them, so each character's origin must survive whatever a template does to strings. :class:`Traced`
-keeps it through the operations that templates use on their own text. What an operation does not carry over counts as
-the client's: a forgotten operation can lose a control token, but never forge one.
+A prompt is the template's own text with strings of the client in it. A control token is recognized only if the template
+wrote all of its characters, so the origin of each character must survive the string operations of a template.
+:class:`Traced` preserves it through the operations that templates use on their own text. An operation that does not
+preserve it yields text of the client: a missing operation can lose a control token but never forge one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Traced(str):
     _own: bytes
 
     def __new__(cls, text: object = "", own: bytes | None = None) -> Traced:
-        """``text`` with the origins ``own``; without them it is the client's, as in ``type(literal)(anything)``."""
+        """Create ``text`` with the origins ``own``. Without ``own`` all of it counts as the client's, because a
+        template can call this as ``type(literal)(anything)``."""
         self = super().__new__(cls, text)
         self._own = bytes(len(self)) if own is None else own
         return self
@@ -47,7 +48,7 @@ class Traced(str):
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> str:
-        """Formatting with nothing but ``%s`` keeps origins."""
+        """Format as ``str``. Origins are kept if ``%s`` is the only conversion."""
         text = str.__mod__(self, values)
         pieces = self.split("%s")
         given = values if isinstance(values, tuple) else (values,)
@@ -118,8 +119,9 @@ class Traced(str):
         return Traced(text, bytes(made + own[at:]))
 
     def _cut(self, parts: list[str], gap: int) -> list[str]:
-        """``parts`` of this string, in order, with ``gap`` characters between each two; with white space if 0. Parts
-        of a string that is all the client's stay as they are: there may be millions."""
+        """Add origins to ``parts``, consecutive parts of this string with ``gap`` characters between each two, or any
+        white space if ``gap`` is 0. If the whole string is the client's, ``parts`` are returned as they are, because
+        there may be millions."""
         if _TEMPLATE not in self._own:
             return parts
         cut: list[str] = []
@@ -145,27 +147,29 @@ class Traced(str):
         return self._relettered(str.title)
 
     def _relettered(self, change: Callable[[str], str]) -> Traced:
-        """Origins stay where every character has become one."""
+        """Apply ``change``. Origins are kept if the length does not change, i.e. each character became one
+        character."""
         text = change(self)
         return Traced(text, self._own if len(text) == len(self) else None)
 
 
 def written(text: str) -> Traced:
-    """``text`` as the template's, or as a word of the server's that may be part of a control token."""
+    """Mark all of ``text`` as written by the template. Also used for words of the server that may be part of a control
+    token."""
     return Traced(text, _TEMPLATE * len(text))
 
 
 def origins(text: str) -> bytes:
-    """One byte per character: 1 where the template wrote it."""
+    """Return one byte per character: 1 if the template wrote it, else 0."""
     return text._own if isinstance(text, Traced) else bytes(len(text))
 
 
 def join(parts: Iterable[str]) -> Traced:
-    """All ``parts`` in one, as ``"".join``."""
+    """Join ``parts`` as ``"".join`` does and keep their origins."""
     kept = list(parts)
     return Traced("".join(kept), b"".join(map(origins, kept)))
 
 
 def join_with(separator: str, parts: Iterable[str]) -> Traced:
-    """As ``separator.join(parts)``."""
+    """Join ``parts`` as ``separator.join`` does and keep their origins."""
     return Traced(separator, origins(separator)).join(parts)
