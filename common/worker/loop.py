@@ -1,8 +1,9 @@
-"""The loop that every worker runs, whatever its role.
+"""The main loop of every worker, whatever its role.
 
-One thread does everything that touches the engine, in turns: take messages, move KV, run one step, report. Nothing else
-competes for the interpreter while a step runs (measured: 20 ms of Python in a side thread moves a 3 ms step's p95 to
-23 ms). When there is nothing to compute it sleeps in ``poll`` until a socket, a signal or the next timer wakes it.
+One thread does all work that touches the engine, in turns: receive messages, move KV, run one step, report. Nothing
+else competes for the interpreter lock while a step runs: Python code in a side thread would delay a step by several
+times its own duration. When there is nothing to compute, the loop sleeps in ``poll`` until a socket, a signal or the
+next timer wakes it.
 
     JOINING ── Welcome ──► READY ── Drain or SIGTERM ──► DRAINING ── empty, or out of time ──► GONE
 """
@@ -52,21 +53,25 @@ from common.worker.step_times import StepTimeEstimator
 log = logging.getLogger("tandem.worker")
 
 IDLE_S = 0.25
+"""Longest sleep while no request is held."""
 TIMER_S = 0.05
+"""Longest sleep while requests are held but nothing can be computed."""
 POPULATED_BYTES = 1 << 20
-"""At a time: half a millisecond, for which a message may have to wait."""
+"""Bytes to pre-fault per idle turn: takes about half a millisecond, by which a message may be delayed."""
 SWEEP_S = 0.1
+"""Interval between checks of the lease, the connection and deadlines."""
 PUBLISH_S = 0.05
-"""While steps follow one another, how often a worker notes what its heart tells, and announces cached prefixes: after
-each one it would be a message per step, since some stream has nearly always just filled a block."""
+"""Interval, while steps follow one another, at which a worker updates the snapshot that heartbeats report and announces
+cached prefixes. After every step it would send a message per step, since some stream has nearly always just filled a
+block."""
 TRIAL_S = 5.0
-"""A trial of a link that is not over by then never will be: the other side was short of blocks, or is gone."""
+"""Deadline of a link trial. One that takes longer never ends: the peer was short of blocks, or is gone."""
 LONELY_S = 5.0
-"""How often a worker that has not joined says so."""
+"""Interval between log lines of a worker that has not joined a coordinator."""
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine; the one with a model is :class:`common.engine.runner.ModelEngine`."""
+    """What a worker needs from an engine; :class:`common.engine.runner.ModelEngine` is the one with a model."""
 
     layout: KvLayout
     fingerprint: str
@@ -74,15 +79,20 @@ class Engine(Protocol):
     max_model_len: int
     memory: KvMemory
     on_layer: Callable[[int], None] | None
+    """Called with the index of each layer once its keys and values of the running step are in the pool."""
 
-    def step(self, batch: Batch) -> StepResult: ...
+    def step(self, batch: Batch) -> StepResult:
+        """Compute and store the KV of every row, and sample for the segments that want a token."""
+        ...
 
-    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None: ...
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole KV blocks; called before the step that reads the targets."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What the loop needs beside the engine. Times in seconds."""
+    """Settings of the loop. Times in seconds."""
 
     coordinator: str
     host_id: str
@@ -93,14 +103,13 @@ class WorkerSettings:
     data_address: str = "tcp://127.0.0.1:*"
     drain_timeout_s: float = 30.0
     ahead_bytes: int = 0
-    """Of blocks that were never used, how much has its memory before: a page that is first touched in a step, found and
-    cleared then, takes 3 us in a virtual machine, and 2 MiB of KV 1.5 ms."""
+    """Bytes of never-used blocks to pre-fault while idle (a page fault inside a step costs about 3 µs)."""
     supervised: bool = False
-    """Whether what it logs stands beside what the coordinator logs, which says who joins."""
+    """Whether a launcher runs this worker; the coordinator's log, which reports joins, then stands beside this one."""
 
 
 class Worker(abc.ABC):
-    """Planner, cache and membership around one engine; subclasses say what a role does with messages and samples."""
+    """Planner, cache and membership around one engine; a subclass adds what its role does with messages and tokens."""
 
     def __init__(
         self, engine: Engine, settings: WorkerSettings, hello: Hello, channels: Channels | None = None
@@ -122,9 +131,9 @@ class Worker(abc.ABC):
         )
         self.step_times = StepTimeEstimator()
         self.cores: CoreLease | None = None
-        """This worker's, if others may have them while it rests, and theirs while they do."""
+        """The lease through which workers of this machine lend each other cores while idle; None if they do not."""
         self._populated = 0
-        """Bytes of the pool, from its start."""
+        """Bytes of the pool, from its start, that have been pre-faulted."""
         self.counters: dict[str, float] = {}
         self.draining_until: float | None = None
         self._trials: dict[TransferId, BlockTable] = {}
@@ -143,74 +152,74 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def open_links(self) -> None:
-        """Opens the sockets of the role's hand-offs, before it says Hello."""
+        """Create the role's state and open the sockets of its hand-offs; called once, before Hello is sent."""
 
     @abc.abstractmethod
     def close_links(self) -> None: ...
 
     def introduce(self, hello: Hello) -> Hello:
-        """The Hello with what only the role knows (its data address)."""
+        """Return ``hello`` completed with what only the role knows (a decode worker's data address)."""
         return hello
 
     @abc.abstractmethod
     def configure(self, welcome: Welcome) -> None:
-        """The times that a coordinator has given hold for hand-offs, too."""
+        """Apply the timeouts in ``welcome`` to hand-offs."""
 
     @abc.abstractmethod
     def handle(self, message: Any, now: float) -> None:
-        """One control message about a request."""
+        """Act on one control message about a request; WireError if it cannot be acted on."""
 
     @abc.abstractmethod
     def move_kv(self, now: float) -> None:
-        """Takes and sends what hand-offs have to exchange, without waiting."""
+        """Receive and send what hand-offs have to exchange, without blocking."""
 
     def more_to_move(self) -> bool:
-        """Whether the last :meth:`move_kv` left something that need not wait for a message."""
+        """Return whether the last :meth:`move_kv` left work that need not wait for a message."""
         return False
 
     def rest_s(self) -> float:
-        """How long to rest while requests are here and nothing can be computed."""
+        """Return how many seconds to sleep while requests are held but nothing can be computed."""
         return TIMER_S
 
     def plan(self) -> Batch | None:
-        """What to compute next; None for nothing now."""
+        """Return the next step; None if nothing can be computed now."""
         return self.planner.plan()
 
     @abc.abstractmethod
     def before_step(self, batch: Batch, now: float) -> None:
-        """Notes what is about to be computed."""
+        """Record that ``batch`` is about to be computed."""
 
     @abc.abstractmethod
     def sampled(self, samples: list[Sampled], now: float) -> None:
-        """Tokens were sampled: pass them on."""
+        """Append the sampled tokens to their sequences and send them on."""
 
     @abc.abstractmethod
     def abort(self, transfer: TransferId) -> None:
-        """Drops everything that (request, attempt) has here; unknown ones are fine."""
+        """Drop everything that (request, attempt) has here; unknown ones are fine."""
 
     @abc.abstractmethod
     def bad_transfer_messages(self) -> int:
-        """Messages and frames of hand-offs that made no sense and were dropped."""
+        """Return how many invalid messages and frames of hand-offs were dropped."""
 
     def stale_frames(self) -> int:
-        """Frames that came for hand-offs that are over: what was on its way when an attempt was given up."""
+        """Return how many frames arrived for hand-offs already over: in flight when an attempt was given up."""
         return 0
 
     @abc.abstractmethod
     def cut_off_peers(self) -> int:
-        """Peers of hand-offs that are not listened to any more."""
+        """Return how many hand-off peers are ignored for good, because they sent invalid messages."""
 
     @abc.abstractmethod
     def holdings(self) -> KeysView[TransferId]:
-        """Everything that is held here, in any state, in the order of arrival."""
+        """Return every (request, attempt) held here, in any state: requests in order of arrival, then link trials."""
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until drained or stopped; leaves nothing behind."""
+        """Serve until drained or stopped, then close everything."""
         with self._signals() as waker:
             try:
-                self._publish()  # the heart starts in the first turn: its first beat must not tell of a pool of nothing
+                self._publish()  # heartbeats start in the first turn: the first must not report an empty pool
                 while not self.finished():
                     self._wait(self.turn(), waker)
             except BaseException:
@@ -219,8 +228,8 @@ class Worker(abc.ABC):
             self.close()
 
     def turn(self) -> float:
-        """One turn of the loop: messages, hand-offs, one step. Returns how many seconds it may sleep after it."""
-        self.membership.stood_still_before_s = self.membership.stood_still_s()  # first: the heart reads it last
+        """Run one turn of the loop: messages, hand-offs, one step. Return how many seconds the loop may then sleep."""
+        self.membership.stood_still_before_s = self.membership.stood_still_s()  # first: heartbeats read it last
         now = self.membership.turning_since = self.clock()
         for message in self.membership.receive():
             self._dispatch(message, now)
@@ -242,7 +251,7 @@ class Worker(abc.ABC):
         return 0.0 if self._populate() else IDLE_S
 
     def _populate(self) -> bool:
-        """Has a little more of what blocks will need made ready, while nobody waits; False if enough is."""
+        """Pre-fault some memory of never-used blocks; return False if enough is ready."""
         size = self.engine.layout.block_bytes
         wanted = min(self.cache.pool.peak * size + self.settings.ahead_bytes, self.engine.memory.blocks * size)
         if not self.settings.ahead_bytes or self._populated >= wanted:
@@ -285,7 +294,7 @@ class Worker(abc.ABC):
                 self._drop_all()
             case Drain(timeout_ms=timeout_ms):
                 self.drain(timeout_ms / 1000)
-            case _ if not self.membership.joined:  # nothing is held before it is known for how long without a word
+            case _ if not self.membership.joined:  # hold nothing before the duration of a lease is known
                 log.warning("a %s message is dropped: no Welcome came before it", type(message).__name__)
             case Lease(live=live):
                 self._renew(live, now)
@@ -293,12 +302,12 @@ class Worker(abc.ABC):
             case _:
                 try:
                     self.handle(message, now)
-                except WireError as error:  # the message cannot be acted on; whoever it was about is told or retried
+                except WireError as error:  # drop only the message: the coordinator retries or fails its request
                     log.warning("a %s message is dropped: %s", type(message).__name__, str(error))
                     self.membership.bad_messages += 1
 
     def drain(self, timeout_s: float) -> None:
-        """Takes nothing new; leaves when what is here has finished, at the latest after ``timeout_s``."""
+        """Accept no new requests; leave when those held have finished, at the latest after ``timeout_s``."""
         if self.draining_until is None:
             for transfer in list(self._trials):
                 self.abort(transfer)
@@ -306,7 +315,7 @@ class Worker(abc.ABC):
             log.info("draining for at most %g s", timeout_s)
 
     def finished(self) -> bool:
-        """Whether there is nothing left to wait for: drained, out of time, or told to stop."""
+        """Return whether the loop is to end: drained, out of time, or stopped by a signal."""
         if self._stopped:
             return True
         if self.draining_until is None:
@@ -316,8 +325,9 @@ class Worker(abc.ABC):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def accept(self, request: Request, attempt: int, now: float, tokens: int) -> bool:
-        """Whether this worker takes the request; if not it has said why. ``tokens`` is the most it can come to hold.
-        WireError for a request that no coordinator sends: its attempt or its tokens are out of range."""
+        """Return whether this worker takes the request. If it does not, the reason has been sent to the coordinator,
+        unless the message is a repeated one. ``tokens`` is the most that one choice can come to hold. WireError for a
+        request that no coordinator sends: its attempt or a token id is out of range."""
         transfer = TransferId(request.id, attempt)
         if attempt > MAX_ATTEMPT:
             raise WireError(f"attempt {attempt}")
@@ -338,19 +348,20 @@ class Worker(abc.ABC):
         return False
 
     def sequences(self, transfer: TransferId) -> list[Sequence]:
-        """The sequences of (request, attempt) that are being computed."""
+        """Return the sequences of (request, attempt) that are in the planner."""
         return [sequence for sequence in self.planner.sequences() if sequence.id.transfer == transfer]
 
     def over(self, transfer: TransferId) -> None:
-        """Nothing of (request, attempt) is left here."""
+        """Forget the deadline of (request, attempt), of which nothing is held any more."""
         self._deadlines.pop(transfer, None)
 
     def fail(self, transfer: TransferId, code: str, detail: str, *, retriable: bool) -> None:
-        """Gives a request up and tells the coordinator why."""
+        """Abort (request, attempt) and report it as failed; ``code`` is one of :data:`common.net.messages.FAILURES`."""
         self.abort(transfer)
         self.membership.send(RequestFailed(transfer.request, transfer.attempt, code, detail[:MAX_TEXT], retriable))
 
     def count(self, name: str, by: float = 1) -> None:
+        """Add to a counter that heartbeats report."""
         self.counters[name] = self.counters.get(name, 0) + by
 
     def _sweep(self, now: float) -> None:
@@ -367,8 +378,8 @@ class Worker(abc.ABC):
             self.fail(transfer, "deadline", "the request's deadline has passed", retriable=False)
 
     def _complain(self, now: float) -> None:
-        """Says why this worker is alone: at once when the coordinator turns it away, and again every LONELY_S. The two
-        ends of a connection that is refused do not always see the same reason first."""
+        """Log why this worker is without a coordinator: at once for a new reason of refusal, and again every LONELY_S.
+        One refused connection can show several reasons, since its two ends do not always see the same one first."""
         refusal = self.membership.refusal
         told = not refusal or refusal in self._told_refusals
         silent = now > self._leased_until
@@ -399,7 +410,8 @@ class Worker(abc.ABC):
             log.warning("still waiting for the coordinator at %s: is it started?", self.settings.coordinator)
 
     def _renew(self, live: bytes, now: float) -> None:
-        """Messages come in order: what is here and not listed was given up, and the message that said so was lost."""
+        """Renew the lease. Messages arrive in order, so a request held here but not in ``live`` was given up, and its
+        Abort was lost."""
         try:
             listed = set(unpack_transfers(live))
         except ValueError as error:
@@ -410,7 +422,8 @@ class Worker(abc.ABC):
         self._unlisted = self.holdings() - self._trials.keys() - listed
 
     def _reap(self) -> None:
-        """After hand-offs were looked after: one that is just being let go is not a lost Abort."""
+        """Drop the requests that the last Lease did not list. Called after :meth:`move_kv`, so that a hand-off which
+        ends in this turn anyway does not count as a lost Abort."""
         if not self._unlisted:
             return
         unlisted, self._unlisted = self._unlisted, set()
@@ -420,7 +433,7 @@ class Worker(abc.ABC):
             self.count("reaped_requests")
 
     def _expire(self, now: float) -> None:
-        """Nothing is held only in hope of a message: without its coordinator a worker frees everything."""
+        """Drop everything once the lease has expired: without its coordinator a worker holds nothing."""
         if now > self._leased_until and (held := self.holdings()):
             log.warning("the coordinator has been silent for %g s: %d requests are dropped", self._lease_s, len(held))
             self.count("reaped_requests", len(held))
@@ -430,10 +443,11 @@ class Worker(abc.ABC):
         for transfer in self.holdings():
             self.abort(transfer)
 
-    # -- trials of links ----------------------------------------------------------------------------------------------
+    # -- link trials --------------------------------------------------------------------------------------------------
 
     def open_trial(self, transfer: TransferId, tokens: int, now: float) -> BlockTable | None:
-        """Blocks, as they are, for a hand-off that measures a link; None for a repeated message or without room."""
+        """Take blocks for a hand-off that measures a link, whatever they contain. None for a repeated message, while
+        draining, or when blocks are short."""
         if transfer in self.holdings() or self.draining_until is not None or not tokens:
             return None
         table = self.cache.open(transfer_holder(transfer), [], "")
@@ -447,7 +461,7 @@ class Worker(abc.ABC):
         return table
 
     def close_trial(self, transfer: TransferId) -> bool:
-        """Gives the blocks of a trial back; False if there is none."""
+        """Return the blocks of a link trial to the pool; False if there is no such trial."""
         table = self._trials.pop(transfer, None)
         if table is None:
             return False
@@ -464,8 +478,8 @@ class Worker(abc.ABC):
         stood_still_s, helped_s = -self.membership.stood_still_s(), -self._helped_s()
         result = self.engine.step(batch)
         self.membership.expected_s = 0.0
-        stood_still_s += self.membership.stood_still_s()  # a process that was stopped in a step does not compute slowly
-        helped_s += self._helped_s()  # nor does one quickly that had help: the next step may have none
+        stood_still_s += self.membership.stood_still_s()  # time in which the process was stopped is not compute time
+        helped_s += self._helped_s()  # count what borrowed cores saved: the next step may have none
         self.step_times.took(length, attended, max(0.0, self.clock() - now - stood_still_s + helped_s))
         samples = self.planner.complete(batch, result)
         for index, why in result.errors.items():
@@ -481,10 +495,10 @@ class Worker(abc.ABC):
         self.count("step_tokens", length)
 
     def _helped_s(self) -> float:
-        """For how much longer this worker would have computed in all, had it not borrowed others' cores."""
+        """Return how many seconds longer this worker would have computed, in all so far, without borrowed cores."""
         return 0.0 if self.cores is None else self.cores.borrowed_s() / max(1, len(self.cores.own))
 
-    # -- telling about itself -----------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         counts = self.cache.pool.counts
@@ -517,17 +531,20 @@ class Worker(abc.ABC):
             self.membership.send(Cached(b"".join(added[part]), b"".join(removed[part])))
 
     def waiting(self) -> int:
-        """Requests that have not started."""
+        """Return how many requests have not started."""
         return self.planner.waiting
 
-    # -- coming and going ---------------------------------------------------------------------------------------------
+    # -- signals and shutdown -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[socket.socket]:
-        """SIGTERM and Ctrl-C drain, a second one stops; each wakes the poll and is acted on there, since a handler runs
-        in the middle of anything. Under a launcher SIGINT is already ignored and stays so: a terminal sends it to
-        everybody, and only the launcher knows the order. Nor does a second SIGTERM stop there: the first may have been
-        meant for all processes of a service, and the launcher passes on its own."""
+        """Handle SIGTERM and Ctrl-C: the first drains, the second stops. Yield a socket that gets a byte for each.
+
+        A signal only wakes the poll and is acted on there, since a handler may run in the middle of anything. Under a
+        launcher SIGINT is already ignored and stays ignored: a terminal sends it to all processes, and only the
+        launcher knows in which order to stop them. A second SIGTERM does not stop a supervised worker either: the first
+        may have been sent to every process of the service, and the launcher then sends its own.
+        """
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
@@ -551,16 +568,16 @@ class Worker(abc.ABC):
         self.drain(self.settings.drain_timeout_s)
 
     def close(self, *, crashed: bool = False) -> None:
-        """Drops everything, says Goodbye, and leaves no socket or thread behind. Who ``crashed`` goes without a word:
-        a Goodbye would tell that none of its requests can be the reason."""
+        """Drop everything, send Goodbye, and leave no socket or thread behind. After a crash no Goodbye is sent: it
+        would clear this worker's requests of the suspicion that one of them caused the crash."""
         self._drop_all()
         reason = "drained" if self.draining_until else "stopped"
         self.membership.close(None if crashed else Goodbye(self.incarnation, reason))
         self.close_links()
-        self.channels.close()  # also when something has raised while a socket was open
+        self.channels.close()  # closes any socket that an exception left open, too
         if not crashed:
             self._tell("%s: this worker has left", reason)
 
     def _tell(self, text: str, *arguments: Any) -> None:
-        """Under a launcher the coordinator's log stands beside ours, and says the same."""
+        """Log at INFO; under a launcher at DEBUG, since the coordinator's log beside this one reports the same."""
         log.log(logging.DEBUG if self.settings.supervised else logging.INFO, text, *arguments)

@@ -1,7 +1,7 @@
-"""A worker's membership in a running system: it says Hello, keeps a heart beating, and exchanges control messages.
+"""A worker's membership of a cluster: sends Hello, runs the heartbeat thread, and exchanges control messages.
 
-The heartbeat has a thread and a socket of its own, so that neither a long engine step nor a queue of messages can delay
-it; it sends the last snapshot that the worker published, and how long the running turn of its loop has taken.
+Heartbeats have a thread and a socket of their own, so that neither a long engine step nor a queue of messages can delay
+them. Each reports the last snapshot that the worker published, and how long the current turn of its loop has taken.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from common.net.messages import Heartbeat, Hello, Lease, Message, NameTaken, Rej
 from common.net.sockets import Channels, HeartbeatThread, identity, receive, send
 
 REJOIN_S = 1.0
-"""A coordinator that restarted answers every message with Rejoin until it has our Hello; one Hello is enough."""
+"""Seconds after a Hello in which Rejoin is ignored: a restarted coordinator answers every message with Rejoin until our
+Hello arrives, and one Hello is enough."""
 RETRY_S = 1.0
-"""Between two Hellos under a name that another worker has."""
+"""Seconds between two Hellos while another worker has this worker's name."""
 RECONNECT_S = 2.0
-"""A Hello that is not answered for so long over a connection was lost, with an earlier one or since this one carries
-nothing any more. Where none is made, since our key is not let in, this may have been corrected by then."""
+"""Seconds after which to dial again. Over a connection, a Hello unanswered for so long was lost, with an earlier
+connection or because this one no longer carries anything. Without one, because our key is refused, the coordinator's
+list of keys may have been corrected by then."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What a worker tells about itself; immutable, swapped whole. ``live`` and ``resting`` are request ids, joined."""
+    """A worker's state as heartbeats report it (the fields are those of :class:`common.net.messages.Heartbeat`).
+
+    Immutable and swapped whole, since the heartbeat thread reads it. ``free``, ``cached`` and ``held`` count blocks,
+    ``running`` and ``waiting`` sequences; ``live`` and ``resting`` are 16-byte request ids, joined.
+    """
 
     live: bytes = b""
     acted_on: int = 0
@@ -42,7 +48,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Membership:
-    """The control socket of one worker incarnation. Used from one thread; only the heart has its own."""
+    """The control socket of one worker incarnation. Used from one thread; only heartbeats have their own."""
 
     def __init__(self, channels: Channels, address: str, hello: Hello) -> None:
         self._channels, self._address, self._clock = channels, address, channels.clock
@@ -50,22 +56,23 @@ class Membership:
         self._secret = channels.secret()
         self.snapshot = Snapshot()
         self.turning_since: float | None = None
-        """When the running turn of the worker's loop began; None while it waits."""
+        """When the current turn of the worker's loop began; None while the loop sleeps."""
         self.stood_still_before_s = 0.0
-        """What :meth:`stood_still_s` was when that began: a process that is stopped in a turn does not hang in it."""
+        """:meth:`stood_still_s` when that turn began. Time added since is no hang: the process was stopped."""
         self.expected_s = 0.0
-        """How long the running step, if there is one, is expected to take."""
+        """Expected duration of the running step; 0 outside a step."""
         self.acted_on = 0
+        """Control messages since Welcome whose effect is complete, as the coordinator counts them."""
         self.bad_messages = 0
         self._welcome: Welcome | None = None
         self._heart: HeartbeatThread | None = None
         self._name_taken = ""
-        """Why this worker has not been welcomed so far, if another one has its name."""
+        """Why this worker has not been welcomed so far, if another worker has its name; else ""."""
         self._said_hello_at = 0.0
         self._unanswered_since: float | None = None
-        """Since when a Hello has not been answered, or the connection is there that it was sent over."""
+        """Since when a Hello has been unanswered, or, if later, since when its connection exists; None if answered."""
         self._heard_at = self._clock()
-        """When the coordinator last said something, or could not."""
+        """When the last message arrived, or when the connection was last down or made anew."""
         self._dial()
         self._say_hello()
 
@@ -75,28 +82,28 @@ class Membership:
 
     @property
     def connected(self) -> bool:
-        """Whether what is said now can leave now, as far as it is known."""
+        """Whether a message sent now can leave now, as far as is known."""
         return self._handshakes.connected
 
     @property
     def refusal(self) -> str:
-        """Why the coordinator does not let this worker connect, in words; "" if nothing is known to be wrong."""
+        """Why the coordinator does not let this worker connect or join, in words; "" if no reason is known."""
         return self._handshakes.refusal or self._name_taken
 
     def stood_still_s(self) -> float:
-        """For how long, in all, not even the heart could beat."""
+        """Return for how many seconds, in all, not even heartbeats could be sent: the process was stopped."""
         return self._heart.stood_still_s() if self._heart is not None else 0.0
 
     def reconnect(self) -> None:
-        """Dials again when libzmq does not: when it was turned away, or a connection carries nothing, which is known of
-        one that leaves a Hello unanswered or brings no Lease for as long as one lasts."""
+        """Dial again where libzmq does not: after a refusal, and when a connection carries nothing, that is, leaves a
+        Hello unanswered or brings no message for the duration of a lease."""
         connected_anew, now = self._handshakes.look(), self._clock()
         if self._handshakes.final:
             if now - self._said_hello_at > RECONNECT_S:
                 self._dial_again()
         elif connected_anew or not self._handshakes.connected:
             self._heard_at = now
-            if self._unanswered_since is not None:  # one Hello waits in the socket: more would each be a new join
+            if self._unanswered_since is not None:  # the Hello waits in the socket; each further one would join anew
                 self._unanswered_since = now
         elif self._unanswered_since is not None:
             if now - self._unanswered_since > RECONNECT_S:
@@ -109,7 +116,7 @@ class Membership:
 
     def _dial_again(self) -> None:
         self._hang_up()
-        self._welcome = None  # whoever welcomed us is gone, or has given us up
+        self._welcome = None  # the coordinator that sent it is gone, or has given us up
         self._dial()
         self._say_hello()
 
@@ -119,12 +126,12 @@ class Membership:
         self._channels.register(self._socket)
 
     def _hang_up(self, goodbye: Message | None = None) -> None:
-        self._stop_heart()  # its socket is turned away as this one is
+        self._stop_heart()  # its socket is refused like this one
         if goodbye is not None:
             send(self._socket, goodbye)
         self._channels.unregister(self._socket)
         self._handshakes.close()
-        self._socket.close(linger=500)  # lets the goodbye leave
+        self._socket.close(linger=500)  # time for the Goodbye to leave
 
     def _say_hello(self) -> None:
         self.acted_on = 0
@@ -134,12 +141,12 @@ class Membership:
         send(self._socket, self.hello)
 
     def send(self, message: Message) -> None:
-        """To the coordinator; when it is gone the message waits in the socket or is lost with it."""
+        """Send to the coordinator. If it is gone, the message waits in the socket, or is lost with it."""
         send(self._socket, message)
 
     def receive(self) -> Iterator[Any]:
-        """Every control message that has arrived. Welcome starts the heart, NameTaken stops it, Rejoin says Hello; all
-        are passed on."""
+        """Yield every control message that has arrived. Welcome starts heartbeats, NameTaken stops them, and Rejoin
+        sends Hello; these three are yielded, too."""
         while self._channels.readable(self._socket):
             try:
                 message = receive(self._socket, ToWorker)
@@ -150,7 +157,7 @@ class Membership:
             if message is None:
                 return
             self._heard_at = self._clock()
-            if not isinstance(message, Rejoin | NameTaken):  # those are not counted by the coordinator
+            if not isinstance(message, Rejoin | NameTaken):  # the coordinator does not count these
                 self.acted_on += 1
             if isinstance(message, Lease):
                 self.acted_on = message.sent
@@ -162,31 +169,31 @@ class Membership:
                 self._stop_heart()
             elif isinstance(message, Rejoin):
                 if self._unanswered_since is not None and self._clock() - self._said_hello_at < REJOIN_S:
-                    continue  # an answer to something we said before our Hello arrived there
+                    continue  # answers a message that arrived there before our Hello
                 self._say_hello()
             yield message
 
     def close(self, goodbye: Message | None = None) -> None:
         self._hang_up(goodbye)
 
-    # -- the heart ----------------------------------------------------------------------------------------------------
+    # -- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _start_heart(self, interval_s: float) -> None:
-        """With every Welcome another one: we may have been given up because the connection of the last carries nothing,
-        and another coordinator has times of its own."""
+        """Start a new heartbeat thread at every Welcome: the coordinator may have given us up because the connection of
+        the last one carries nothing, and another coordinator may use another interval."""
         self._stop_heart()
         name = identity(self.hello.name, self.hello.incarnation, self._secret, beats=True)
         self._heart = self._channels.heart(self._address, name, interval_s, self._heartbeat)
 
     def _stop_heart(self) -> None:
-        """Once: whatever keeps the next one from starting."""
+        """Stop the heartbeat thread and forget it, so that it is stopped once even if starting the next one fails."""
         if self._heart is not None:
             self._heart.stop()
             self._heart = None
 
     def _heartbeat(self, asked: int) -> Heartbeat:
         now, since, shot = self._clock(), self.turning_since, self.snapshot
-        stood_still_s = max(0.0, self.stood_still_s() - self.stood_still_before_s)  # another heart begins at nothing
+        stood_still_s = max(0.0, self.stood_still_s() - self.stood_still_before_s)  # a new thread counts from 0
         return Heartbeat(
             self.hello.incarnation,
             shot.acted_on,

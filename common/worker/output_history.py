@@ -1,4 +1,4 @@
-"""What a worker can still tell of sequences that have finished, if the message with their last tokens was lost."""
+"""Outputs of recently finished sequences, to be sent again if the message with their last tokens was lost."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.net.messages import Logprobs
 from common.worker.token_spans import TokenSpanEncoder, stop_id, to_wire
 
 KEPT, KEPT_S = 256, 5.0
-"""So many, for so long: a coordinator that has seen a gap asks every 0.2 s; for an end that it was not told of when a
-heartbeat omits the request, up to twice within a second and a half; for a choice that is silent while others of its
-request go on with every heartbeat."""
+"""Number of outputs kept, and seconds for which they are kept. A coordinator that has seen a gap asks every 0.2 s. For
+an end that it missed it asks when a heartbeat omits the request, up to twice within a second and a half; for a choice
+that is silent while others of its request go on, with every heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Of a sequence that has finished at ``at``: no prompt, which is most of one."""
+    """The output of a sequence that finished at ``at``, without its prompt, which is most of a sequence."""
 
     at: float
     tokens: bytes
@@ -29,12 +29,13 @@ class _Output:
 
 
 class OutputHistory:
-    """Outputs of the last sequences that have finished."""
+    """Outputs of the sequences that finished last, by sequence id."""
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[SequenceId, _Output] = OrderedDict()
 
     def keep(self, sequence: Sequence, now: float) -> None:
+        """Add the output of a finished sequence; the oldest is dropped beyond KEPT."""
         logprobs = tuple(to_wire(entry) for entry in sequence.logprobs)
         output = pack_tokens(sequence.output)
         self._outputs[sequence.id] = _Output(now, output, sequence.finish, stop_id(sequence), logprobs)
@@ -42,12 +43,12 @@ class OutputHistory:
             self._outputs.popitem(last=False)
 
     def forget(self, now: float) -> None:
-        """Drops what has been kept long enough; to be called every now and then."""
+        """Drop outputs older than KEPT_S; called in every turn of the loop."""
         while self._outputs and now - next(iter(self._outputs.values())).at > KEPT_S:
             self._outputs.popitem(last=False)
 
     def tell(self, sequence: SequenceId, start: int, writer: TokenSpanEncoder) -> bool:
-        """Writes its output from position ``start`` on; False if it is not kept."""
+        """Write the output of ``sequence`` from position ``start`` on to ``writer``; False if it is not kept."""
         told = self._outputs.get(sequence)
         if told is None:
             return False

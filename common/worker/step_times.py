@@ -1,10 +1,10 @@
-"""How long a worker's steps take, so that a long one can be told from one that hangs.
+"""Expected durations of a worker's steps, so that a long step can be told from one that hangs.
 
-Pure. A step has two sizes, both in powers of two: its tokens, for which linear layers take time, and the positions
-that these attend to. Durations of the last steps are remembered by size. What is expected is the longest of the same
-size or below; of a size not seen yet, what a larger one took; beyond all that was seen, as much more as it is larger.
-Before anything was seen nothing is known, and the first step may warm up for long (a worker with a model has warmed up
-before it serves).
+Pure. The size of a step is a pair, each part rounded to powers of two: its tokens, which determine the time of linear
+layers, and the positions to which they attend. The last durations are remembered by size. For a size already seen, the
+longest one of that size or smaller is expected; for a size not seen yet, the shortest among the longest ones of larger
+sizes; beyond all sizes seen, the longest of all, doubled for each power of two beyond. Before the first step nothing is
+known, and that step may warm up for long (a worker with a model warms up before it serves).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import deque
 
 REMEMBERED = 32
+"""Durations remembered per size, and over all sizes."""
 FIRST_STEP_S = 30.0
+"""Expected before any duration is known."""
 
 
 class _Last:
-    """The last durations, and the longest of them; all are looked at only when that one is forgotten."""
+    """The last durations and the longest of them; they are searched only when the longest one drops out."""
 
     __slots__ = ("_all", "longest")
 
@@ -34,21 +36,21 @@ class _Last:
 
 
 class StepTimeEstimator:
-    """Durations of the last steps, by size."""
+    """Durations of the last steps in seconds, by size."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], _Last] = {}
         self._all = _Last()
         self.last = 0.0
-        """The last one, in seconds; 0 before the first."""
+        """Duration of the last step in seconds; 0 before the first."""
 
     @property
     def longest(self) -> float:
-        """The longest of the last steps, in seconds; 0 before the first."""
+        """Longest duration of the last REMEMBERED steps, in seconds; 0 before the first."""
         return self._all.longest
 
     def took(self, tokens: int, attended: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
+        """Record that a step of ``tokens`` tokens, which attend to ``attended`` positions in all, took ``seconds``."""
         size = tokens.bit_length(), attended.bit_length()
         if (same := self._sizes.get(size)) is None:
             same = self._sizes[size] = _Last()
@@ -57,7 +59,7 @@ class StepTimeEstimator:
         self.last = seconds
 
     def expect(self, tokens: int, attended: int) -> float:
-        """Seconds that such a step may well take."""
+        """Return how many seconds a step of ``tokens`` tokens, attending to ``attended`` positions, may well take."""
         took = self._sizes
         if not took:
             return FIRST_STEP_S

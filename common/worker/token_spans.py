@@ -1,4 +1,4 @@
-"""Output tokens of one engine step in columns (see :class:`common.net.messages.Tokens`): nearly always one message."""
+"""Encoding of one step's output tokens into columns: nearly always one :class:`common.net.messages.Tokens` message."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from common.net.messages import MAX_SPANS, Logprobs, Tokens
 
 
 def stop_id(sequence: Sequence) -> int:
-    """The token id that stopped the sequence, or -1."""
+    """Return the token id that stopped the sequence, or -1."""
     return sequence.tokens[-1] if sequence.finish is FinishReason.STOP else -1
 
 
 def to_wire(logprobs: TokenLogprobs | None) -> Logprobs | None:
+    """Return ``logprobs`` as they stand in a message."""
     if logprobs is None:
         return None
     return Logprobs(logprobs.logprob, pack_tokens(logprobs.top_ids), logprobs.top_logprobs)
 
 
 def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
-    """The inverse of :func:`to_wire`; ValueError if the ids are not whole tokens."""
+    """Return the inverse of :func:`to_wire`; ValueError if the ids are not whole tokens."""
     if logprobs is None:
         return None
     return TokenLogprobs(logprobs.logprob, tuple(unpack_tokens(logprobs.top_ids)), logprobs.top)
@@ -32,19 +33,21 @@ def from_wire(logprobs: Logprobs | None) -> TokenLogprobs | None:
 
 @dataclass(slots=True)
 class TokenSpanEncoder:
-    """Collects the spans of one step."""
+    """Collects the token spans of one step and encodes them as messages."""
 
     spans: list[tuple[bytes, int, int, int, int, int, int]] = field(default_factory=list)
-    """Request, choice, attempt, start, count, finish and stop id of each."""
+    """(request, choice, attempt, start, count, finish, stop id) of each span in the message being filled."""
     ids: list[int] = field(default_factory=list)
+    """Token ids of these spans, joined."""
     logprobs: list[Logprobs | None] = field(default_factory=list)
+    """One entry per token id."""
     full: list[Tokens] = field(default_factory=list)
-    """Messages in which no more has room."""
+    """Messages that are complete."""
 
     def add(self, sequence: Sequence, start: int) -> None:
-        """Output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
+        """Add output tokens ``[start, ...)`` of ``sequence``; those sampled here with log-probabilities, if wanted."""
         if start == sequence.output_length - 1 and not sequence.logprobs and self._has_room():
-            id, finish = sequence.id, sequence.finish  # what nearly every step does for every stream, in few words
+            id, finish = sequence.id, sequence.finish  # fast path: nearly every stream in nearly every step
             self.spans.append((id.request, id.choice, id.attempt, start, 1, finish, stop_id(sequence)))
             self.ids.append(sequence.tokens[-1])
             self.logprobs.append(None)
@@ -68,7 +71,8 @@ class TokenSpanEncoder:
         stop_id: int,
         logprobs: Seq[Logprobs | None],
     ) -> None:
-        """The same of a finished sequence: its whole ``output`` is known, and ``logprobs`` of its last tokens."""
+        """Add output tokens ``[start, ...)`` of a finished sequence, from its whole ``output`` and the ``logprobs`` of
+        its last tokens."""
         told = logprobs[max(0, start - len(output) + len(logprobs)) :]
         self._add(sequence, start, output[start:], finish, stop_id, told)
 
@@ -81,7 +85,7 @@ class TokenSpanEncoder:
         stop_id: int,
         logprobs: Seq[Logprobs | None],
     ) -> None:
-        """A span, or as many as it takes; only the last one tells of an end."""
+        """Add one span, split where a message is full; only the last part carries the finish reason."""
         last = False
         while not last:
             if len(self.spans) == MAX_SPANS or (tokens and len(self.ids) == MAX_SPANS):
@@ -100,7 +104,7 @@ class TokenSpanEncoder:
         return len(self.spans) < MAX_SPANS and len(self.ids) < MAX_SPANS
 
     def messages(self) -> Iterator[Tokens]:
-        """Everything collected, in order; nothing if there is nothing."""
+        """Yield everything collected, in order; nothing if nothing was added."""
         yield from self.full
         if self.spans:
             yield self._message()
@@ -111,6 +115,6 @@ class TokenSpanEncoder:
         return Tokens(b"".join(requests), choices, attempts, starts, counts, finish, stop_ids, ids, logprobs)
 
     def _close(self) -> None:
-        """What comes now begins another message."""
+        """Complete the message being filled and begin another."""
         self.full.append(self._message())
         self.spans, self.ids, self.logprobs = [], [], []
