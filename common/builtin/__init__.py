@@ -1,7 +1,7 @@
 """The built-in model: a small Llama that is served when no other model is named.
 
 ``path()`` is a checkpoint directory like any other (config, bf16 weights, tokenizer, chat template, model card), and
-``draft_path()`` that of its draft model for speculative decoding. The code that made them is in ``bench/builtin_model``.
+``draft_path()`` that of its draft model for speculative decoding. ``bench/builtin_model`` has the code that made them.
 """
 
 from __future__ import annotations

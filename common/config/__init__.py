@@ -1,1 +1,2 @@
-"""Configuration of every command: options, files, environment, and how they are shown. Knows no process."""
+"""Owns the configuration of every command: its options, where their values come from, and how they are shown. It must
+not know the processes that use them."""

@@ -15,7 +15,7 @@ from common.config.shared import ClientOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(ClientOptions):
-    """``tandem chat``: a client, on any machine."""
+    """``tandem chat``: a chat in the terminal, a client of a running server on any machine."""
 
     system_prompt: str | None = option(None, "system message", TEXT, "chat")
     max_tokens: int | None = option(None, "longest answer", count(1), "chat", shown_default="what fits")

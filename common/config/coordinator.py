@@ -16,7 +16,7 @@ from common.net.keys import ClusterKeys
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOptions):
-    """The coordinator."""
+    """``tandem coordinator``."""
 
     control_host: str = option("127.0.0.1", "address that workers dial", TEXT, "network and keys")
     expect_prefill: int = option(0, "prefill workers that must join once before /ready says yes", count(), "routing")
@@ -26,8 +26,8 @@ class CoordinatorConfig(ModelOptions, ServingOptions, ClusterOptions, ProcessOpt
     )
 
     def check_binds(self, keys: ClusterKeys | None = None) -> None:
-        """Refuses to be open to other machines unless told so. ``keys``: those that a launcher has given this
-        process."""
+        """Raise StartError if a socket would be open to other machines without keys and this is not explicitly allowed.
+        ``keys`` are those that a launcher gave this process, instead of a file."""
         self._check_http()
         keys = keys or self.keys_of("coordinator")
         check_cluster(self.control_host, "--control-host", self.insecure_cluster or keys is not None)

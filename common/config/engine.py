@@ -1,4 +1,4 @@
-"""Options of whatever computes: workers, and the ``tandem up`` that starts them."""
+"""Options of the engine, for workers and for ``tandem up``, which starts them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LocalPrefill = Literal["auto", "never", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a worker computes."""
+    """Options of one worker's engine."""
 
     dtype: Dtype = option(
         "auto",
@@ -87,5 +87,5 @@ class EngineOptions:
 
     @property
     def cores(self) -> tuple[int, ...] | None:
-        """The cores of ``cpus``; None when every core may be used."""
+        """The core numbers in ``cpus``; None if all cores may be used."""
         return parse_cpus(self.cpus) if self.cpus else None

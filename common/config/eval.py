@@ -15,7 +15,7 @@ from common.config.shared import ClientOptions, LabelOption
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(ClientOptions, LabelOption):
-    """``tandem eval``: the golden set, asked of any OpenAI-compatible server."""
+    """``tandem eval``: asks an OpenAI-compatible server the questions of a golden set and scores its answers."""
 
     served_model_name: str | None = option(
         None, "which of its models is asked", TEXT, "evaluation", shown_default="the first"

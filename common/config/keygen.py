@@ -17,7 +17,7 @@ from common.net.keys import PARTIES
 
 @dataclass(frozen=True, kw_only=True)
 class KeygenConfig:
-    """``tandem keygen``: new keys for a cluster, or the part of them that one role needs."""
+    """``tandem keygen``: makes new keys for a cluster, or extracts those that one role needs from a key file."""
 
     out: str | None = option(None, "file to write", TEXT, "network and keys", shown_default="cluster.key, or ROLE.key")
     role: str | None = option(
@@ -38,4 +38,5 @@ class KeygenConfig:
 
     @property
     def path(self) -> Path:
+        """The file to write."""
         return Path(self.out or f"{self.role or 'cluster'}.key")

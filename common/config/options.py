@@ -1,8 +1,8 @@
-"""From flags, environment, a YAML file and defaults to one frozen dataclass, each value knowing where it came from.
+"""Reads a command's configuration from flags, environment, a YAML file and defaults, with the origin of each value.
 
 A dataclass field made with :func:`option` *is* the option: argparse, the environment variable, the YAML key, ``tandem
-config`` and the table in the README are all generated from it. This file owns the mechanism, the other modules of this
-package the options. Whatever is wrong raises :class:`~common.core.errors.StartError`, in words.
+config`` and the table of flags in the README are all generated from it. This module owns the mechanism; the other
+modules of this package own the options. Every error is a :class:`~common.core.errors.StartError`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GROUPS = (
     "pools", "model", "memory", "batch", "cores", "routing", "queue", "transfer", "network and keys", "client", "chat",
     "evaluation", "load", "workload", "systems", "results", "logs",
 )  # fmt: skip
-"""In the order in which they are shown."""
+"""The groups of options, in the order in which they are shown."""
 
-# -- kinds: how text becomes a value ----------------------------------------------------------------------------------
+# -- kinds: parsers of option values ----------------------------------------------------------------------------------
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
@@ -43,9 +43,12 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)")
 
 @dataclass(frozen=True)
 class OptionKind:
-    """What an option takes: its name in the help, what a good value is, and the parser (ValueError if none).
-    ``between``: its flag takes several words, too, which are one text with this between them; it is given several times
-    where a word that follows a flag is a positional one. In a file it may be a list."""
+    """The type of an option's value: its metavar in the help, a description of valid values, and the parser, which
+    raises ValueError.
+
+    With ``between`` the flag takes several words, which are joined with ``between`` before parsing, and the YAML value
+    may be a list. In commands with a positional argument the flag takes one word and is repeated instead.
+    """
 
     metavar: str
     expects: str
@@ -54,7 +57,8 @@ class OptionKind:
 
 
 def parse_number(text: str) -> int:
-    """A whole number; vLLM's suffixes (``32k`` is 32,000, ``32K`` 32,768), and bytes (``4GiB``, ``4GB``)."""
+    """Parse a whole number with vLLM's suffixes (``32k`` is 32,000, ``32K`` is 32,768) or units of bytes (``4GiB``,
+    ``4GB``)."""
     match = _NUMBER.fullmatch(text.strip().replace("_", ""))
     if match is None:
         raise ValueError(text)
@@ -70,7 +74,7 @@ def parse_number(text: str) -> int:
 
 
 def count(least: int = 0, most: int | None = None) -> OptionKind:
-    """A whole number from ``least`` to ``most``."""
+    """Return the kind of whole numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
         value = parse_number(text)
@@ -84,7 +88,7 @@ def count(least: int = 0, most: int | None = None) -> OptionKind:
 
 
 def decimal(least: float, most: float, metavar: str = "X") -> OptionKind:
-    """A number from ``least`` to ``most``."""
+    """Return the kind of numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -96,7 +100,7 @@ def decimal(least: float, most: float, metavar: str = "X") -> OptionKind:
 
 
 def one_of(*choices: str) -> OptionKind:
-    """One of a few words."""
+    """Return the kind of values that are one of ``choices``, in any case."""
 
     def parse(text: str) -> str:
         if text.lower() not in choices:
@@ -126,7 +130,7 @@ def _parse_cpus(text: str) -> str:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """``0-3,5`` as sorted core numbers."""
+    """Parse core numbers such as ``0-3,5``; return them sorted."""
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -178,21 +182,21 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_key(text: str) -> str:
-    """A key as it can stand in a header."""
+    """Parse a key that is valid in an HTTP header."""
     key = text.strip()
     if not (key and key.isascii() and key.isprintable()):
-        raise ValueError("no key")  # without its text: it may be one with a character too many
+        raise ValueError("no key")  # without the text, which may be a key with one wrong character
     return key
 
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?")
 _NO_ORIGINS = ("about", "blob", "data", "file", "javascript")
-"""Schemes of pages whose origin browsers spell as null."""
+"""Schemes of pages for which browsers send the origin "null"."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _parse_origins(text: str) -> tuple[str, ...]:
-    """Origins in lines, in words, with commas between, or as JSON lists; as browsers spell them."""
+    """Parse origins separated by spaces, commas or lines, or given as JSON lists; return them as browsers send them."""
     try:
         words = json.loads(text)
     except ValueError:
@@ -264,7 +268,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as people read it; an automatic one says how it is chosen."""
+        """The default as shown to users; for an automatic one, how it is chosen."""
         if self.positional:
             return self.shown_default or "the built-in one"
         return self.shown_default if self.shown_default is not None else show(self.default)
@@ -289,7 +293,11 @@ def option(
     secret: bool = False,
     shown_default: str | None = None,
 ) -> T:
-    """A dataclass field that is an option. ``shown_default`` says how an automatic default (None) is chosen."""
+    """Return a dataclass field that is an option.
+
+    ``help`` is one line for ``--help``, which appends the default. ``shown_default`` says how an automatic default
+    (None) is chosen. A ``secret`` value is never shown.
+    """
     meta = {"help": help, "kind": kind, "group": group, "aliases": aliases, "secret": secret}
     field: Any = dataclasses.field(
         default=default, repr=not secret, metadata={"option": {**meta, "shown_default": shown_default}}
@@ -298,13 +306,13 @@ def option(
 
 
 def positional(help: str, group: str, shown_default: str | None = None) -> Any:
-    """Metadata of a required field that is given by position (and ``TANDEM_<NAME>``, and its YAML key)."""
+    """Return the metadata of a field that is given by position, or by ``TANDEM_<NAME>`` or its YAML key."""
     meta = {"help": help, "kind": TEXT, "group": group, "positional": True, "shown_default": shown_default}
     return {"option": meta}
 
 
 def options(config: type[Any]) -> list[Option]:
-    """The options of one dataclass, by group, and in the order of its fields."""
+    """Return the options of a dataclass by group, within a group the positional one first, then in field order."""
     found = [
         Option(field.name, default=None if field.default is dataclasses.MISSING else field.default, **meta)
         for field in dataclasses.fields(config)
@@ -314,7 +322,7 @@ def options(config: type[Any]) -> list[Option]:
 
 
 def show(value: object) -> str:
-    """A value as text, the way a flag takes it."""
+    """Format a value the way it is written after a flag."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -331,7 +339,7 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """A configuration, where each value came from, and what is odd but no error."""
+    """A configuration, the origin of each value by option name, and warnings."""
 
     config: T
     origins: Mapping[str, str]
@@ -339,20 +347,20 @@ class Loaded(Generic[T]):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` most likely was meant to be."""
+    """Return the known word most similar to ``word``, None if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def unknown(kind: str, word: str, known: Iterable[str], where: str, listed_by: str) -> StartError:
-    """The error for a word nobody knows, with the nearest one that exists."""
+    """Return the error for an unknown word, with the most similar known one as a suggestion."""
     guess = nearest(word, known)
     todo = f"did you mean {guess}? " if guess else ""
     return StartError(f"unknown {kind} {word}", f"{where} has no such {kind}", f"{todo}{listed_by} lists them all")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with StartErrors for errors, no guesses from abbreviations, ``--a_b`` for ``--a-b``, and values that are
-    flags."""
+    """An argparse parser that raises StartError, accepts no abbreviations, takes ``--a_b`` for ``--a-b``, and allows
+    values that are flags themselves."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, allow_abbrev=False)
@@ -364,7 +372,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(None if args is None else list(self._words(args)), namespace)
 
     def _words(self, args: Iterable[str]) -> Iterator[str]:
-        """A value that is flags itself begins with a dash: argparse takes that for the next option, unless behind =."""
+        """Join options of kind FLAGS and their value with "=": the value starts with a dash, so that argparse would
+        else take it for the next option."""
         takes_flags = {flag for each in self._actions if each.metavar == FLAGS.metavar for flag in each.option_strings}
         words = iter(args)
         for word in map(_dashes, words):
@@ -374,18 +383,18 @@ class Parser(argparse.ArgumentParser):
 
 def _dashes(word: str) -> str:
     flag, equals, value = word.partition("=")
-    if not flag.startswith("--") or " " in flag:  # several flags in one word are somebody's value
+    if not flag.startswith("--") or " " in flag:  # a word with several flags is the value of a FLAGS option
         return word
     return flag.replace("_", "-") + equals + value
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Gives ``parser`` the flags of a configuration; what is not given stays out of the namespace."""
+    """Add the flags of a configuration to ``parser``; flags that are not given stay out of the namespace."""
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these options"
     )
     groups: dict[str, Any] = {}
-    last = not any(item.positional for item in options(config))  # no word that follows a flag is a positional one
+    last = not any(item.positional for item in options(config))  # words after a flag can only be its values
     for item in options(config):
         group = groups.get(item.group) or groups.setdefault(item.group, parser.add_argument_group(item.group))
         text = item.help.replace("%", "%%")
@@ -407,7 +416,7 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
 
 
 def known_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Every flag that ``parser`` takes."""
+    """Return every flag that ``parser`` takes."""
     return [flag for action in parser._actions for flag in action.option_strings]
 
 
@@ -418,10 +427,10 @@ def load(
     every: Iterable[type[Any]],
     **fixed: Any,
 ) -> Loaded[T]:
-    """Builds ``config``: flag (``given``) over environment over YAML file over default.
+    """Build ``config``; a flag (``given``) takes precedence over the environment, the YAML file and the default.
 
-    ``every`` are all configurations that exist: what another command takes may stand in a shared file or environment.
-    ``fixed`` are fields that are no options.
+    ``every`` lists all configuration classes: a shared file or environment may contain options of other commands.
+    ``fixed`` are fields that are not options. Raises StartError for an invalid value or unknown key.
     """
     everything: dict[str, bool] = {}  # name of each option that exists, and whether it is secret
     for item in (item for each in every for item in options(each)):
@@ -444,7 +453,7 @@ def load(
 def _find(
     item: Option, given: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], path: str | None
 ) -> tuple[Any, str] | None:
-    """The value of one option and where it came from; None when nobody set it."""
+    """Return the value of one option and its origin; None if it is not set."""
     if (value := given.get(item.name)) is not None:
         if isinstance(value, list):
             value = (item.kind.between or "").join(value)
@@ -462,7 +471,7 @@ def _find(
 
 
 def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
-    """A warning for each ``TANDEM_*`` variable that nothing reads."""
+    """Yield a warning for each ``TANDEM_*`` variable that is no option."""
     known = {ENV_PREFIX + name.upper() for name in everything} | {_CONFIG_ENV}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
@@ -471,9 +480,12 @@ def _strange(environ: Mapping[str, str], everything: set[str]) -> Iterable[str]:
 
 
 def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
-    """The options in a YAML file: a flat mapping, spelled with ``-`` or ``_``. A file that sets a secret one
-    (``everything`` says of each name whether it is one) is its owner's alone; no error shows what stands in it."""
-    import yaml  # only who has a file pays for it
+    """Read the options in a YAML file, a flat mapping with keys spelled with ``-`` or ``_``.
+
+    ``everything`` maps the name of each option to whether it is secret. A file that sets a secret one must not be
+    readable by other users. No error shows contents of the file, which may be secret.
+    """
+    import yaml  # here, so that only commands with a file pay for the import
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -488,7 +500,7 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
         loaded = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise StartError(f"{path} is not YAML", _where(error), "correct the file") from None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # of values that do not fit their tags
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # a value does not fit its tag
         why = "a value is not what its tag or its form says, or too deep"
         raise StartError(f"{path} is not YAML", why, "correct the file") from None
     if loaded is None:
@@ -509,11 +521,11 @@ def _read_yaml(path: Path, everything: Mapping[str, bool]) -> dict[str, Any]:
 
 
 _SYNTAX = re.compile(r"<[a-z ]+>|[^\w\s]")
-"""What may stand between quotation marks in an error of the parser: the name of a token, or punctuation."""
+"""Quoted text that may be shown from an error of the YAML parser: the name of a token, or punctuation."""
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line itself and without a word of it: that may be a key."""
+    """Return the problem and its position, without any text of the file, which may be a key."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
     if '"' in problem or not all(map(_SYNTAX.fullmatch, re.findall(r"'(.*?)'", problem))):
         problem = re.split(r"['\"]", problem)[0].rstrip()
@@ -522,7 +534,7 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _unknown_key(key: str, node: yaml.Node | None, everything: Iterable[str], path: Path) -> StartError:
-    """The error for an unknown key. One that resembles no option is not shown: it may be a secret itself."""
+    """Return the error for an unknown YAML key. A key that resembles no option is not shown: it may be a secret."""
     if nearest(key, everything):
         return unknown("key", key, everything, f"{path} sets it, and Tandem", "tandem config")
     pairs = node.value if node is not None else ()

@@ -1,4 +1,4 @@
-"""Command lines, addresses and their like, shown without the keys and passwords that stand in them."""
+"""Removes keys and passwords from command lines and URLs, so that they can be logged and saved."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 SECRETS, MANY_SECRETS, FLAGS = ("--api-key", "--admin-api-key"), ("--header",), "--up-flags"
-"""Options with a secret, with several, and the one that has options of another command in it."""
+"""Options with one secret value, options with several, and the option that contains options of another command."""
 
 
 def without_secrets(words: Iterable[str]) -> Iterator[str]:
-    """The words of a command as they may be saved: keys are left out, and what URLs say before their host."""
-    flag = ""  # that a word may be the value of
+    """Yield the words of a command with keys replaced by "..." and without user and password in URLs."""
+    flag = ""  # the option whose value the next word may be
     for word in words:
         option, equals, value = word.partition("=")
         if option.startswith("--") and " " not in option:
@@ -31,11 +31,11 @@ def without_secrets(words: Iterable[str]) -> Iterator[str]:
 
 
 def without_login(text: str) -> str:
-    """``text`` without what its URLs say before their host: a user's name and password."""
+    """Return ``text`` without the user and password in its URLs."""
     return re.sub(r"(?<=://)[^/@]+@", "", text)
 
 
 def holds_key(flags: str) -> bool:
-    """Whether a secret option is among ``flags``, written as a shell takes them. ValueError if no shell would."""
+    """Return whether ``flags``, in shell syntax, contain a secret option; raises ValueError if the syntax is wrong."""
     options = (word.partition("=")[0].replace("_", "-") for word in shlex.split(flags))
     return any(option in (*SECRETS, *MANY_SECRETS) for option in options)

@@ -13,7 +13,7 @@ from common.config.shared import ClientOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleConfig(ClientOptions):
-    """``tandem scale``: a client of a running ``tandem up``; None leaves a pool as it is."""
+    """``tandem scale``: a client of a running ``tandem up``. None leaves a pool as it is."""
 
     prefill: int | None = option(None, "prefill workers wanted", count(0, 4096), "pools", shown_default="as they are")
     decode: int | None = option(None, "decode workers wanted", count(0, 4096), "pools", shown_default="as they are")

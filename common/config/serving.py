@@ -1,4 +1,4 @@
-"""Options of whatever answers over HTTP: the coordinator, and the ``tandem up`` that starts it."""
+"""Options of the HTTP API and of routing, for the coordinator and for ``tandem up``, which starts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MetricsAccess = Literal["open", "key"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """How the door treats clients."""
+    """Options of the HTTP API, its limits and keys, and of routing."""
 
     host: str = option("127.0.0.1", "address that HTTP listens on", TEXT, "network and keys")
     port: int = option(8000, "port that HTTP listens on (0: a free one)", PORT, "network and keys")
@@ -88,18 +88,20 @@ class ServingOptions:
         shown_default="open on loopback; elsewhere key if clients need one",
     )
     keys_from_file: tuple[str, ...] = field(default=(), repr=False)
-    """What ``api_key_file`` holds. It is read once: it may be a pipe, and other processes of ``tandem up`` get this."""
+    """The keys in ``api_key_file``. The file is read only once, since it may be a pipe; child processes of ``tandem
+    up`` get these keys instead of the file."""
 
     def __post_init__(self) -> None:
         if self.api_key_file and not self.keys_from_file:
             object.__setattr__(self, "keys_from_file", _keys_in(Path(self.api_key_file)))
 
     def api_keys(self) -> tuple[str, ...]:
-        """Every key a client may use, from the flag and from the file."""
+        """Return every key that clients may use, from the flag and from the file."""
         return (*((self.api_key,) if self.api_key else ()), *self.keys_from_file)
 
     @property
     def metrics_need_a_key(self) -> bool:
+        """Whether /metrics needs a key: as configured, else if clients need one and HTTP listens beyond loopback."""
         if self.metrics_access is not None:
             return self.metrics_access == "key"
         return bool(self.api_keys()) and not is_loopback(self.host)
@@ -116,7 +118,8 @@ class ServingOptions:
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one per line. A file that was emptied by mistake must not open the server."""
+    """Read the keys of a file, one per line. Raises StartError if it has none: a file that was emptied by mistake must
+    not open the server."""
     try:
         lines = read_secret(path, "--api-key-file").decode().splitlines()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Options that commands of several kinds have: the model, the process, the cluster, the server that is asked."""
+"""Options that several kinds of commands share: model, process, cluster, and the server that a client calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_CONTROL_PORT = 8001
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is served, and under what name. An empty ``model`` is the built-in one."""
+    """The model and the name under which it is served. An empty ``model`` means the built-in one."""
 
     model: str = field(
         metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")
@@ -48,13 +48,13 @@ class ModelOptions:
 
     @property
     def served_name(self) -> str:
-        """The name clients see: as configured, else the model as it was given."""
+        """The name that clients see: ``served_model_name``, else ``model`` as given."""
         return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """What every long-lived process takes."""
+    """Options of every long-running process."""
 
     drain_timeout: float = option(30.0, "how long running requests may take to finish at a stop", SECONDS, "queue")
     log_level: LogLevel = option(
@@ -66,7 +66,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What processes take that may talk to other machines."""
+    """Options of processes that may communicate with other machines of a cluster."""
 
     cluster_key_file: str | None = option(
         None, "file of tandem keygen: the parts know each other by its keys and encrypt", TEXT, "network and keys"
@@ -79,13 +79,14 @@ class ClusterOptions:
     )
 
     def keys_of(self, party: Party) -> ClusterKeys | None:
-        """The keys of a process of this role, None without a file. StartError if the file is none."""
+        """Load the keys of a process of this role, None without ``cluster_key_file``. Raises StartError as
+        :func:`common.net.keys.load`."""
         return load_keys(Path(self.cluster_key_file), party) if self.cluster_key_file else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """What every client of a running server takes."""
+    """Options of every client of a running server."""
 
     url: str = option("http://127.0.0.1:8000", "the server", TEXT, "client", aliases=("--base-url",))
     api_key: str | None = option(None, "key to send", KEY, "client", secret=True)
@@ -93,7 +94,7 @@ class ClientOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelOption:
-    """A client does not know how the server that it measures was started."""
+    """The label of a measurement, since a client does not know how the server was started."""
 
     label: str | None = option(
         None, "name of the run, or the server's command, saved with the figures", TEXT, "results"
@@ -101,6 +102,7 @@ class LabelOption:
 
 
 def check_cluster(host: str, flag: str, allowed: bool) -> None:
+    """Raise StartError if ``host``, given with ``flag``, is not loopback and plain text is not ``allowed``."""
     if not (is_loopback(host) or allowed):
         raise StartError(
             f"will not use {flag} {host} in plain text",

@@ -1,4 +1,4 @@
-"""Configuration of ``tandem up``, and what its coordinator and its workers get of it."""
+"""Configuration of ``tandem up``, and how those of its coordinator and workers derive from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from common.net.messages import Role
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, ProcessOptions):
-    """A coordinator and its workers on this machine. ``prefill`` and ``decode`` None: 1 each, unless ``colocated``."""
+    """``tandem up``: a coordinator and its workers on this machine. :meth:`pools` says how many workers."""
 
     control_host: str = option(
         "127.0.0.1", "address that workers dial, and that hand-offs to workers here arrive on", TEXT, "network and keys"
@@ -65,8 +65,9 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             )
 
     def check_binds(self) -> None:
-        """Refuses to be open to other machines, or to other users of this one, unless told so. The parts have keys in
-        any case: ``insecure_cluster`` is for what keys cannot close."""
+        """Raise StartError if the system would be open to other machines, or to other users of this one, and this is
+        not explicitly allowed. The processes always have keys, so ``insecure_cluster`` matters only for what keys
+        cannot protect (UCX)."""
         self._check_http()
         if self.kv_transport == "nixl" and not (self.insecure_cluster and is_loopback(self.control_host)):
             raise StartError(
@@ -90,14 +91,15 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
             )
 
     def keys(self, *parties: Party) -> dict[Party, ClusterKeys]:
-        """The keys of each of these roles: the file's, else new ones, which no other process has. StartError as of
-        :meth:`ClusterOptions.keys_of`."""
+        """Return the keys of each of ``parties``, from the key file, else newly minted ones for all roles. Raises
+        StartError as :func:`common.net.keys.load`."""
         if not self.cluster_key_file:
             return mint_keys()
         return {party: load_keys(Path(self.cluster_key_file), party) for party in parties}
 
     def pools(self, cores: int) -> tuple[int, int, int]:
-        """How many prefill, decode and colocated workers, on a machine with ``cores`` usable cores."""
+        """Return the number of prefill, decode and colocated workers on a machine with ``cores`` usable cores: as
+        configured, else one prefill and one decode worker, on a single core one colocated worker."""
         if self.colocated is not None:
             return 0, 0, self.colocated
         if self.prefill is None and self.decode is None and cores == 1:
@@ -105,17 +107,18 @@ class UpConfig(ModelOptions, EngineOptions, ServingOptions, ClusterOptions, Proc
         return 1 if self.prefill is None else self.prefill, 1 if self.decode is None else self.decode, 0
 
     def for_coordinator(self, **changes: Any) -> CoordinatorConfig:
-        """The configuration of this system's coordinator, which gets its keys from the launcher, not from the file."""
+        """Return the configuration of the coordinator, which gets its keys from the launcher, not from the file."""
         return CoordinatorConfig(**_shared(self, CoordinatorConfig, {"cluster_key_file": None, **changes}))
 
     def for_worker(self, role: Role, name: WorkerName, **changes: Any) -> WorkerConfig:
-        """The configuration of one of this system's workers; its data socket is where the control socket is."""
+        """Return the configuration of a worker. Its data socket listens on the host of the control socket, and it gets
+        its keys from the launcher, not from the file."""
         host = bracketed(self.control_host)
         mine = {"role": role, "name": name, "host": host, "cluster_key_file": None, **changes}
         return WorkerConfig(**_shared(self, WorkerConfig, mine))
 
 
 def _shared(config: UpConfig, other: type[Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``other`` that ``config`` has too, with ``changes`` over them."""
+    """Return the fields of ``other`` that ``config`` has too, overridden by ``changes``."""
     mine = {item.name for item in fields(config)}
     return {item.name: getattr(config, item.name) for item in fields(other) if item.name in mine} | dict(changes)

@@ -56,8 +56,8 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
             )
 
     def check_binds(self, keys: ClusterKeys | None = None) -> None:
-        """Refuses to talk in plain text beyond this machine unless told so. ``keys``: those that a launcher has given
-        this process."""
+        """Raise StartError if this worker would communicate in plain text beyond this machine and this is not
+        explicitly allowed. ``keys`` are those that a launcher gave this process, instead of a file."""
         keys = keys or self.keys_of(self.role)
         if self.kv_encryption == "curve" and keys is None:
             raise StartError(
@@ -77,7 +77,8 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
 
     @property
     def out_of_reach(self) -> bool:
-        """Whether other machines take part, whose prefill workers could not send KV here."""
+        """Whether prefill workers of other machines may exist that cannot send KV here: the coordinator is on another
+        machine, but hand-offs arrive on loopback."""
         return self.role != "prefill" and is_loopback(self.host) and not is_loopback(self._dialled)
 
     @property
@@ -85,5 +86,5 @@ class WorkerConfig(ModelOptions, EngineOptions, ClusterOptions, ProcessOptions):
         return self.coordinator.rpartition(":")[0]
 
     def encrypts_kv(self, keys: ClusterKeys | None) -> bool:
-        """Whether KV travels encrypted, of a worker that has these keys."""
+        """Return whether a worker with these keys encrypts KV."""
         return keys is not None and self.kv_encryption != "none"

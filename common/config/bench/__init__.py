@@ -1,1 +1,1 @@
-"""One file per ``tandem bench`` command: its options."""
+"""Owns the options of the ``tandem bench`` commands, one file per command. It must not know the benchmarks."""

@@ -14,7 +14,7 @@ from common.config.shared import LabelOption
 
 @dataclass(frozen=True, kw_only=True)
 class BenchBatchingConfig(TargetOptions, RequestOptions, PromptOptions, LabelOption):
-    """``tandem bench batching``: static against continuous batching on one server."""
+    """``tandem bench batching``: compares static with continuous batching on one server."""
 
     batch_size: int = option(8, "requests that a static batch has", count(1), "load")
     runs: int = option(3, "rounds", count(1, 1000), "load")

@@ -19,7 +19,7 @@ from common.core.errors import StartError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCompareConfig(ArrivalOptions, LoadOptions):
-    """``tandem bench compare``: the same load on several systems of the same cores."""
+    """``tandem bench compare``: runs the same load on several systems, one after the other, on the same cores."""
 
     model: str = field(
         metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")

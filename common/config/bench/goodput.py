@@ -16,7 +16,7 @@ from common.core.errors import StartError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchGoodputConfig(TargetOptions, LoadOptions):
-    """``tandem bench goodput``: the highest rate at which most requests are inside the objectives."""
+    """``tandem bench goodput``: finds the highest request rate at which most requests meet the objectives."""
 
     goodput: str = option(
         DEFAULT_OBJECTIVES, "objectives in ms, or as multiples of the unloaded median: ttft:5x,tpot:3x", LIST, "results"

@@ -15,7 +15,7 @@ from common.config.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchKernelsConfig(LimitOptions):
-    """``tandem bench kernels``: attention and linear layers beside what the machine can do."""
+    """``tandem bench kernels``: compares attention and linear layers with the machine's limits."""
 
     dtype: Dtype = option(
         "auto",

@@ -19,7 +19,7 @@ from common.core.errors import StartError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlanConfig(ArrivalOptions):
-    """``tandem bench plan``: systems that are not there, simulated with measured step costs."""
+    """``tandem bench plan``: simulates systems of several sizes with measured step costs."""
 
     model: str = field(
         metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")

@@ -12,7 +12,7 @@ from common.config.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRooflineConfig(LimitOptions):
-    """``tandem bench roofline``: what this machine can do at best."""
+    """``tandem bench roofline``: measures the limits of this machine."""
 
     model: str = field(
         metadata=positional("directory or hub id of a Hugging Face checkpoint; without it, the built-in model", "model")

@@ -22,7 +22,7 @@ from common.core.errors import StartError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(TargetOptions, ArrivalOptions, LoadOptions, LabelOption):
-    """``tandem bench serve``: one run of load against any OpenAI-compatible server."""
+    """``tandem bench serve``: sends one run of load to an OpenAI-compatible server."""
 
     ramp_up_strategy: RampStrategy | None = option(
         None, "how the rate grows during the run", one_of("linear", "exponential"), "load"

@@ -1,4 +1,4 @@
-"""Options that several ``tandem bench`` commands have: what is asked, when, and of whom."""
+"""Options that several ``tandem bench`` commands share: requests, arrival times and target server."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ Backend = Literal["openai", "openai-chat"]
 RampStrategy = Literal["linear", "exponential"]
 Dataset = Literal["random", "prefix_repetition", "sharegpt", "azure", "mooncake"]
 TRACES = ("azure", "mooncake")
-"""Datasets whose requests have times of their own."""
+"""Datasets whose requests have recorded arrival times."""
 LONGEST_TOKENS = 1 << 24
-"""Of a prompt or an answer to measure with: more are a mistake, and would be made up in memory before anybody looks."""
+"""Longest prompt or answer of a benchmark, in tokens. Larger values are taken for mistakes, since the prompt would be
+generated in memory first."""
 DEFAULT_OBJECTIVES = "ttft:1000,tpot:40"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How many requests there are, and how long; named as in ``vllm bench serve`` wherever it has the same."""
+    """The number of requests and their lengths, with the names of ``vllm bench serve`` where it has the option."""
 
     num_prompts: int = option(100, "requests of a run", count(1), "load")
     seed: int = option(0, "of prompts and arrivals", count(0, 2**31 - 1), "load")
@@ -47,7 +48,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions(PromptOptions):
-    """What is asked."""
+    """The contents of the requests."""
 
     dataset_name: Dataset = option(
         "random",
@@ -89,7 +90,7 @@ class DatasetOptions(PromptOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalOptions(DatasetOptions):
-    """What is asked, and when."""
+    """The contents and the arrival times of the requests."""
 
     request_rate: float = option(
         math.inf, "requests per second, in the mean; inf sends all at once, a trace then at its own times", RATE, "load"
@@ -98,7 +99,7 @@ class ArrivalOptions(DatasetOptions):
 
     @property
     def drawn(self) -> bool:
-        """Whether times are drawn: else requests come all at once, or at the times of a trace."""
+        """Whether arrival times are random; else requests arrive all at once or at the times of a trace."""
         return math.isfinite(self.request_rate)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class ArrivalOptions(DatasetOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How a server is asked."""
+    """How requests are sent, and their sampling parameters."""
 
     backend: Backend = option(
         "openai",
@@ -137,14 +138,14 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(DatasetOptions, RequestOptions):
-    """What is asked of a server, and how."""
+    """The contents of the requests and how they are sent."""
 
     max_concurrency: int | None = option(None, "requests in flight; more wait in the client", count(1), "load")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(ClientOptions):
-    """Which model of which server is measured."""
+    """The server and the model to measure."""
 
     served_model_name: str | None = option(
         None, "which of its models is measured", TEXT, "client", aliases=("--model",), shown_default="the first"
@@ -154,14 +155,14 @@ class TargetOptions(ClientOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOption:
-    """The file of an experiment's figures."""
+    """The file to save results in."""
 
     save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """What every measurement of this machine, without a server, is told."""
+    """Options of benchmarks that measure this machine without a server."""
 
     threads: int = option(1, "compute threads; a worker on one of two cores has one", count(1, 4096), "cores")
     save: str | None = option(None, "JSON file to save the figures in", TEXT, "results")
