@@ -1,4 +1,5 @@
-"""The door: HTTP, text, routing and the life of every request.
+"""The coordinator: HTTP API, text processing, routing, and the state of every request.
 
-Owns the tokenizer, the client stream, the registry of workers and the accepted tokens. Must not know: torch, KV bytes.
+Owns the tokenizer, the client streams, the registry of workers and the accepted output tokens. Must not know torch or
+KV bytes.
 """

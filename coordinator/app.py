@@ -1,7 +1,8 @@
-"""The coordinator as a process: sockets, signals, start and end.
+"""The coordinator process: start, signals, drain and shutdown.
 
-Owns composition: registry, gateway, router, admission, dispatcher, HTTP application. SIGTERM or SIGINT drains: new
-requests get 503, running ones finish and are read within ``drain_timeout``; a second signal stops at once.
+Composes the registry, gateway, router, admission, dispatcher and HTTP application. SIGTERM or SIGINT starts a drain:
+new requests get 503, and running requests have ``drain_timeout`` seconds to finish and to be read by their clients.
+Without a launcher, a second signal ends the drain at once.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from coordinator.routing.router import Router
 log = logging.getLogger("tandem.coordinator")
 
 LAG_EVERY_S = 0.05
-"""Between two samples of how late the event loop is: of what holds it up for longer at most so much is not seen. Each
-one wakes an idle loop, so more of them would cost more than they tell."""
+"""Interval between samples of the event loop's lag. A stall is under-reported by at most this much; a shorter interval
+would wake an idle loop more often."""
 
 
 class LauncherClient(Protocol):
-    """Who has started this process and the workers beside it. Without one nobody can do what it does."""
+    """Requests to the launcher that supervises this coordinator and the workers of the same machine."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
-        """As of :data:`coordinator.http.context.Scale`, for POST /admin/scale."""
+        """Resize the pools for POST /admin/scale; see :data:`coordinator.http.context.Scale`."""
 
     def replace(self, name: str, pid: int, why: str) -> None:
-        """As of :data:`coordinator.cluster.gateway.Replace`: ends a worker that hangs, and starts another."""
+        """Kill a worker process that hangs and start another; see :data:`coordinator.cluster.gateway.Replace`."""
 
     def report_queue_pressure(self, deep: bool) -> None:
-        """Hears when prompts begin to pile up, and when they no longer do."""
+        """Report that prompts have begun to pile up (``deep``) or no longer do."""
 
 
 def run(
@@ -68,12 +69,15 @@ def run(
     at_once: bool = False,
     keys: ClusterKeys | None = None,
 ) -> int:
-    """Serves until a signal; the exit code. ``on_ready`` is told the URL and the control address once both listen.
-    ``workers`` are those of ``launcher`` that serve already, with their process ids: one that does not join hangs.
-    ``at_once``: it interrupts whoever computes on its cores, as of :func:`common.platform.threads.answer`. ``keys``:
-    those that ``launcher`` has minted; without them those of the configured file.
+    """Serve until a signal and return the exit code.
 
-    StartError if it cannot start: a busy port, a model without a tokenizer, an address that needs a key.
+    ``on_ready`` is called with the URL and the control address once both listen. ``workers`` maps the launcher's
+    workers that are already running to their process ids; one that does not join is treated as hung. ``at_once`` runs
+    the coordinator's threads with real-time priority, see :func:`common.platform.threads.answer`. ``keys`` are the
+    keys that ``launcher`` made; None takes them from the configured key file.
+
+    Raises StartError if the coordinator cannot start: a busy port, a model without a tokenizer, an address that needs
+    a key.
     """
     open_files.raise_limit()
     loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -107,7 +111,7 @@ async def _serve(
             if not (is_loopback(config.host) or config.api_keys()):
                 log.warning("no API key is set: every client that reaches %s can use it", url)
             gc.collect()
-            gc.freeze()  # what serves lives for ever: a collection that walked it would hold up every stream
+            gc.freeze()  # these objects live for ever, and a full collection that visits them stalls every stream
             if on_ready is not None:
                 on_ready(url, services.dispatcher.gateway.address)
             await stop.first.wait()
@@ -119,7 +123,7 @@ async def _serve(
 async def running(
     config: CoordinatorConfig, scale: Scale | None = None, at_once: bool = False, keys: ClusterKeys | None = None
 ) -> AsyncIterator[Services]:
-    """Everything but HTTP, in the running event loop."""
+    """Run all services except HTTP in the running event loop."""
     checkpoint = open_checkpoint(config.model, config.revision)
     registry = Registry(checkpoint.fingerprint, FailureTimes(config.failure_timeout))
     registry.expected = {
@@ -134,7 +138,7 @@ async def running(
         config.control_host,
         config.control_port,
         insecure_cluster=config.insecure_cluster,
-        near=scale is not None,  # whoever scales is the launcher
+        near=scale is not None,  # only a launcher gives scale, and its workers are on this machine
         channels=channels,
     )
     metrics = Metrics(model.name, registry)
@@ -157,14 +161,17 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def create_app(config: CoordinatorConfig, scale: Scale | None = None) -> AsyncIterator[web.Application]:
-    """The application over running services, for tests: ``app[SERVICES]`` has the parts."""
+    """Yield the HTTP application over running services, for tests; ``app[SERVICES]`` holds the services."""
     async with running(config, scale) as services:
         yield make_app(services)
 
 
 async def drain(services: Services, second: asyncio.Event) -> None:
-    """Refuses new requests and waits until those that run are answered to the last byte; what does not end in time
-    gets an error, and who has not read all of his answer then loses the rest."""
+    """Refuse new requests and wait until running ones are answered to the last byte.
+
+    The wait ends after ``drain_timeout`` seconds or when ``second`` is set. Requests that still run then fail with an
+    error; a client that has not read its whole answer loses the rest.
+    """
     dispatcher, answers = services.dispatcher, services.answers
     dispatcher.draining = True
     log.info("draining: %d requests are running, %d answers are open", len(dispatcher.records), answers.count)
@@ -177,8 +184,9 @@ async def drain(services: Services, second: asyncio.Event) -> None:
 
 
 class _LagSampler:
-    """``tell`` hears by how many seconds a timer was late in the running event loop, again and again until ``close``. A
-    timer of its own: what holds the loop up between two of the dispatcher's looks is over before the next is due."""
+    """Measures the lag of the running event loop and calls ``tell`` with it, in seconds, every LAG_EVERY_S until
+    ``close``. The dispatcher's sweep timer cannot serve for this: a stall between two sweeps does not delay the
+    next one."""
 
     def __init__(self, tell: Callable[[float], None]) -> None:
         self._tell, self._loop = tell, asyncio.get_running_loop()
@@ -197,15 +205,19 @@ class _LagSampler:
 
 
 class _Stop:
-    """SIGTERM and SIGINT as two events. There is a second only without a launcher: who ends a service sends SIGTERM to
-    all of its processes, and then the launcher passes on its own. In a hurry it kills."""
+    """SIGTERM and SIGINT as two events: the first signal and the second.
+
+    ``second`` is set only without a launcher (``alone``). With one, a second signal is no request to stop faster: a
+    service manager sends SIGTERM to every process of the service, and the launcher then forwards the one that it got. A
+    launcher that must stop at once kills its children.
+    """
 
     def __init__(self, alone: bool) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self._alone = alone
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a supervisor keeps Ctrl-C for itself
+            if signal.getsignal(number) is not signal.SIG_IGN:  # the launcher handles Ctrl-C for its children
                 loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
@@ -216,7 +228,7 @@ class _Stop:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; StartError if the port is taken."""
+    """Return a listening socket; raises StartError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
-"""What ``GET /metrics`` shows: vLLM's names where there is one, Tandem's own beside them.
+"""The Prometheus metrics of ``GET /metrics``: vLLM's names where vLLM has the metric, ``tandem_`` names for the rest.
 
-Owns one prometheus registry. Observations are made where things happen; gauges of workers are read from the registry of
-workers at each scrape, so that block states add up. No request ids in labels.
+Owns one Prometheus registry. Events are observed as they happen; worker gauges are read from the worker registry at
+each scrape, so that the block states of one scrape add up. Labels never hold request ids.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from coordinator.cluster.registry import Registry, WorkerState
 
 
 class Choices(Protocol):
+    """The finish reasons of a request's choices."""
+
     @property
     def finish(self) -> Sequence[FinishReason]:
-        """Why each choice has ended."""
+        """The finish reason of each choice."""
 
 
 class ObservedRequest(Protocol):
-    """What is observed of a request. Times in seconds of ``time.monotonic``."""
+    """The fields of a request that metrics read. Times are seconds of ``time.monotonic``; ``timings`` are the values of
+    the workers' Timing messages, whose names end in their unit."""
 
     @property
     def n(self) -> int: ...
@@ -95,20 +98,23 @@ _FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _REMEMBERED = 256
 PAGE_S = 0.5
 FRESH_PAGES = 8
-"""Pages made per PAGE_S, more than scrapers ask for; further requests get the last one."""
+"""Pages generated per PAGE_S, more than scrapers need; further requests get the latest page."""
 _LIVING = (WorkerState.JOINING, WorkerState.READY, WorkerState.DRAINING)
 
 
 class Load(NamedTuple):
-    """Requests that run on workers and requests that wait in the coordinator."""
+    """The numbers of requests on workers (``running``) and in the coordinator's queue (``waiting``)."""
 
     running: int
     waiting: int
 
 
 class Metrics:
-    """``load``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are asked at every scrape, once the
-    dispatcher exists."""
+    """All metrics of one coordinator.
+
+    ``load``, ``bad_messages``, ``cut_off_peers`` and ``open_breakers`` are called at every scrape; the composition root
+    sets them once the dispatcher exists.
+    """
 
     def __init__(self, model: str, workers: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
@@ -164,8 +170,11 @@ class Metrics:
         self.registry.register(_Pools(self, model, workers))
 
     def page(self) -> bytes:
-        """The exposition text: of this moment for the first FRESH_PAGES in each PAGE_S, the last of these for the rest,
-        because a page takes milliseconds of the event loop, which a flood of scrapes would take from all requests."""
+        """Return the exposition text.
+
+        The first FRESH_PAGES calls in each PAGE_S generate a page; further calls get the latest one. Generating a page
+        takes milliseconds of the event loop, so a flood of scrapes would delay every request.
+        """
         now = self._clock()
         if now - self._pages_since >= PAGE_S:
             self._pages_since, self._pages_made = now, 0
@@ -180,28 +189,32 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model)
 
-    # -- what happened --------------------------------------------------------------------------------------------
+    # -- observations ---------------------------------------------------------------------------------------------
 
     def first_token(self, request: ObservedRequest, now: float) -> None:
+        """Record that the first output token of a request was accepted at ``now``."""
         self._ttft.observe(now - request.arrived_at)
         self._prompt_total.inc(request.prompt_length)
 
     def inter_token(self, seconds: float, count: int) -> None:
+        """Observe ``count`` intervals of ``seconds`` each between two tokens of a choice."""
         for _ in range(count):
             self._itl.observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
+        """Observe how late a timer of the event loop ran."""
         self._lag.observe(seconds)
 
     def cut_off(self, doing: str) -> None:
-        """A client is no longer waited for: while it was ``reading`` or ``sending``."""
+        """Count a client whose connection was cut because it stopped ``reading`` or ``sending``."""
         self._cut_off.labels(doing).inc()
 
     def set_back(self, *, migration: bool) -> None:
+        """Count a new attempt of a request: a migration if it had output already, else a retry."""
         (self._migrations if migration else self._retries).inc()
 
     def transferred(self, message: Timing) -> None:
-        """A hand-off was accepted; its answer may have ended before."""
+        """Record an accepted hand-off; its request may have ended already."""
         values = message.values
         self._bytes.labels(message.link or "none").inc(max(0.0, values.get("kv_bytes", 0.0)))
         self._transfer.observe(values.get("transfer_ms", 0.0) / 1000)
@@ -211,7 +224,7 @@ class Metrics:
         self._transfer_failures.labels(reason).inc()
 
     def ended(self, request: ObservedRequest, outcome: str) -> None:
-        """A request is over: ``done``, ``aborted`` or ``failed``."""
+        """Record the end of a request; ``outcome`` is ``done``, ``aborted`` or ``failed``."""
         self._requests.labels(outcome, request.path).inc()
         self._output_total.inc(request.output_length)
         if outcome != "done" or request.first_token_at is None or request.finished_at is None:
@@ -244,15 +257,18 @@ class Metrics:
 
 
 class _Sum:
-    """A counter's sum over all workers that ever were; single values are kept of the latest, as a worker that was
-    thought gone may come back."""
+    """Sums one counter over all workers, including those that are gone.
+
+    Keeps the values of the latest _REMEMBERED gone workers apart, because such a worker may come back and continue its
+    count; older values are merged into one sum.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[Incarnation, float] = {}
         self._forgotten = 0.0
 
     def of(self, values: Mapping[Incarnation, float]) -> float:
-        """The sum, now that workers report ``values``."""
+        """Return the sum after updating it with the workers' current ``values``."""
         for worker, value in values.items():
             self._latest.pop(worker, None)
             self._latest[worker] = value
@@ -262,7 +278,7 @@ class _Sum:
 
 
 class _Pools(Collector):
-    """Gauges and counters that workers report in their heartbeats, read at each scrape."""
+    """Collects the gauges and counters that workers report in their heartbeats, at each scrape."""
 
     def __init__(self, metrics: Metrics, model: str, workers: Registry) -> None:
         self._metrics, self._model, self._workers = metrics, model, workers
