@@ -1,10 +1,10 @@
-"""Admission to the queue and budgets for retries: bounds on waiting requests and tokens, and when to retry.
+"""Admission control: bounds on queued requests and prompt tokens, retry times for refused clients, the retry budget.
 
-Pure. Owns the counts of what waits for a worker, a smoothed rate at which waiting tokens are placed, and the list of
-refused clients that are expected to retry. They are served in turn: the first gets the time at which the first place
-frees, the second that of the second, and places are kept for them, so that two retries are enough for each. A request
-that would miss its deadline in the queue is refused on arrival: work for clients that have given up is what makes an
-overloaded server useless.
+Pure. Owns the counts of queued requests and tokens, a smoothed rate at which queued tokens are placed, and the list of
+refused clients that are expected to retry. Refused clients are scheduled in order: the first gets the time at which the
+first place frees, the second the time of the second place, and so on. Places are kept for them, so that two retries are
+enough for each. A request that would miss its deadline in the queue is refused on arrival, because an overloaded server
+must not spend its time on answers whose clients have given up.
 """
 
 from __future__ import annotations
@@ -21,30 +21,35 @@ from coordinator.requests.residence import Residence, Running
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0 / (1 + RETRY_JITTER)
-"""The openai client waits for up to a minute (since 3.0: two), which the jitter must not exceed; beyond that it falls
-back to its own backoff of half a second."""
+"""The openai client obeys a Retry-After of up to one minute (since 3.0: two) and otherwise falls back to its own
+backoff of half a second, so the retry time including its jitter must stay below one minute."""
 RETRY_SHARE, MIN_RETRIES = 0.2, 10
-"""This share of what is in flight, and at least so many, may be on a new attempt that has not spoken yet."""
+"""At most this share of the requests in flight, but at least MIN_RETRIES of them, may be on a new attempt that has not
+produced a token yet."""
 RETRY_GRACE_S = 2.0
-"""A refused client is expected until so long after the latest moment that its retry time and the jitter allow."""
+"""A refused client is expected until this long after the latest moment that its retry time and the jitter allow."""
 MAX_EXPECTED = 2048
-"""Bound of the list of refused clients; one more gets a time behind all of them, but no place is kept for it."""
+"""Maximum length of the list of refused clients. A further client gets a retry time after all of them, but no place is
+kept for it."""
 STRETCH_UP, STRETCH_DOWN, MAX_STRETCH = 2.0, 0.95, 8.0
-"""Retry times are multiplied by a factor from 1 to MAX_STRETCH. It grows by STRETCH_UP with each retry that finds no
-place and shrinks by STRETCH_DOWN with each that finds one. So it settles where one retry in 14 finds none: two in a row
-find none one time in 200."""
+"""Retry times are multiplied by a factor from 1 to MAX_STRETCH. Each retry that finds no place multiplies the factor by
+STRETCH_UP and each retry that finds one by STRETCH_DOWN. It settles where one retry in 14 finds no place, so that about
+one client in 200 finds none twice in a row."""
 FORECAST_S = 0.1
-"""A forecast is used for so long: a flood of refusals costs one walk over the running requests each time."""
+"""How long a forecast is reused, so that a flood of refusals does not iterate over the running requests for each
+one."""
 _SMOOTHING = 0.2
 _SPREADS = 2.0
-"""So many mean deviations above its mean a service may take, as of TCP's retransmission timer (RFC 6298, with four)."""
+"""A service time is bounded by its mean plus this many mean deviations, in the manner of TCP's retransmission timer
+(RFC 6298, which uses four)."""
 _ENOUGH = 8
 _RETURN_SMOOTHING = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _ExpectedRetry:
-    """A refused client that is expected to retry between two moments, and what its request asks of the queue."""
+    """A refused client that is expected to retry between ``earliest_at`` and ``latest_at``, and the requests and prompt
+    tokens that it will add to the queue."""
 
     key: int
     requests: int
@@ -55,8 +60,8 @@ class _ExpectedRetry:
 
 
 class Admission:
-    """Counts the queue; ``max_requests`` and ``max_tokens`` (prompt tokens) bound it. ``running`` is called for the
-    requests that are at workers when a client is refused."""
+    """Counts the queue and bounds it by ``max_requests`` and ``max_tokens`` (prompt tokens). ``running`` is called for
+    the requests on workers when a client is refused."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests, self.max_tokens = max_requests, max_tokens
@@ -64,16 +69,16 @@ class Admission:
         self.running: Callable[[], Iterable[Running]] = tuple
         self._residence = Residence()
         self._expected: list[_ExpectedRetry] = []
-        """In the order of their turns."""
+        """In the order in which places are kept for them."""
         self._return_share = 1.0
         """Smoothed share of the refused clients that retry in time."""
         self._stretch = 1.0
         self._forecast: Iterator[float] = iter(())
         self._frees: list[float] = []
-        """What was taken from the forecast so far."""
+        """The values taken from the forecast so far."""
         self._forecast_at = -math.inf
         self._rate = 0.0
-        """Prompt tokens a second; 0 before it was measured."""
+        """Prompt tokens placed per second while there is a queue; 0 until it has been measured."""
         self._service_s = self._spread_s = 0.0
         self._by_priority: Counter[int] = Counter()
         self._since: float | None = None
@@ -90,12 +95,14 @@ class Admission:
         key: int = 0,
         first_try: bool = False,
     ) -> None:
-        """Take ``requests`` with ``tokens`` prompt tokens in all into the queue; RequestError 429 if they do not fit,
-        or if by all that was measured they would not end within ``within_s`` seconds. ``key`` stands for the content of
-        the request: a refused client that retries is recognised by it, unless ``first_try`` says that it is none.
+        """Admit ``requests`` with ``tokens`` prompt tokens in total to the queue.
 
-        A queue that is empty takes any prompt: one that is longer than the bound must not be refused for ever. More
-        requests at once than the queue has places for are refused for good: 400.
+        ``key`` identifies the content of the request: a refused client that retries is recognized by it, unless
+        ``first_try`` says that this is no retry. An empty queue admits any prompt, so that one above the bound is not
+        refused for ever.
+
+        Raises RequestError 429 if the requests do not fit, or if by the measured rates they would not end within
+        ``within_s`` seconds; 400 if ``requests`` alone exceed the bound.
         """
         if requests > self.max_requests:
             raise RequestError(
@@ -131,8 +138,11 @@ class Admission:
         self._by_priority[priority] += tokens
 
     def _fits(self, requests: int, tokens: int, priority: int, retry: _ExpectedRetry | None) -> bool:
-        """Whether there are places. Places are kept for expected retries of the same priority or an earlier one against
-        all but retries, and never so that the queue is empty: no worker may idle for want of work."""
+        """Return whether the queue has room.
+
+        For a request that is no retry, the places of expected retries of the same or a more urgent priority count as
+        taken. An empty queue always has room, so that kept places never leave workers idle.
+        """
         if not self.requests:
             return True
         kept_requests = kept_tokens = 0.0
@@ -144,7 +154,8 @@ class Admission:
         )
 
     def _asked_by(self, retries: Iterable[_ExpectedRetry]) -> tuple[float, float]:
-        """Requests and prompt tokens that will probably come with ``retries``."""
+        """Return the expected number of requests and prompt tokens of ``retries``: their sum times the share of clients
+        that do retry."""
         requests = tokens = 0
         for each in retries:
             requests += each.requests
@@ -152,19 +163,19 @@ class Admission:
         return self._return_share * requests, self._return_share * tokens
 
     def _wait_s(self, priority: int) -> float:
-        """Seconds until everybody who is served before a new request of ``priority`` has been placed; 0 if unknown."""
+        """Return the seconds until the requests that precede a new one of ``priority`` are placed; 0 if unknown."""
         if not self._rate or not self.requests:
             return 0.0
         return sum(tokens for each, tokens in self._by_priority.items() if each <= priority) / self._rate
 
     def back(self, tokens: int, *, priority: int = 0) -> None:
-        """One request returns to the queue for a retry: it was admitted before and is not refused now."""
+        """Return one request to the queue for a new attempt. It was admitted before, so no bound applies."""
         self.requests += 1
         self.tokens += tokens
         self._by_priority[priority] += tokens
 
     def leave(self, tokens: int, now_s: float, *, placed: bool, priority: int = 0) -> None:
-        """One request leaves the queue, for a worker (``placed``) or for good."""
+        """Remove one request from the queue because it was placed on a worker (``placed``) or has ended."""
         self.requests -= 1
         self.tokens -= tokens
         self._by_priority[priority] -= tokens
@@ -174,11 +185,11 @@ class Admission:
             self._measure(tokens, now_s)
 
     def freed(self, seconds: float) -> None:
-        """Note that a request has left its workers, however it ended, ``seconds`` after it was placed there."""
+        """Record that a request left its workers, for any reason, ``seconds`` after it was placed."""
         self._residence.ended(seconds)
 
     def served(self, seconds: float) -> None:
-        """A request has ended, or run out of time, ``seconds`` after it was placed."""
+        """Record that a request finished or missed its deadline ``seconds`` after it was placed."""
         error = seconds - self._service_s
         self._service_s += _SMOOTHING * error
         self._spread_s += _SMOOTHING * (abs(error) - self._spread_s)
@@ -186,19 +197,22 @@ class Admission:
     # -- refused clients ------------------------------------------------------------------------------------------
 
     def _drop_overdue(self, now_s: float) -> None:
-        """Forget the clients that should have retried by now and have not."""
+        """Remove the clients that should have retried by now and have not."""
         kept = [each for each in self._expected if each.latest_at > now_s]
         self._return_share *= (1 - _RETURN_SMOOTHING) ** (len(self._expected) - len(kept))
         self._expected = kept
 
     def _retry_of(self, key: int, now_s: float) -> _ExpectedRetry | None:
-        """The expected retry that a request with ``key`` is; of several the one whose time is nearest."""
+        """Return the expected retry with ``key``, or None; of several, the one whose time is nearest to ``now_s``."""
         same = (each for each in self._expected if each.key == key)
         return min(same, key=lambda each: abs(each.earliest_at + each.latest_at - 2 * now_s), default=None)
 
     def _schedule(self, retry: _ExpectedRetry, now_s: float) -> float:
-        """Seconds after which the client should retry, before the jitter: the earliest that the jitter allows is when
-        its place frees. It keeps its turn if it has one, else it gets the last."""
+        """Return after how many seconds the client should retry, before jitter is applied.
+
+        The earliest time that the jitter allows is when the client's place frees. A client that is in the list keeps
+        its turn; another one is appended.
+        """
         if retry not in self._expected and len(self._expected) < MAX_EXPECTED:
             self._expected.append(retry)
         turn = self._expected.index(retry) if retry in self._expected else len(self._expected)
@@ -209,8 +223,8 @@ class Admission:
         return delay_s
 
     def _places_before(self, retry: _ExpectedRetry, requests_ahead: float, tokens_ahead: float) -> int:
-        """How many requests must be placed at workers before ``retry`` fits into the queue behind those in it and
-        those ahead, which have as many tokens each as they have on average."""
+        """Return how many requests must be placed on workers before ``retry`` fits into the queue behind the queued
+        requests and the expected retries ahead of it. Each of those is assumed to have the average number of tokens."""
         waiting, tokens = self.requests + requests_ahead, self.tokens + tokens_ahead
         by_requests = round(waiting) + retry.requests - self.max_requests
         over = tokens + retry.tokens - self.max_tokens
@@ -218,7 +232,8 @@ class Admission:
         return max(1, by_requests, min(round(waiting), by_tokens))
 
     def _frees_s(self, places: int, now_s: float) -> float:
-        """Seconds until so many places have become free; at least MAX_RETRY_S if it is longer than that."""
+        """Return the seconds until ``places`` places have become free. The forecast stops at the first value of at
+        least MAX_RETRY_S, since no client is asked to wait longer."""
         if now_s - self._forecast_at > FORECAST_S:
             self._forecast, self._frees, self._forecast_at = self._residence.forecast(self.running()), [], now_s
         while len(self._frees) < places and (not self._frees or self._frees[-1] < MAX_RETRY_S):
@@ -226,8 +241,11 @@ class Admission:
         return self._frees[min(places, len(self._frees)) - 1] - (now_s - self._forecast_at)
 
     def _measure(self, tokens: int, now_s: float) -> None:
-        """Updates the drain rate about every half second while there is a queue. A few placements tell nothing: the
-        first answers after a start come late, and whoever is refused for that does not show that it was wrong."""
+        """Update the placement rate about every half second while there is a queue.
+
+        Needs _ENOUGH placements: the first ones after a start are slow, and a rate that is too low would not correct
+        itself, because requests that it refuses are never measured.
+        """
         if self._since is None or self.requests == 0:
             self._since, self._placed, self._placements = now_s, 0, 0
             return
@@ -241,30 +259,32 @@ class Admission:
 
 
 def not_before(seconds: float) -> float:
-    """The delay, within the bounds that clients obey, whose earliest end under the jitter is ``seconds`` from now."""
+    """Return the delay whose earliest end after jitter is ``seconds`` from now, within the bounds that clients obey."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds / (1 - RETRY_JITTER)))
 
 
 class RetryBudget:
-    """How many requests may try again at once: a fault that hits many must not crowd out everybody else.
+    """Bounds how many requests are retried at once, so that a fault that hits many requests does not crowd out the
+    rest.
 
-    Whoever is over the budget waits its turn (and is not failed: half of what is in flight may have been on the worker
-    that died). An attempt counts from its placement to its first new token.
+    A request over the budget waits; it does not fail, because half of all requests may have been on the worker that
+    died. An attempt counts from its placement to its first new token.
     """
 
     def __init__(self) -> None:
         self._trying: set[RequestId] = set()
 
     def allows(self, in_flight: int) -> bool:
-        """Whether one more may try, with ``in_flight`` requests in all."""
+        """Return whether one more request may be retried, with ``in_flight`` requests in total."""
         return len(self._trying) < max(MIN_RETRIES, RETRY_SHARE * in_flight)
 
     def placed(self, request: RequestId) -> None:
-        """A new attempt is on its way."""
+        """Count ``request``, whose new attempt has been placed."""
         self._trying.add(request)
 
     def settled(self, request: RequestId) -> bool:
-        """It has spoken, or is over; False if it was not counted. Idempotent."""
+        """Stop counting ``request``: its attempt has produced a token or is over. Return False if it was not
+        counted."""
         if request not in self._trying:
             return False
         self._trying.remove(request)

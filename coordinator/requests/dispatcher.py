@@ -1,8 +1,9 @@
-"""Every request between the HTTP side and the workers.
+"""The dispatcher: queueing, placement, token delivery and retries of every request.
 
-Owns the queue, the records (one per request: its life, its part of the ledger, its clock readings), the timers.
-Decisions are made by the pure cores (:mod:`lifecycle`, :mod:`router`, :mod:`registry`, :mod:`limits`); this file
-carries them out through the gateway. Knows neither text nor HTTP: whoever waits for tokens is a ``Client``.
+Owns the queue, the records (one per request: its state, its part of the ledger, its timestamps) and the timers. The
+decisions are made by pure modules (:mod:`coordinator.requests.state`, :mod:`coordinator.requests.admission`,
+:mod:`coordinator.routing.router`, :mod:`coordinator.cluster.registry`); this file carries them out through the gateway.
+Knows neither text nor HTTP: tokens go to a ``Client``.
 """
 
 from __future__ import annotations
@@ -72,36 +73,37 @@ from coordinator.routing.router import Demand, NoWorkers, Placement, Router, Wai
 log = logging.getLogger("tandem.dispatch")
 
 TOKEN_BYTES = 16
-"""Of the secret of one hand-off, which its two ends are told."""
+"""Size of the secret that the two ends of a hand-off receive, with which they prove themselves to each other."""
 WORKERLESS_WAIT_S = 10.0
-"""How long an admitted request waits for a worker of a role that has none left, or of its size; one that has tokens a
-lease longer, as a worker that hangs is not replaced before. One whose client has seen some waits to its deadline where
-there is no worker, and as long as others where those that are there are too small."""
+"""How long an admitted request waits when a role has no worker left, or when the workers that are left are too small
+for it. A request with output waits a lease longer, because a hung worker is replaced only when its lease has expired;
+one whose client has seen output waits until its deadline while a role has no worker."""
 STARTING_WAIT_S = 3.0
-"""New requests wait until so long after the start of the coordinator for the first worker of a role: those of a
-coordinator that ran before dial again, at the latest a second after this one listens."""
+"""For this long after the coordinator's start, new requests wait for the first worker of a role instead of failing: the
+workers of a previous coordinator reconnect within a second after this one listens."""
 REJECTED_WAIT_S = 0.5
-"""The same when prefill is missing and the policy is to reject."""
+"""WORKERLESS_WAIT_S for the case that prefill workers are missing and the policy is to reject."""
 RESEND_EVERY_S = 0.2
+"""Minimum interval between two Resend messages that fill gaps of one request."""
 MISSED_BEATS = 3
-"""A worker whose heartbeats omit a request so often in a row, although it was asked for the tokens that are missing
-each time before, does not have it (tokens travel on another socket than heartbeats)."""
+"""A worker does not have a request that this many of its heartbeats in a row omit, although it got a Resend for the
+missing tokens after each earlier one. One omission proves nothing: tokens travel on another socket than heartbeats."""
 _FINISHES = tuple(FinishReason)
 _LEFTOVERS = 64
-"""So many requests that were given up may stand in the queue."""
+"""Number of stale queue entries, of requests that have left the queue, that never triggers a rebuild of the heap."""
 STALL_INTERVALS, STALL_STEPS = 20, 4
-"""A stream that gets nothing for the failure timeout, so many of its usual intervals and of its worker's steps is given
-to another worker, if its worker does not say why."""
+"""A stream without tokens for longer than the failure timeout, this many of its median intervals and this many of its
+worker's longest steps is retried on another worker, unless its worker lists it as resting."""
 RETRY_DELAY_S = 0.1
-"""Before a retry when a worker said no: something must change there first."""
+"""Delay before a retry after a worker reported a failure, because an immediate retry would meet the same conditions."""
 ANSWERS_S = 0.2
-"""Before a retry when a worker died the others are asked whether they live, so that none that died with it is taken for
-the next victim; for at most so long, since one of them may just be silent. Who then waits for room asks again: some who
-have answered may have died since."""
+"""After a worker's death its requests wait this long at most for the other workers to answer a Ping, so that none is
+placed on a worker that died at the same time. A request that then has to wait for capacity sends another Ping, because
+workers that answered the first may have died since."""
 
 
 class Dispatcher:
-    """Places requests, routes what workers say to them, and recovers what is lost."""
+    """Places requests on workers, delivers the workers' messages to them, and retries lost attempts."""
 
     def __init__(
         self,
@@ -121,35 +123,38 @@ class Dispatcher:
         self.records: dict[bytes, RequestRecord] = {}
         self.draining = False
         self.queue_pressure: QueuePressure | None = None
-        """Is looked at if somebody wants to know."""
+        """Set if a launcher wants to be informed of queue pressure."""
         self._queue: list[tuple[int, int, RequestRecord]] = []
         self._queued = 0
         self._orders = itertools.count()
         self._on: dict[Incarnation, dict[RequestId, RequestRecord]] = {}
+        """The requests that were sent to each worker."""
         self._emptied: dict[Incarnation, int] = {}
+        """``Gateway.times_emptied`` at the last heartbeat of each worker that counted."""
         self._suspects: dict[Incarnation, list[RequestRecord]] = {}
-        """Requests that a worker may have died of, and others may have before, until it is known whether it died."""
+        """For each worker that may have crashed, the requests suspected as the cause, until its death is confirmed or
+        refuted."""
         self._asking = 0
-        """The last Ping."""
+        """Number of the last Ping."""
         self._asked_for: dict[RequestId, RequestRecord] = {}
-        """Queued requests that wait until every worker has answered it."""
+        """Queued requests that wait until every worker has answered the last Ping."""
         self._clock = gateway.clock
         self._loop = loop or asyncio.get_running_loop()
         self._pumping = False
         self._later: asyncio.TimerHandle | None = None
         self._workerless_since: float | None = None
         self._rejoin_until = -inf
-        """Until then workers that served an earlier coordinator may still join."""
+        """Until this time, workers of a previous coordinator may still join."""
         self._shortages = 0
-        """How often the queue stood still for want of room."""
+        """How often a pass over the queue stopped because no worker had capacity."""
         self._ticks: asyncio.TimerHandle | None = None
         self._leases_due = 0.0
 
     def start(self) -> None:
         self.gateway.start(self, self._loop)
         now = self._clock()
-        self._rejoin_until = now + STARTING_WAIT_S - self.times.sweep_s  # requests are given up at the next sweep
-        self.registry.loop_lag.look(now)  # the first look of the timer may be late, too
+        self._rejoin_until = now + STARTING_WAIT_S - self.times.sweep_s  # the next sweep fails waiting requests
+        self.registry.loop_lag.look(now)  # so that the lag of the first sweep is measured too
         self._next_tick()
 
     def close(self) -> None:
@@ -162,8 +167,8 @@ class Dispatcher:
     # -- the client's side ----------------------------------------------------------------------------------------
 
     def submit(self, records: Sequence[RequestRecord], *, first_try: bool = False) -> None:
-        """Takes the requests in, all or none; RequestError says why not. ``first_try``: by their client's headers they
-        were not refused before."""
+        """Admit the requests, all or none; raises RequestError if they are refused. ``first_try``: the client's headers
+        say that this is no retry of refused requests."""
         if self.draining:
             raise shutting_down()
         role = self.router.missing_role()
@@ -190,27 +195,28 @@ class Dispatcher:
         self.pump()
 
     def _may_come(self, role: Role, now: float) -> bool:
-        """Whether a worker that does the work of ``role`` may be there in a moment: one that has lost its connection,
-        or, shortly after the start and while none has joined, one that served the coordinator before this one. A drain
-        does not wait for those."""
+        """Return whether a worker that does the work of ``role`` may join in a moment: one whose connection has broken,
+        or, shortly after the start and while none has joined, one of the previous coordinator. A drain does not wait
+        for the latter."""
         rejoining = now < self._rejoin_until and not self.registry.had(role) and not self.draining
         return rejoining or self.gateway.may_return(role)
 
     def abort(self, record: RequestRecord) -> None:
-        """The client has left or wants no more. Idempotent; nothing for one that was not taken in."""
+        """End a request whose client has left or wants no more output. Idempotent; ignores a request that was not
+        admitted."""
         if record.id in self.records:
             self._end(record, State.ABORTED, tell_workers=True)
             self.metrics.ended(record, "aborted")
 
     def fail(self, record: RequestRecord, error: RequestError) -> None:
-        """Ends the request with an error that reaches the client."""
+        """End the request with an error that is sent to the client. Idempotent."""
         if not record.life.over:
             self._end(record, State.FAILED, tell_workers=True)
             self.metrics.ended(record, "failed")
             record.client.failed(record, error)
 
     def _too_large(self, record: RequestRecord) -> RequestError | None:
-        """Why no worker that is here could ever hold the request, if so."""
+        """Return the error for a request that none of the known workers could hold even if idle, else None."""
         demand = record.demand()
         roomiest = self.router.roomiest(demand)
         if roomiest is not None and demand.room(roomiest) < demand.least:
@@ -233,7 +239,7 @@ class Dispatcher:
         )
 
     def _end(self, record: RequestRecord, state: State, *, tell_workers: bool) -> None:
-        """The one way out for a request."""
+        """Move the request to a terminal state and release all that it holds. Every request ends through here."""
         if record.queued:
             self._leave_queue(record, placed=False)
         elif record.placed_at is not None:
@@ -251,7 +257,7 @@ class Dispatcher:
     # -- the queue ------------------------------------------------------------------------------------------------
 
     def _running(self) -> Iterator[Running]:
-        """The requests that are at workers."""
+        """Yield the requests that are on workers."""
         now = self._clock()
         for record in self.records.values():
             if record.placed_at is not None and not record.queued:
@@ -266,22 +272,27 @@ class Dispatcher:
         record.queued = False
         self._queued -= 1
         self._asked_for.pop(record.id, None)
-        if len(self._queue) > 2 * self._queued + _LEFTOVERS:  # behind one that waits nobody would meet those that left
+        if len(self._queue) > 2 * self._queued + _LEFTOVERS:  # stale entries behind a waiting request are never popped
             self._queue = [entry for entry in self._queue if entry[2].queued]
             heapq.heapify(self._queue)
         self.admission.leave(record.prompt_length, self._clock(), placed=placed, priority=record.priority)
 
     def pump_soon(self) -> None:
-        """Places what fits, once, after the running callbacks: many endings in one turn cost one look at the queue."""
+        """Schedule one :meth:`pump` after the callbacks that are due, so that many requests that end in one turn of the
+        event loop cost one pass over the queue."""
         if self._queue and not self._pumping:
             self._pumping = True
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Places queued requests in order until one does not fit; that one keeps its place before later ones. One that
-        only fits workers that have left stands aside for a while: they may come back. So does one that tries again
-        too soon, or while too many do, or before it is known whether a worker died of it. One that has just lost its
-        worker keeps its place, too, until it is known who else lives."""
+        """Place queued requests in order until one does not fit; it stays ahead of later ones.
+
+        These requests are skipped, so that later ones may go first: one that no ready worker could hold even if idle
+        (larger workers may come back); a retry whose delay is not over or for which the retry budget has no room; one
+        suspected of a crash that is not confirmed or refuted yet; a suspect for which every worker is taken by other
+        suspects. A request that has just lost its worker and waits for answers to a Ping is not skipped: it keeps its
+        place, and the pass ends.
+        """
         self._pumping = False
         workerless, now = False, self._clock()
         aside: list[tuple[int, int, RequestRecord]] = []
@@ -323,7 +334,7 @@ class Dispatcher:
                 self._leave_queue(record, placed=True)
                 self._place(record, verdict)
                 record.unplaceable_since, record.accepts_truncation = None, False
-        finally:  # also when placing one fails
+        finally:  # also if placing a request raises
             for entry in aside:
                 heapq.heappush(self._queue, entry)
         moments += [entry[2].not_before for entry in aside]
@@ -334,7 +345,7 @@ class Dispatcher:
             self._workerless_since = self._clock()
 
     def _demand(self, record: RequestRecord) -> Demand:
-        """What it asks of workers; one that may be the reason of crashes keeps away from others that may be."""
+        """Return the demand of a request. A suspect is kept apart from the workers of all other suspects."""
         demand = record.demand()
         if not record.life.suspect:
             return demand
@@ -342,7 +353,8 @@ class Dispatcher:
         return replace(demand, apart_from=frozenset(worker for life in suspects for worker in life.workers))
 
     def _pump_at(self, time: float | None) -> None:
-        """Looks at the queue again when the first of those that wait for a moment may go."""
+        """Schedule the next pass over the queue for ``time``, instead of the one scheduled before; None only cancels
+        that one."""
         if self._later is not None:
             self._later.cancel()
             self._later = None
@@ -350,7 +362,8 @@ class Dispatcher:
             self._later = self._loop.call_later(time - self._clock() + 0.001, self.pump_soon)
 
     def _place(self, record: RequestRecord, placement: Placement) -> None:
-        """Sends the request to its workers: reservation and prefill together, nothing else was promised in between."""
+        """Enter the placement into the ledger and send the request to its workers, Prefill and Reserve together. Must
+        directly follow the router's decision, so that no other promise comes in between."""
         life, now = record.life, self._clock()
         if life.attempt:
             self.retries.placed(record.id)
@@ -369,7 +382,7 @@ class Dispatcher:
             record.pair = Pair(prefill.id, decode.id)
             self.breakers.placed(record.pair, record.id)
             token = secrets.token_bytes(TOKEN_BYTES)
-            # prefill first: the first token waits for it, and each message wakes two threads before the next leaves
+            # Prefill first: the first token depends on it, and a message wakes two threads before the next one leaves
             reached = self._send(record, prefill, Prefill(request, life.attempt, _peer(decode, token)))
             reached = reached and self._send(record, decode, Reserve(request, life.attempt, _peer(prefill, token)))
         if reached:
@@ -403,7 +416,8 @@ class Dispatcher:
                 self.gateway.send(worker, message)
 
     def _take_off(self, record: RequestRecord) -> None:
-        """The request has left its workers: the ledger, the budget and the index forget it."""
+        """Remove a request that has left its workers from the ledger, the retry budget, the circuit breakers and the
+        index by worker."""
         self._settle_retry(record)
         if record.pair is not None:
             self.breakers.dropped(record.pair, record.id)
@@ -427,8 +441,9 @@ class Dispatcher:
         blamed: WorkerHandle | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        """The attempt is lost: try again within the budget, else fail. ``blamed``: whose fault it was, if it lives on;
-        the rest as in :meth:`RequestState.retry`."""
+        """Give up the current attempt and queue the request again, or fail it if its retry budget is spent. ``blamed``
+        is a live worker that caused the loss and is avoided from now on; ``free`` as in :meth:`RequestState.retry`;
+        ``delay_s`` delays the next placement."""
         if blamed is not None:
             record.excluded_workers |= {blamed.id}
         life = record.life
@@ -445,8 +460,8 @@ class Dispatcher:
         self.pump_soon()
 
     def _failed_by(self, worker: WorkerHandle, record: RequestRecord, *, delay_s: float = 0.0) -> None:
-        """``worker`` failed the request, and lives on. That it fails whatever it is given says nothing about a request,
-        so it costs the budget nothing, once for each such worker."""
+        """Retry a request that ``worker`` failed while staying alive. If the worker's circuit breaker is open, the
+        retry is free once per worker: a worker that fails every request says nothing about this one."""
         peer = Alone(worker.id)
         self.breakers.failed(peer, record.id, self._clock())
         free = not self.breakers.allows(peer) and worker.id not in record.excluded_workers
@@ -456,7 +471,7 @@ class Dispatcher:
         if self.retries.settled(record.id):
             self.pump_soon()
 
-    # -- what workers say -----------------------------------------------------------------------------------------
+    # -- events from workers --------------------------------------------------------------------------------------
 
     def on_worker_joined(self, worker: WorkerHandle) -> None:
         self.on_worker_reconnected(worker.id)
@@ -468,20 +483,25 @@ class Dispatcher:
         self.pump_soon()
 
     def _try(self, trial: Trial) -> None:
-        """Decode first: it must expect what prefill offers."""
+        """Send a trial hand-off to its two ends, to decode first, because it must expect what prefill offers."""
         request, tokens = new_request_id(), trial.tokens
         token = secrets.token_bytes(TOKEN_BYTES)
         if self.gateway.send(trial.decode, Measure(request, 0, _peer(trial.prefill, token), tokens)):
             self.gateway.send(trial.prefill, Measure(request, 0, _peer(trial.decode, token), tokens))
 
     def measured(self, worker: WorkerHandle, message: Measured) -> None:
+        """Record the result of a trial hand-off and start the trial that follows it, if any."""
         decode = self.registry.get(message.decode)
         if decode is not None and (trial := self.link_stats.measured(worker, decode, message)) is not None:
             self._try(trial)
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
-        """It is gone without a word. What it was doing moves on: at once if it lives, else when it is known who else
-        does. Requests that may be why it and others before it died wait until it is known whether it did."""
+        """Retry the requests of a worker that was lost without a Goodbye.
+
+        They are retried at once unless the worker may have died (MISSING). Then they wait until the other workers have
+        answered a Ping, and requests suspected of crashing this worker and others before it wait until its death is
+        confirmed or refuted.
+        """
         records = self._requests_lost_with(worker)
         if how is not Loss.MISSING:
             for record in records:
@@ -492,7 +512,9 @@ class Dispatcher:
         self.pump_soon()
 
     def _lost_by_a_crash(self, worker: WorkerHandle, records: Sequence[RequestRecord]) -> None:
-        """Only who lived when it got a request can have died of it."""
+        """Retry the requests of a worker that may have crashed, and note which of them are suspected as the cause. A
+        worker that never answered the Ping sent before it got a request was dead by then, so that request is no
+        cause."""
         dead_before = {record.id for record in records if worker.answered < record.asked}
         suspects = [each for each in records if each.id not in dead_before and each.life.on_worker_lost(worker.id)]
         if suspects:
@@ -505,7 +527,7 @@ class Dispatcher:
         self._ask_who_lives(records)
 
     def _ask_who_lives(self, records: Sequence[RequestRecord]) -> None:
-        """They are not placed before that is known, or nobody answers any more."""
+        """Ping all workers; ``records`` are not placed before every worker has answered or ANSWERS_S has passed."""
         self._asking, now = self.gateway.ask(), self._clock()
         for record in records:
             record.asked, record.not_before, record.shortage = self._asking, now + ANSWERS_S, self._shortages
@@ -513,7 +535,7 @@ class Dispatcher:
                 self._asked_for[record.id] = record
 
     def _look_for_answers(self) -> None:
-        """Once it is known of every worker that it lives, nobody waits for that any more."""
+        """Once every worker has answered the last Ping, let the requests that wait for this be placed."""
         if self._asked_for and all(worker.answered >= self._asking for worker in self.registry):
             now = self._clock()
             for record in self._asked_for.values():
@@ -522,8 +544,11 @@ class Dispatcher:
             self.pump_soon()
 
     def on_worker_died(self, worker: Incarnation) -> None:
-        """It does not come back. If one of its requests was there at more crashes than any other, that is held to be
-        the reason; several are tried again apart from each other, so that the next crash tells which it is."""
+        """Settle the suspicions about a worker whose death is confirmed.
+
+        If one suspect was involved in more crashes than every other, it is taken to be the cause and fails. Several
+        with equally many are retried apart from each other, so that the next crash identifies the cause.
+        """
         for record in self.records.values():
             record.life.on_worker_died(worker)
         suspects = self._suspects.pop(worker, [])
@@ -536,7 +561,7 @@ class Dispatcher:
         self._acquit([record for record in suspects if record.pending_crash_verdict == worker])
 
     def on_worker_reconnected(self, worker: Incarnation) -> None:
-        """It has lost its connection, and nothing else."""
+        """Clear the requests suspected of crashing a worker that only had lost its connection."""
         self._suspects.pop(worker, None)
         for record in self.records.values():
             record.life.on_worker_reconnected(worker)
@@ -546,7 +571,7 @@ class Dispatcher:
         )
 
     def _acquit(self, records: Sequence[RequestRecord]) -> None:
-        """They may be tried again, if they have tries left."""
+        """Let the requests be placed again, or fail those whose retry budget is spent."""
         for record in records:
             record.pending_crash_verdict = None
             if record.life.spent:
@@ -554,13 +579,13 @@ class Dispatcher:
         self.pump_soon()
 
     def on_worker_left(self, worker: WorkerHandle) -> None:
-        """It was told to leave and had no time to finish: what it was doing moves on, at the cost of a pause."""
+        """Retry, free of charge, the requests of a worker that said Goodbye before it had finished them."""
         for record in self._requests_lost_with(worker):
             self._retry(record, free=True)
         self.pump_soon()
 
     def _requests_lost_with(self, worker: WorkerHandle) -> list[RequestRecord]:
-        """Forgets a worker that is gone; the requests that cannot go on without it."""
+        """Forget a worker that is gone and return the requests whose current attempt is lost with it."""
         self.router.forget(worker)
         self.link_stats.forget(worker)
         self._emptied.pop(worker.id, None)
@@ -570,7 +595,7 @@ class Dispatcher:
         return records
 
     def tokens(self, worker: WorkerHandle, message: Tokens) -> None:
-        """One step's spans; WireError if the columns do not match."""
+        """Deliver the token spans of one engine step; raises WireError if the columns do not match."""
         ids = _checked_ids(message)
         now = self._clock()
         logprobs = message.logprobs
@@ -613,7 +638,7 @@ class Dispatcher:
         if not self.breakers.calm and self.breakers.succeeded(Alone(worker.id)):
             self.pump_soon()
         if life.crashes and life.survives(len(news.ids)):
-            self.pump_soon()  # others that are suspected may come to its workers
+            self.pump_soon()  # other suspects may be placed on its workers now
         self._settle_retry(record)
         self._note_hand_off(record)
         record.heard_at = now
@@ -621,7 +646,7 @@ class Dispatcher:
         self._observe(record, choice, len(news.ids), now)
         try:
             ended = record.client.tokens(record, choice, news.ids, logprobs[news.skip :], finish)
-        except Exception:  # one answer's text must not stop the others
+        except Exception:  # an error in one answer's text must not stop the others
             log.exception("an answer could not be written")
             self.fail(record, internal())
             return
@@ -634,7 +659,7 @@ class Dispatcher:
     def _observe(self, record: RequestRecord, choice: int, count: int, now: float) -> None:
         if record.promise is not None and record.promise.prefill_tokens:
             self.router.prefilled(record.promise)
-            self.pump_soon()  # somebody may compute the next prompt
+            self.pump_soon()  # a prefill worker has room for the next prompt
         if record.first_token_at is None:
             record.first_token_at, record.first_attempt = now, record.life.attempt
             self.metrics.first_token(record, now)
@@ -644,7 +669,8 @@ class Dispatcher:
         record.last_token_at[choice] = now
 
     def _finish(self, record: RequestRecord) -> None:
-        """Every choice has ended. Whoever may still hold something and does not know is told."""
+        """End a request whose choices have all ended. Its workers get an Abort if one of them may hold something of it
+        and does not know of the end."""
         life = record.life
         on_prefill = life.path == "disagg" and life.state is not State.DECODING
         if on_prefill:
@@ -655,7 +681,7 @@ class Dispatcher:
             self.admission.served(self._clock() - record.placed_at)
         try:
             record.client.done(record)
-        except Exception:  # it would wait for ever, and what others have said would not be read
+        except Exception:  # the client would wait for ever, and messages that have arrived would stay unread
             log.exception("the end of an answer could not be written")
             record.client.failed(record, internal())
 
@@ -665,12 +691,13 @@ class Dispatcher:
             self.gateway.send(worker, Resend(record.id, record.life.attempt, choice, start))
 
     def timing(self, worker: WorkerHandle, message: Timing) -> None:
-        if "kv_bytes" in message.values:  # also when its request has ended meanwhile
+        """Record what a worker measured about a request, and that its hand-off was accepted if decode reports."""
+        if "kv_bytes" in message.values:  # also if the request has ended meanwhile
             self.metrics.transferred(message)
         record = self.records.get(message.request)
         if record is None or message.attempt != record.life.attempt:
             return
-        if record.first_attempt in (None, message.attempt):  # how a stream went on elsewhere is told by its gap
+        if record.first_attempt in (None, message.attempt):  # a later attempt shows as a gap in the stream instead
             record.timings.update(message.values)
         if worker.id == record.life.decode and record.life.path == "disagg":
             record.life.decoding()
@@ -678,19 +705,20 @@ class Dispatcher:
             self._note_hand_off(record)
 
     def _note_hand_off(self, record: RequestRecord) -> None:
-        """The pair's breaker hears of a hand-off that was accepted, once."""
+        """Report an accepted hand-off to the circuit breaker of the pair, once."""
         if record.pair is not None and record.life.state is State.DECODING:
             if self.breakers.succeeded(record.pair):
                 self.pump_soon()
             record.pair = None
 
     def failed(self, worker: WorkerHandle, message: RequestFailed) -> None:
+        """Retry or fail a request that ``worker`` has given up."""
         record = self.records.get(message.request)
         if message.code == "transfer_failed":
             self.metrics.transfer_failed(message.code)
         if record is None or message.attempt != record.life.attempt or not record.life.needs(worker.id):
             return
-        if message.code == "draining":  # it says so before its next heartbeat does
+        if message.code == "draining":  # this message comes before the heartbeat that reports the drain
             self.registry.drains(worker)
             self._retry(record, free=True)
             return
@@ -706,11 +734,11 @@ class Dispatcher:
             self.fail(record, worker_error(message))
 
     def beat(self, worker: WorkerHandle) -> None:
-        """Looks for requests that the worker should have and does not: it is asked for their last words, and if none
-        come they are placed anew.
+        """Retry the requests that the worker should have but that MISSED_BEATS of its heartbeats in a row do not list;
+        before that, send a Resend for their missing tokens.
 
-        Counts only beats between which everything that had arrived was read: under a backlog a heartbeat overtakes
-        the tokens that explain it.
+        A heartbeat counts only if everything that had arrived was read at least once since the last one that counted:
+        under a backlog a heartbeat overtakes the tokens that explain it.
         """
         self._look_for_answers()
         beat, on, emptied = worker.beat, self._on.get(worker.id), self.gateway.times_emptied
@@ -732,8 +760,9 @@ class Dispatcher:
                 self._ask_for_the_silent(worker, record)
 
     def _ask_for_the_end(self, worker: WorkerHandle, record: RequestRecord) -> None:
-        """It may have finished what it does not list, and its last words were lost: it can say them again for a while.
-        Beats count again once it has acted on that, which a worker in a long step has not."""
+        """Ask the worker to resend the missing tokens of a request that it does not list: it may have finished the
+        request, and its last message was lost. A worker keeps such output for a while. The next heartbeat counts only
+        once the worker has acted on this, which a worker in a long step has not."""
         life = record.life
         for choice, finish in enumerate(life.finish):
             if not finish and not self._send(
@@ -742,10 +771,12 @@ class Dispatcher:
                 return
 
     def _ask_for_the_silent(self, worker: WorkerHandle, record: RequestRecord) -> None:
-        """Choices that got nothing for a heartbeat's time: their last words may be lost, and while any other goes on,
-        even one that was ended from this side, heartbeats list the request. One that waits for a slot or for blocks has
-        nothing to answer. No number of messages is noted: beats count whether the worker has acted on these or not,
-        however often they come.
+        """Ask the worker to resend the missing tokens of choices that got none for a heartbeat interval.
+
+        The last message of such a choice may be lost, and heartbeats list the request as long as any other choice goes
+        on, even one that the coordinator has ended. A choice that waits for a slot or for blocks has nothing to resend.
+        These messages are not noted in ``record.sent``, so that heartbeats count whether or not the worker has acted on
+        them.
         """
         life = record.life
         if life.state is not State.DECODING:
@@ -755,7 +786,8 @@ class Dispatcher:
                 self.gateway.send(worker, Resend(record.id, life.attempt, choice, len(life.output[choice])))
 
     def _should_have(self, record: RequestRecord, worker: WorkerHandle) -> bool:
-        """Decode has a request from its reservation to its end, prefill until the first token."""
+        """Return whether the worker must have the request: decode from the reservation to the end, prefill until the
+        first token."""
         life = record.life
         if worker.id == life.prefill:
             return life.state is State.PREFILLING
@@ -779,13 +811,13 @@ class Dispatcher:
             if self._workerless_since is not None:
                 self._give_up_waiting(now - self._workerless_since)
             self._give_up_stranded(now)
-        except Exception:  # whatever went wrong this time, silent workers must be noticed the next time
+        except Exception:  # a failed sweep must not stop the detection of silent workers
             log.exception("a look at the workers failed")
         finally:
             self._next_tick()
 
     def _look_for_stalls(self, worker: WorkerHandle, now: float) -> None:
-        """Streams of a worker that lives, has them, and is silent about them."""
+        """Retry the streams that a live worker lists but for which it sends no tokens."""
         beat, on = worker.beat, self._on.get(worker.id)
         if beat is None or not on:
             return
@@ -793,7 +825,7 @@ class Dispatcher:
         for record in list(on.values()):
             if record.life.state is not State.DECODING or record.life.decode != worker.id or record.id in resting:
                 continue
-            if now - record.heard_at <= least_s:  # the usual: what the patience really is takes longer to find out
+            if now - record.heard_at <= least_s:  # the common case; the exact limit below is costlier to compute
                 continue
             silence_s = self.registry.loop_lag.silence(record.heard_at, now)
             if silence_s > max(least_s, STALL_INTERVALS * record.interval_s, STALL_STEPS * beat.longest_ms / 1000):
@@ -801,7 +833,8 @@ class Dispatcher:
                 self._failed_by(worker, record)
 
     def _renew_leases(self) -> None:
-        """Tells every worker what it may hold: its own timers free whatever else it has, and everything without us."""
+        """Send every worker a Lease that lists what it may hold. A worker frees what is not listed, and frees
+        everything when its leases stop."""
         for worker in list(self.registry):
             on = self._on.get(worker.id, {})
             live = pack_transfers(TransferId(record.id, record.life.attempt) for record in on.values())
@@ -812,6 +845,7 @@ class Dispatcher:
         self._ticks = self._loop.call_later(self.times.sweep_s, self._tick)
 
     def _give_up_waiting(self, waited_s: float) -> None:
+        """Fail the queued requests that have waited too long for the first worker of a role."""
         role = self.router.missing_role()
         if role is None or self._may_come(role, self._clock()):
             return
@@ -821,8 +855,8 @@ class Dispatcher:
                 self.fail(record, no_workers(role, starting=self.registry.starting(role)))
 
     def _give_up_stranded(self, now: float) -> None:
-        """Who is too large for the workers that are there waits for others, a bounded time. One without a limit then
-        takes what room there is."""
+        """Fail the queued requests that are too large for the ready workers, once they have waited long enough for
+        larger ones. A request without an output limit first accepts a truncated output."""
         longest_s = self.times.lease_s + WORKERLESS_WAIT_S
         for record in [entry[2] for entry in self._queue]:
             if record.unplaceable_since is None or not record.queued:
@@ -839,7 +873,7 @@ class Dispatcher:
                 self.fail(record, reason or outgrown(demand.tokens + demand.least))
 
     def _patience_s(self, record: RequestRecord, least_s: float) -> float:
-        """How long a request waits where nobody can take it."""
+        """Return how many seconds a request waits while no worker can take it."""
         if record.awaiting_reconnect:
             return 0.0
         if not record.life.started:
@@ -848,7 +882,8 @@ class Dispatcher:
 
 
 def _sampling_on(decode: WorkerHandle, record: RequestRecord) -> SamplingParams:
-    """An answer without a limit gets as long as this worker can hold."""
+    """Return the sampling parameters for a request on ``decode``. Without a client's limit, ``max_tokens`` is reduced
+    to what the worker can hold."""
     sampling, demand = record.sampling, record.demand()
     if (missing := demand.output - demand.room(decode.hello)) <= 0:
         return sampling
@@ -864,12 +899,12 @@ def _peer(worker: WorkerHandle, token: bytes) -> Peer:
 
 
 def _ids(joined: bytes) -> Iterator[bytes]:
-    """Request ids one after another."""
+    """Split joined request ids."""
     return (joined[at : at + REQUEST_ID_BYTES] for at in range(0, len(joined), REQUEST_ID_BYTES))
 
 
 def _checked_ids(message: Tokens) -> list[int]:
-    """The token ids of a message whose columns fit together; WireError otherwise."""
+    """Return the token ids of a message; raises WireError if its columns do not fit together."""
     rows = len(message.counts)
     columns = (message.choices, message.attempts, message.starts, message.finish, message.stop_ids)
     if {rows, *map(len, columns)} != {rows} or len(message.requests) != rows * REQUEST_ID_BYTES:

@@ -1,4 +1,4 @@
-"""The errors that a request meets on its way to and from workers, in the words and fields that clients see."""
+"""The errors of admission, placement and workers, with the text, status and code that clients receive."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from common.net.messages import Hello, RequestFailed
 from coordinator.routing.router import Demand
 
 RETRY_JITTER = 0.2
-"""Retry times are spread by up to this share in both directions, so that clients that were refused together do not
-retry together. Drawn where the headers are written (:mod:`coordinator.http.middleware`)."""
+"""Retry times are jittered by up to this share in both directions, so that clients that were refused together do not
+retry together. :mod:`coordinator.http.middleware` draws the jitter when it writes the headers."""
 
 
 def shutting_down() -> RequestError:
@@ -18,6 +18,7 @@ def shutting_down() -> RequestError:
 
 
 def no_workers(role: str, starting: bool = False) -> RequestError:
+    """For a request that no worker of ``role`` can take; ``starting`` if the first ones are still starting."""
     todo = "they are still starting"
     if not starting:
         todo = "tandem up starts a lost one again by itself, another starts with: "
@@ -32,6 +33,7 @@ def no_workers(role: str, starting: bool = False) -> RequestError:
 
 
 def overloaded(waiting: str, retry_after_s: float) -> RequestError:
+    """For a request that admission refuses; ``waiting`` is the reason in words."""
     return RequestError(
         f"The server is overloaded: {waiting}. Try again later.",
         status=429,
@@ -46,17 +48,19 @@ def internal() -> RequestError:
 
 
 def quarantined() -> RequestError:
+    """For a request that is taken to be the cause of repeated worker crashes."""
     text = "This request was being served by two workers when they died; it is not tried again."
     return RequestError(text, status=500, type="server_error", code="request_quarantined")
 
 
 def given_up() -> RequestError:
+    """For a request whose retries and migrations are spent."""
     text = "The workers that served this request were lost or gave it up, and its retries are spent."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
 def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestError:
-    """``roomiest``: the worker that has the most room for it."""
+    """``roomiest`` is the Hello of the worker with the most room for the request."""
     output = demand.tokens + demand.least - prompt_tokens
     wanted = demand.tokens + demand.least
     if wanted > roomiest.max_model_len:
@@ -70,17 +74,20 @@ def too_large(demand: Demand, roomiest: Hello, prompt_tokens: int) -> RequestErr
 
 
 def prompt_too_long(tokens: int, longest: int) -> RequestError:
-    """Of one that must be computed by a prefill worker; ``longest``: what the largest computes."""
+    """For a prompt that only a prefill worker may compute; ``longest`` is the longest prompt, in tokens, that any of
+    them computes."""
     text = f"The prompt has {tokens} tokens, but no prefill worker computes more than {longest}, and none else may."
     return RequestError(text, param="prompt", code="context_length_exceeded")
 
 
 def outgrown(tokens: int) -> RequestError:
+    """For a retried request that none of the remaining workers can hold; ``tokens`` counts prompt and output."""
     text = f"The workers that could hold this request of {tokens} tokens are gone, and those that are here are smaller."
     return RequestError(text, status=500, type="server_error", code="worker_lost")
 
 
 def worker_error(message: RequestFailed) -> RequestError:
+    """For a failure that a worker reported as not retriable."""
     match message.code:
         case "too_long":
             return RequestError(f"The request is too long: {message.detail}.", code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""One request on its way through the coordinator, and who waits for its tokens."""
+"""The coordinator's record of one request, and the client interface that receives its tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ REMEMBERED_INTERVALS = 16
 
 
 class Client(Protocol):
-    """Who waits for the tokens of one or more requests. Called in the event loop; must not wait."""
+    """Receives the tokens of one or more requests. Methods are called in the event loop and must not block."""
 
     @property
     def told(self) -> bool:
-        """Whether anything of the answer has been seen already: an error can then only break it off."""
+        """Whether any part of the answer has been sent; an error can then only cut the stream off."""
 
     def tokens(
         self,
@@ -37,7 +37,7 @@ class Client(Protocol):
         logprobs: Sequence[Logprobs | None],
         finish: FinishReason,
     ) -> bool:
-        """New tokens of a choice; True if the choice ends with them for a reason of the client's (a stop string)."""
+        """Take new tokens of a choice; return True if they complete a stop string, which ends the choice."""
 
     def done(self, record: RequestRecord) -> None: ...
 
@@ -46,7 +46,8 @@ class Client(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request on its way. Times are ``time.monotonic`` (uvloop's own clock counts whole ms)."""
+    """One request from admission to its end. Times are seconds of ``time.monotonic`` (uvloop's own clock counts whole
+    milliseconds). ``prompt`` holds little-endian uint32 token ids."""
 
     id: RequestId
     prompt: bytes
@@ -60,49 +61,53 @@ class RequestRecord:
     tokenized_at: float
     deadline_at: float
     open_ended: bool = False
-    """Its client has set no limit: ``sampling.max_tokens`` is what fitted when it came, and less is an answer."""
+    """The client set no output limit: ``sampling.max_tokens`` is what fitted on arrival, and a worker with less room
+    may serve the request too."""
     life: RequestState = field(init=False)
     order: int = 0
     queued: bool = False
     placement: Placement | None = None
     promise: Promise | None = None
     pair: Pair | None = None
-    """The pair whose hand-off this request waits for: its breaker has not been told how that ended."""
+    """The pair whose hand-off for this request is in progress and not yet reported to its circuit breaker."""
     timer: asyncio.TimerHandle | None = None
     cut: bool = False
-    """A choice was ended from this side: the workers do not know."""
+    """The coordinator ended a choice (a stop string), which the workers do not know yet."""
     sent: dict[Incarnation, int] = field(default_factory=dict)
-    """The number of the last message about it to each of its workers, as their heartbeats count."""
+    """For each of its workers, the sequence number of the last control message about the request, comparable with
+    ``Heartbeat.acted_on``."""
     not_before: float = 0.0
-    """Not to be placed earlier: after a failure something must change first."""
+    """Earliest time of the next placement: the delay after a failure, or the wait for answers to a Ping."""
     asked: int = 0
-    """The Ping to the other workers when one that had it died last, 0 if none did. One that dies without an answer to
-    it was dead when it was given the request."""
+    """Number of the Ping sent to the other workers when a worker of this request died last, 0 if none did. A worker
+    that dies without having answered it was dead before it was given the request."""
     shortage: int = 0
-    """The last time, until then, that the queue stood still for want of room."""
+    """The dispatcher's count of capacity shortages when that Ping was sent, -1 after a wait of a suspect. If it has
+    changed, the answers may be outdated."""
     excluded_pairs: frozenset[Pair] = frozenset()
     excluded_workers: frozenset[Incarnation] = frozenset()
     missed_beats: dict[Incarnation, int] = field(default_factory=dict)
-    """How many heartbeats in a row of each worker did not list it."""
+    """For each worker, how many heartbeats in a row did not list the request."""
     heard_at: float = 0.0
-    """When its workers last gave a sign that it goes on."""
+    """When its workers last sent tokens or accepted its hand-off."""
     pending_crash_verdict: Incarnation | None = None
-    """The worker that may have died of it: it is not tried again before that is known."""
+    """The worker that this request may have crashed; the request is not placed again before the worker's death is
+    confirmed or refuted."""
     awaiting_reconnect: bool = False
-    """It came when there were only workers that may have lost just their connection, or that may still find this
-    coordinator, and waits until that is known."""
+    """The request arrived while a role had no worker but one may reconnect, or may still find this coordinator after
+    its start; the request waits no longer than that is possible."""
     placed_at: float | None = None
     first_token_at: float | None = None
     first_attempt: int | None = None
-    """Whose tokens began the answer."""
+    """The attempt whose tokens began the answer."""
     finished_at: float | None = None
     last_token_at: list[float] = field(init=False)
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_INTERVALS))
     asked_at: float = 0.0
     unplaceable_since: float | None = None
-    """Since when only workers that have left could hold it."""
+    """Since when none of the ready workers could hold the request, even if idle."""
     accepts_truncation: bool = False
-    """It has waited for them for long enough, and takes what room there is."""
+    """The request has waited long enough for a larger worker and accepts an output cut to the room of a smaller one."""
     timings: dict[str, float] = field(default_factory=dict)
     path: Path = "disagg"
 
@@ -112,28 +117,29 @@ class RequestRecord:
 
     @property
     def prompt_length(self) -> int:
+        """Number of prompt tokens."""
         return len(self.prompt) // 4
 
     @property
     def output_length(self) -> int:
-        """Accepted tokens of all choices."""
+        """Number of accepted tokens of all choices."""
         return sum(map(len, self.life.output))
 
     @property
     def interval_s(self) -> float:
-        """Median of the last times between two tokens of a choice; 0 before there were two."""
+        """Median of the last inter-token intervals of a choice, in seconds; 0 before there are two tokens."""
         return median(self.intervals) if self.intervals else 0.0
 
     def limit_s(self) -> float:
-        """Seconds until it reaches its ``max_tokens`` at the pace of its last tokens; inf if its client has set no
-        limit, or there were no two tokens yet."""
+        """Return the seconds until the request reaches its ``max_tokens`` at the pace of its last tokens; inf if the
+        client set no limit or there are no two tokens yet."""
         if self.open_ended or not self.intervals:
             return inf
         running = (tokens for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish)
         return self.interval_s * max((self.sampling.max_tokens - len(tokens) for tokens in running), default=0)
 
     def demand(self) -> Demand:
-        """What its choices that have not ended ask of workers."""
+        """Return what the choices that have not ended demand of workers."""
         lengths = [len(tokens) for tokens, finish in zip(self.life.output, self.life.finish, strict=True) if not finish]
         emitted, sampling = max(lengths, default=0), self.sampling
         diverged = self.n > 1 and self.life.started

@@ -1,16 +1,16 @@
-"""What a client asked for, validated: every interface reads its bodies into these."""
+"""A validated client request; every HTTP API parses its bodies into these types."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 Json = dict[str, object]
-"""A JSON object as it was parsed."""
+"""A parsed JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling fields as the client set them; None where the model's default counts."""
+    """Sampling fields as the client set them; None stands for the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -30,7 +30,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions share."""
 
     model: str | None
     n: int
@@ -50,6 +50,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody:
+    """A chat completion request."""
+
     options: Options
     messages: list[Json]
     tools: list[Json] | None
@@ -60,6 +62,8 @@ class ChatBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody:
+    """A text completion request; each prompt is text or token ids."""
+
     options: Options
     prompts: list[str | list[int]]
     echo: bool

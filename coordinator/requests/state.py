@@ -1,14 +1,15 @@
-"""The life of one request, as the coordinator sees it.
+"""The state machine of one request in the coordinator.
 
-Pure: events in, verdicts out; no clock, no sockets. Owns the states, the accepted output tokens of each choice (the one
-truth about what the client has been told) and the budget of retries. Does not know text, HTTP, or how to pick workers.
+Pure: events in, verdicts out; no clock, no sockets. Owns the states, the accepted output tokens of each choice (the
+authoritative record of what was sent to the client) and the retry budget of the request. Does not know text, HTTP or
+how workers are chosen.
 
     QUEUED ──► PLACED ──► PREFILLING ──► SHIPPING ──► DECODING ──► DONE
       ▲           │            │             │            │    └──► ABORTED, FAILED (from every state)
       └───────────┴────────────┴─────────────┴────────────┘  a retry: attempt + 1
 
-Tokens come as spans ``(attempt, start, ids)``. Only those of the current attempt count, only the part not seen yet is
-taken, and a gap is answered by asking for the missing part: retries can neither lose nor repeat a token.
+Tokens arrive as spans ``(attempt, start, ids)``. Only spans of the current attempt count, only their new part is
+accepted, and a gap is filled by a Resend of the missing part. So retries can neither lose nor repeat a token.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from common.core.request import FinishReason
 from coordinator.routing.paths import Path
 
 MAX_RETRIES = 2
-"""New attempts before the first token has been accepted."""
+"""Maximum number of new attempts before the first token has been accepted."""
 MAX_MIGRATIONS = 3
-"""New attempts after it."""
+"""Maximum number of new attempts after the first token has been accepted."""
 MAX_CRASHES = 2
-"""A request that computed on this many workers when they crashed is suspected to be the reason."""
+"""A request that was being computed on this many workers when they crashed is suspected to be the cause."""
 MAX_BREAKS = 8
-"""So many broken connections to workers that live on cost a request nothing. One that breaks more may be the reason
-itself, if something between here and there does not like its message."""
+"""Number of broken connections to workers that stay alive which a request survives without using its retry budget. With
+more, the request itself may be the cause: something on the network path may reject its message."""
 CLEARED_TOKENS = 16
-"""Output that a request gets from workers that live on clears it."""
+"""A suspected request is cleared after this many output tokens from workers that stay alive."""
 
 RetryVerdict = Literal["retry", "spent"]
 
 
 class State(Enum):
+    """The states of a request; MOVES lists the transitions."""
+
     QUEUED = "queued"
     PLACED = "placed"
     PREFILLING = "prefilling"
@@ -64,7 +67,8 @@ MOVES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What is new in a span: ``ids`` are its tokens from index ``skip`` on; ``finish`` if the choice ends with them."""
+    """The new part of a span: ``ids`` are its tokens from index ``skip`` on; ``finish`` is not RUNNING if the choice
+    ends with them."""
 
     skip: int
     ids: list[int]
@@ -73,19 +77,19 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The span starts too late: output tokens from position ``start`` on are missing."""
+    """The verdict on a span that starts too late: output tokens from position ``start`` on are missing."""
 
     start: int
 
 
 class Contradiction:
-    """The span repeats tokens otherwise than they were told before: who says so has gone astray."""
+    """The verdict on a span that differs from tokens accepted before at the same positions: its worker is faulty."""
 
 
 class RequestState:
-    """State, workers, accepted tokens and setbacks of one request with ``choices`` choices.
+    """State, workers, accepted tokens and retry counts of one request with ``choices`` choices.
 
-    ``prefill`` and ``decode`` are the incarnations that work on the current attempt; on the paths ``local`` and
+    ``prefill`` and ``decode`` are the incarnations that serve the current attempt; on the paths ``local`` and
     ``colocated`` there is only ``decode``.
     """
 
@@ -115,22 +119,25 @@ class RequestState:
         self.finish = [FinishReason.RUNNING] * choices
         self.retries = self.migrations = 0
         self.crashes: set[Incarnation] = set()
-        """Workers that were lost without a word while they computed the request, and have not come back."""
+        """Workers that may have crashed while they computed the request: their connection broke and they have not
+        reconnected."""
         self.survived = 0
-        """Tokens of this attempt; counted while there are such workers."""
+        """Tokens accepted in this attempt, compared with CLEARED_TOKENS; counted only while ``crashes`` is not
+        empty."""
         self.breaks = 0
         self.uncharged: dict[Incarnation, bool] = {}
-        """Workers whose connection broke in an attempt, and whether that had any token by then: it costs the budget
-        something once it is known that they died."""
+        """Workers whose connection broke during an attempt, and whether any output had been accepted by then. The lost
+        attempt is charged to the retry budget once the worker's death is confirmed."""
 
     def move(self, to: State) -> None:
-        """The only door between states; InvariantBroken for a move that is not in the table."""
+        """Change the state; raises InvariantBroken for a transition that MOVES does not list."""
         if to not in MOVES[self.state]:
             raise InvariantBroken(f"a request cannot go from {self.state.name} to {to.name}")
         self.state = to
 
     @property
     def over(self) -> bool:
+        """Whether the state is terminal."""
         return self.state in TERMINAL
 
     @property
@@ -145,11 +152,11 @@ class RequestState:
 
     @property
     def workers(self) -> tuple[Incarnation, ...]:
-        """Everybody who may hold something of the current attempt."""
+        """The workers that may hold blocks or state of the current attempt."""
         return tuple(worker for worker in (self.prefill, self.decode) if worker is not None)
 
     def place(self, path: Path, prefill: Incarnation | None, decode: Incarnation) -> None:
-        """Workers have been chosen for the current attempt."""
+        """Record the workers chosen for the current attempt."""
         self.move(State.PLACED)
         self.path, self.prefill, self.decode = path, prefill, decode
         self.survived = 0
@@ -157,7 +164,7 @@ class RequestState:
     def accept(
         self, choice: int, attempt: int, start: int, ids: list[int], finish: FinishReason
     ) -> Accepted | Gap | Contradiction | None:
-        """One span of output tokens. None if it holds nothing new or is not of this attempt."""
+        """Accept one span of output tokens; None if it contains nothing new or is not of the current attempt."""
         if attempt != self.attempt or self.state in TERMINAL or self.state is State.QUEUED:
             return None
         if not 0 <= choice < len(self.output) or self.finish[choice]:
@@ -177,41 +184,46 @@ class RequestState:
 
     @property
     def suspect(self) -> bool:
-        """Whether it computed on so many workers that crashed that it is tried where no other suspect is."""
+        """Whether the request was being computed on MAX_CRASHES workers when they crashed. A suspect is placed only on
+        workers that serve no other suspect."""
         return len(self.crashes) >= MAX_CRASHES
 
     def on_worker_lost(self, worker: Incarnation) -> bool:
-        """``worker`` may have crashed; whether the request computed there and on others that did."""
+        """Note that ``worker`` may have crashed; return whether the request was being computed there and is now a
+        suspect."""
         if not self._computed_by(worker):
             return False
         self.crashes.add(worker)
         return self.suspect
 
     def disconnected(self) -> bool:
-        """The connection to a worker broke that lives on; whether that is free."""
+        """Note a broken connection to a worker that is alive; return whether the lost attempt is free of charge."""
         self.breaks += 1
         return self.breaks <= MAX_BREAKS
 
     def on_worker_unconfirmed(self, worker: Incarnation) -> bool:
-        """The connection to ``worker`` broke, and whether it died will be told; whether that is free until then."""
+        """Note a broken connection to ``worker``, whose death is not confirmed yet; return whether the lost attempt is
+        free of charge until then. :meth:`on_worker_died` or :meth:`on_worker_reconnected` follows."""
         if self.breaks + len(self.uncharged) >= MAX_BREAKS:
             return False
         self.uncharged[worker] = self.started
         return True
 
     def on_worker_died(self, worker: Incarnation) -> None:
-        """``worker`` does not come back: what it cost is charged. An attempt that goes on elsewhere does."""
+        """Charge the attempt that was lost with ``worker``, whose death is now confirmed. The current attempt, on other
+        workers, goes on."""
         if (started := self.uncharged.pop(worker, None)) is not None:
             self._charge(started)
 
     def on_worker_reconnected(self, worker: Incarnation) -> None:
-        """``worker`` had lost its connection, and nothing else."""
+        """Note that ``worker`` is alive and only its connection had broken."""
         self.crashes.discard(worker)
         if self.uncharged.pop(worker, None) is not None:
             self.breaks += 1
 
     def survives(self, tokens: int) -> bool:
-        """So many more tokens came from workers that live; whether that clears it of the crashes that it was in."""
+        """Count ``tokens`` more accepted from workers that are alive; return whether they clear the request of the
+        crashes that it was suspected of."""
         self.survived += tokens
         if self.survived < CLEARED_TOKENS or not self.crashes:
             return False
@@ -219,37 +231,41 @@ class RequestState:
         return True
 
     def spoke(self, worker: Incarnation) -> None:
-        """Tokens of the current attempt came from ``worker``: the state follows."""
+        """Update the state after tokens of the current attempt arrived from ``worker``."""
         if worker == self.decode:
             self.decoding()
         elif self.state is State.PREFILLING:
             self.move(State.SHIPPING)
 
     def decoding(self) -> None:
-        """The decoding worker has the KV."""
+        """Update the state after the decode worker accepted the KV."""
         if self.state in (State.PREFILLING, State.SHIPPING):
             self.move(State.DECODING)
 
     def end_choice(self, choice: int) -> None:
-        """The coordinator itself ends a choice: a stop string is complete."""
+        """End a choice from the coordinator's side, because a stop string is complete."""
         self.finish[choice] = FinishReason.STOP
 
     def needs(self, worker: Incarnation) -> bool:
-        """Whether the request cannot go on without ``worker``."""
+        """Return whether the current attempt is lost without ``worker``."""
         if self.over or self.state is State.QUEUED:
             return False
         return worker == self.decode or (worker == self.prefill and self.state is not State.DECODING)
 
     @property
     def spent(self) -> bool:
-        """Whether it has lost more attempts than it may."""
+        """Whether the retry budget is exceeded."""
         return self.retries > MAX_RETRIES or self.migrations > MAX_MIGRATIONS
 
     def retry(self, *, on_trial: bool = False, free: bool = False) -> RetryVerdict:
-        """The attempt is lost. ``retry``: the request is QUEUED again as the next attempt, and what its workers hold of
-        the old one is void; ``spent``: it must fail. ``on_trial``: whether it is refused for the crash of a worker is
-        not known yet; it waits, and whether it is spent is asked then. ``free``: it costs nothing of the budget, or not
-        so far, for a reason that each worker gives once, or a bounded number of times."""
+        """Give up the current attempt.
+
+        Returns ``retry`` if the request is QUEUED again as the next attempt, which makes everything void that its
+        workers hold of the old one, or ``spent`` if it must fail. ``on_trial`` means that a worker may have crashed
+        because of this request and its death is not confirmed yet: the request is queued in any case, and the caller
+        checks ``spent`` after the verdict. ``free`` charges nothing to the retry budget, at least not yet; callers pass
+        it only for causes that occur once, or a bounded number of times, per worker.
+        """
         if not free:
             self._charge(self.started)
         if self.spent and not on_trial:
@@ -266,12 +282,12 @@ class RequestState:
             self.retries += 1
 
     def _computed_by(self, worker: Incarnation) -> bool:
-        """Whether ``worker`` was at work on the request, rather than holding memory or sending for it: only then may
-        the request be what killed it."""
+        """Return whether ``worker`` was computing the request, rather than holding its memory or sending its KV. Only
+        then can the request be what crashed it."""
         if worker == self.prefill:
             return self.state is State.PREFILLING
         return self.prefill is None or self.state in (State.SHIPPING, State.DECODING)
 
     def emitted(self) -> tuple[bytes, ...]:
-        """The accepted tokens as ``Request.emitted`` wants them."""
+        """Return the accepted tokens of each choice packed for ``Request.emitted``, () if there are none."""
         return tuple(pack_tokens(output) for output in self.output) if self.started else ()
