@@ -1,9 +1,9 @@
-"""The control socket: messages from workers in, messages to workers out.
+"""The control socket: receives messages from workers and sends messages to them.
 
-Owns one ROUTER and the translation between identities and incarnations. Reads everything that has arrived in one
-turn of the event loop (a message per engine step must not cost a task switch each). Bytes that are no message are
-counted and dropped; a sender that is not registered is told to say Hello again. Why a worker is refused is told to
-one that has shown a key of the cluster; without keys it stands in the log alone. Knows no request.
+Owns one ROUTER socket and the mapping between socket identities and worker incarnations. Reads everything that has
+arrived in one turn of the event loop, so that a message per engine step does not cost a task switch each. Malformed
+messages are counted and dropped; an unregistered sender gets a Rejoin. A refused worker gets the reason only if it has
+proved that it holds a key of the cluster; without cluster keys the reason is only logged. Knows no request.
 """
 
 from __future__ import annotations
@@ -55,28 +55,29 @@ from coordinator.cluster.registry import JoinRefused, Registry, WorkerHandle, Wo
 log = logging.getLogger("tandem.gateway")
 
 MESSAGES_PER_TURN = 512
-"""After so many the event loop gets a turn, so that clients are served while workers flood."""
+"""After this many messages the event loop gets a turn, so that a flood of worker messages does not starve clients."""
 MOST_ASKED = 1000
-"""Messages of a stranger of another version, all dropped: what it says, tokens of every step for one, until it has read
-that it is asked for its Hello. Those after them are strikes."""
+"""Number of messages from an unregistered worker of another version that are dropped without a strike: it goes on
+sending, for instance the tokens of each step, until it has read the Rejoin."""
 COMPLAIN_EVERY_S = 10.0
-"""Rubbish and refused workers are counted one by one, and logged at most so often."""
+"""Minimum interval between log lines about bad messages, failed handshakes and refused workers."""
 MOST_REASONS = 8
-"""Reasons of refusals that are logged at a time."""
+"""Maximum number of different refusals that are logged at a time."""
 UNSAID = "its log says why (without cluster keys it tells no stranger)"
 PROBES_S = (0.01, 0.1)
-"""After a closed connection: libzmq tells the monitor before it takes the peer out of the socket's routes."""
+"""Delays of the probes after a connection was closed: libzmq reports the event to the monitor before it removes the
+peer from the socket's routing table."""
 REJOIN_LOOKS = 4
-"""A worker whose connection was closed has died if nothing was heard of it at so many looks after: that is the time of
-two heartbeats, and a heart dials anew within a tenth of a second."""
+"""A worker whose connection was closed is taken to be dead if nothing arrives from it for this many sweeps, which is
+the time of two heartbeats. A heartbeat thread reconnects within a tenth of a second."""
 Replace = Callable[[str, int, str], None]
-"""Has the worker of that name replaced, if that process still is its: name, process id, why."""
+"""Requests the replacement of a worker, if the process id is still that of its process: (name, process id, reason)."""
 _NOBODY = Abort(RequestId(bytes(REQUEST_ID_BYTES)), 0)
-"""Names no request: a probe that means nothing to whom it reaches."""
+"""Names no request: sent to probe a connection, because workers ignore an Abort of an unknown request."""
 
 
 class Loss(Enum):
-    """How a worker was lost."""
+    """How a worker was lost. MISSING is followed by ``on_worker_died`` or ``on_worker_reconnected``."""
 
     MISSING = "its connection broke; it may have died"
     RECONNECTED = "its connection broke, and it is back"
@@ -84,12 +85,13 @@ class Loss(Enum):
 
 
 class GatewayEvents(Protocol):
-    """Who hears what happened."""
+    """Receives the events of the gateway: changes of workers and their messages."""
 
     def on_worker_joined(self, worker: WorkerHandle) -> None: ...
 
     def on_worker_lost(self, worker: WorkerHandle, how: Loss) -> None:
-        """Of one that is missing ``on_worker_died`` or ``on_worker_reconnected`` tells later whether it died."""
+        """Called when a worker is lost without a Goodbye. After ``Loss.MISSING``, ``on_worker_died`` or
+        ``on_worker_reconnected`` follows."""
 
     def on_worker_died(self, worker: Incarnation) -> None: ...
 
@@ -110,8 +112,8 @@ class GatewayEvents(Protocol):
 
 @dataclass(slots=True)
 class _Missing:
-    """A worker whose connection was closed, and how many looks ago that was or its heart was heard, which is ``alive``:
-    it will say Hello when its step is over."""
+    """A worker whose connection was closed. ``looks`` counts the sweeps since then, or since its last heartbeat.
+    ``alive``: it has sent something since, so it will send a Hello when its step is over."""
 
     worker: WorkerHandle
     looks: int = 0
@@ -119,8 +121,8 @@ class _Missing:
 
 
 class Gateway:
-    """Binds ``tcp://host:port``, and with ``near`` a Unix socket for workers of its launcher; feeds ``registry`` and
-    ``events`` until closed."""
+    """Binds ``tcp://host:port``, and with ``near`` also a Unix socket for the launcher's workers; updates ``registry``
+    and calls ``events`` until closed. Raises StartError if it cannot bind, or must not without keys."""
 
     def __init__(
         self,
@@ -151,18 +153,20 @@ class Gateway:
         self._told_of, self._told_at = 0, -COMPLAIN_EVERY_S
         self._failed_handshakes, self._told_handshakes_at = 0, -COMPLAIN_EVERY_S
         self._refusals: Counter[str] = Counter()
-        """By what is logged of them, since that was done last."""
+        """Refusals since the last time that they were logged, by log line."""
         self._told_refusals_at = -COMPLAIN_EVERY_S
         self.times_emptied = 0
-        """How often everything that had arrived was read: older messages cannot still be waiting here."""
+        """How often the socket was read until it was empty. Messages that arrived before that are no longer queued
+        here."""
         self.sent: dict[Incarnation, int] = {}
-        """Control messages sent to each worker since its Hello; its heartbeats say how many of them it has acted on."""
+        """Number of control messages sent to each worker since its Hello; ``Heartbeat.acted_on`` counts the same
+        messages."""
         self._asks = 0
         self._replace: Replace | None = None
         self._losing: dict[Incarnation, WorkerHandle] = {}
-        """Workers that cannot be reached any more, until what they said before has been read."""
+        """Workers whose connection is closed but whose last messages may still be unread."""
         self._missing: dict[Incarnation, _Missing] = {}
-        """Workers that have lost their connection and not said Hello again."""
+        """Workers that have lost their connection and have not sent a new Hello."""
         self._events: GatewayEvents | None = None
         self.clock = self.channels.clock
         try:
@@ -176,16 +180,16 @@ class Gateway:
         self._scheduled = False
 
     def start(self, events: GatewayEvents, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins to read, in ``loop``."""
+        """Start reading in ``loop``."""
         self._events, self._loop = events, loop
         self.channels.watch(self._socket, loop, self._wake)
         self.channels.watch(self._monitor, loop, self._watch)
-        self._wake()  # the descriptors signal nothing before the sockets have been read once
+        self._wake()  # ZeroMQ's file descriptors signal nothing before the sockets have been read once
         self._watch()
 
     def supervise(self, replace: Replace, serving: Mapping[WorkerName, int]) -> None:
-        """From now on ``replace`` is told of workers that hang. ``serving`` are those of this host, with their process
-        ids, that served before we did: one that does not join hangs, too."""
+        """Call ``replace`` for hung workers from now on. ``serving`` maps the workers of this host that ran before this
+        coordinator to their process ids; one that does not join is treated as hung."""
         self._replace = replace
         for name, pid in serving.items():
             self.registry.awaits(name, socket.gethostname(), pid, self.clock())
@@ -201,14 +205,15 @@ class Gateway:
         self.channels.close()
 
     def may_return(self, role: Role) -> bool:
-        """Whether a worker of ``role``, or one that does its work, has lost its connection and may be back at once."""
+        """Return whether a worker that does the work of ``role`` has lost its connection and may reconnect at once."""
         lost = [*self._losing.values(), *(missing.worker for missing in self._missing.values())]
         return any(worker.role in (role, "colocated") for worker in lost)
 
     # -- out ------------------------------------------------------------------------------------------------------
 
     def send(self, worker: WorkerHandle, message: Message) -> bool:
-        """False when the worker cannot be reached; it is then gone, and ``events`` hears of it in the next turn."""
+        """Send a message; return False if the worker cannot be reached. It is then gone, and ``events`` is called in
+        the next turn of the event loop."""
         if worker.state is WorkerState.GONE:
             return False
         reached = send(self._socket, message, worker.route)
@@ -220,8 +225,9 @@ class Gateway:
         return reached
 
     def ask(self) -> int:
-        """Asks every worker's heart whether it beats; ``WorkerHandle.answered`` reaches the number of the question. Who
-        goes on beating without an answer is asked again: a heart that dials anew hears nothing."""
+        """Send a Ping to the heartbeat thread of every worker and return its number, which ``WorkerHandle.answered``
+        reaches with the answer. A worker whose heartbeats go on without an answer is pinged again, because a Ping is
+        lost while its heartbeat connection is reconnecting."""
         self._asks += 1
         for worker in self.registry:
             self._ask(worker)
@@ -237,13 +243,13 @@ class Gateway:
     def _lose(self, worker: WorkerHandle) -> None:
         log.warning("worker %s is gone: its connection is closed", worker.hello.name)
         self._remove(worker)
-        if self._loop is not None:  # later, because the sender may be in mid-decision
+        if self._loop is not None:  # not now, because the caller may be in the middle of a decision
             self._losing[worker.id] = worker
             self._loop.call_soon(self._lost, worker)
-            self._loop.call_later(PROBES_S[0], self._probe)  # others may have died with it
+            self._loop.call_later(PROBES_S[0], self._probe)  # other workers may have died at the same time
 
     def _lost(self, worker: WorkerHandle) -> None:
-        """Its last words may still be unread: tokens, or that it leaves."""
+        """Read what has arrived before the worker counts as missing: its last tokens or its Goodbye may be unread."""
         self._read()
         self._rearm()
         if self._losing.pop(worker.id, None) is not None:
@@ -256,7 +262,8 @@ class Gateway:
             self._events.on_worker_lost(worker, Loss.MISSING)
 
     def _look_for_missing(self) -> None:
-        """Counts looks rather than time: while we are away nobody can come back."""
+        """Declare missing workers dead after REJOIN_LOOKS sweeps. Sweeps are counted rather than time, because no
+        worker can reconnect while this process is stalled."""
         for missing in list(self._missing.values()):
             missing.looks += 1
             if missing.looks >= REJOIN_LOOKS:
@@ -265,6 +272,7 @@ class Gateway:
                     self._events.on_worker_died(missing.worker.id)
 
     def _lives(self, missing: _Missing) -> None:
+        """Note that a missing worker has sent something and is alive."""
         missing.looks = 0
         if not missing.alive and self._events is not None:
             missing.alive = True
@@ -278,9 +286,12 @@ class Gateway:
     # -- in -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> bool:
-        """Drops workers that have been silent too long. To be called every ``registry.times.sweep_s``. False if that
-        cannot be told, since what others have said is behind a message that is still being dropped: for
-        ``registry.loop_lag`` we did not listen meanwhile."""
+        """Remove workers that have been silent too long and request the replacement of hung ones. Must be called every
+        ``registry.times.sweep_s``.
+
+        Returns False, without judging any worker, while an oversized message is being dropped and messages of other
+        workers are stuck behind it. ``registry.loop_lag`` counts that time as lag of this process.
+        """
         emptied = self.times_emptied
         self._read()
         self._rearm()
@@ -289,7 +300,7 @@ class Gateway:
             return False
         for worker, how in self.registry.sweep(now_s, caught_up=self.times_emptied > emptied):
             log.warning("worker %s is gone: %s", worker.hello.name, how)
-            self._reply(worker.route, Rejoin())  # it may live, and have nothing to say
+            self._reply(worker.route, Rejoin())  # it may be alive, with nothing to send
             self.sent.pop(worker.id, None)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
@@ -305,11 +316,12 @@ class Gateway:
             return
         try:
             self._read()
-        finally:  # whatever went wrong with one message, the next ones are read
+        finally:  # an error in one message must not stop the reading of later ones
             self._rearm()
 
     def _rearm(self) -> None:
-        """The descriptor of a ZeroMQ socket signals edges: whoever used the socket looks whether more is there."""
+        """Schedule another read if messages are waiting. Must follow every use of the socket, because the file
+        descriptor of a ZeroMQ socket is edge-triggered."""
         if self._loop is None or self._scheduled:
             return
         if self.channels.readable(self._socket):
@@ -317,8 +329,8 @@ class Gateway:
             self._loop.call_soon(self._wake)
 
     def _read(self) -> None:
-        """Dispatches what has arrived, up to MESSAGES_PER_TURN, or until some of a message of too many parts was
-        dropped."""
+        """Dispatch what has arrived: up to MESSAGES_PER_TURN messages, or until parts of a message with too many parts
+        were dropped."""
         now_s = self.clock()
         for _ in range(MESSAGES_PER_TURN):
             try:
@@ -342,17 +354,19 @@ class Gateway:
                     self._cut_off(*peer)
 
     def _cut_off(self, party: Party | None, frame: bytes) -> None:
-        """Nothing that this incarnation says is read any more; its process is told, and may start again as another."""
+        """Stop reading messages of an incarnation that sent too many bad ones, remove its worker and send it a
+        Rejected. Its process may start again as another incarnation."""
         log.warning("%s is cut off: %d of its messages made no sense", _shown(frame), STRIKES)
         worker = next((each for each in self.registry if each.route == frame), None)
-        if worker is not None and party in (None, worker.role):  # else somebody has misused its identity
+        if worker is not None and party in (None, worker.role):  # else the sender misused the worker's identity
             self._reply(frame, Rejected(f"{STRIKES} of its messages made no sense"))
             self._remove(worker)
             if self._events is not None:
                 self._events.on_worker_lost(worker, Loss.GIVEN_UP)
 
     def _complain(self, now_s: float) -> None:
-        """Tells of the rubbish that has come since the last time, and of handshakes that failed."""
+        """Log the bad messages, failed handshakes and refused workers since the last time, each at most every
+        COMPLAIN_EVERY_S."""
         count = self.bad_messages - self._told_of
         if count and now_s - self._told_at >= COMPLAIN_EVERY_S:
             self._told_of, self._told_at = self.bad_messages, now_s
@@ -368,7 +382,8 @@ class Gateway:
             self._refusals.clear()
 
     def _refuse(self, frame: bytes, refused: JoinRefused, *, told: bool = False) -> None:
-        """``told``: the reason is sent to strangers too, since it says nothing of what is served here."""
+        """Refuse a worker and note the reason for the log. With ``told`` the reason is sent also without cluster keys,
+        since it reveals nothing about what is served here."""
         said = f"worker {_shown(frame)} is refused: {_printable(refused.reason)}"
         if said in self._refusals or len(self._refusals) < MOST_REASONS:
             self._refusals[said] += 1
@@ -416,7 +431,7 @@ class Gateway:
                 events.tokens(worker, message)
             case Heartbeat():
                 self.registry.beat(worker, message, now_s)
-                if message.asked <= self._asks:  # else it answers an earlier coordinator
+                if message.asked <= self._asks:  # else it answers a Ping of an earlier coordinator
                     worker.answered = max(worker.answered, message.asked)
                 if worker.answered < self._asks:
                     self._ask(worker)
@@ -449,7 +464,8 @@ class Gateway:
                 assert_never(message)
 
     def _turns_away(self, frame: bytes, data: bytes) -> bool:
-        """Whether ``data``, which makes no sense here, is the Hello of another version, which is told so."""
+        """Return whether ``data``, which is no message of this version, is a Hello of another version. Its sender is
+        refused with that reason."""
         try:
             hello = decode(data, AnyHello, MAX_REPORT_BYTES)
         except WireError:
@@ -459,8 +475,9 @@ class Gateway:
         return reason is not None
 
     def _asks_back(self, frame: bytes, data: bytes) -> bool:
-        """Whether ``data``, which makes no sense here, may be what a worker of another version says that takes us for
-        the coordinator it had: its Hello will tell. Of who has joined here, or says Hello, it is just wrong."""
+        """Return whether ``data``, which is no message of this version, may come from a worker of another version that
+        takes this coordinator for its previous one. It gets a Rejoin, and its Hello then shows its version. From a
+        worker that has joined here, and as a Hello, such data is just a bad message."""
         _, incarnation = _who(frame)
         if incarnation in self._losing or self.registry.get(incarnation) is not None:
             return False
@@ -500,7 +517,7 @@ class Gateway:
         assert self._events is not None
         if before is not None:
             self._events.on_worker_lost(before, Loss.RECONNECTED)
-        self.sent[worker.id], worker.answered = 0, self._asks  # it lives, whatever was asked before
+        self.sent[worker.id], worker.answered = 0, self._asks  # a Hello answers every earlier Ping: it is alive
         times = self.registry.times
         told = (int(1000 * each_s) for each_s in (times.heartbeat_s, times.lease_s, times.timeout_s))
         if self.send(worker, Welcome(self.incarnation, *told)):
@@ -509,29 +526,32 @@ class Gateway:
             self._events.on_worker_joined(worker)
 
     def _known(self, incarnation: Incarnation) -> WorkerHandle | None:
-        """The worker of that incarnation that is here, or was a moment ago."""
+        """Return the worker of that incarnation if it is registered or was until its connection broke."""
         if (missing := self._missing.get(incarnation)) is not None:
             return missing.worker
         return self.registry.get(incarnation) or self._losing.get(incarnation)
 
     def _check_holder(self, hello: Hello) -> None:
-        """Of a process that has just died the connection is closed, and the monitor may not have said so yet."""
+        """Probe the connection of the worker that holds the name of ``hello``: its process may just have died without
+        the monitor having reported the closed connection yet."""
         holder = self.registry.named(hello.name)
         if holder is not None and holder.id != hello.incarnation:
             self.send(holder, _NOBODY)
 
     def _away(self, name: WorkerName) -> WorkerHandle | None:
-        """The worker of that name that has lost its connection, if its heart has been heard since."""
+        """Return the worker of that name that has lost its connection but has sent heartbeats since, if any."""
         held = (missing.worker for missing in self._missing.values() if missing.alive)
         return next((worker for worker in held if worker.hello.name == name), None)
 
     def _stranger(self, frame: bytes, incarnation: Incarnation, message: FromWorker) -> None:
+        """Handle a message of an incarnation that is not registered: note that a missing worker is alive, and send a
+        Rejoin unless it says Goodbye."""
         control = frame.removesuffix(BEAT_SUFFIX.encode())
         missing = self._missing.get(incarnation)
         if missing is not None and missing.worker.route != control:
-            missing = None  # said by another one
+            missing = None  # the message comes from another process
         if missing is not None and (missing.alive or missing.looks or isinstance(message, Goodbye)):
-            self._lives(missing)  # before the first look it may be its last words
+            self._lives(missing)  # before the first sweep it may be a last message from before its death
             if isinstance(message, Heartbeat) and self.registry.endless(message):
                 name, turn_ms = missing.worker.hello.name, message.turn_ms
                 log.warning("worker %s does not come back: one turn of its loop has taken %d ms so far", name, turn_ms)
@@ -545,7 +565,8 @@ class Gateway:
     # -- lost connections -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A connection was closed, or none made; the monitor does not say whose."""
+        """Read the monitor's events: closed connections and failed handshakes. They do not identify the peer, so a
+        closed connection starts probes of all workers."""
         closed = False
         while True:
             try:
@@ -559,7 +580,7 @@ class Gateway:
                 self._loop.call_later(delay_s, self._probe)
 
     def _probe(self) -> None:
-        """Whoever cannot be reached is gone."""
+        """Send a meaningless message to every worker, which detects the ones that cannot be reached."""
         for worker in list(self.registry):
             if self._loop is not None:
                 self.send(worker, _NOBODY)
@@ -567,7 +588,8 @@ class Gateway:
 
 @functools.lru_cache(maxsize=4096)
 def _who(frame: bytes) -> tuple[str, Incarnation]:
-    """Name and incarnation in an identity ``name|incarnation|secret`` or ``name|incarnation|secret|hb``."""
+    """Parse name and incarnation from an identity ``name|incarnation|secret`` or ``name|incarnation|secret|hb``; raises
+    WireError for other identities."""
     try:
         parts = frame.decode().removesuffix(BEAT_SUFFIX).rsplit("|", 2)
     except UnicodeDecodeError as error:
@@ -578,11 +600,11 @@ def _who(frame: bytes) -> tuple[str, Incarnation]:
 
 
 def _shown(frame: bytes) -> str:
-    """An identity as it may be logged: without its secret."""
+    """Return an identity in the form that is logged, without its secret."""
     text = frame[:255].decode(errors="replace").removesuffix(BEAT_SUFFIX)
     return _printable(text.rpartition("|")[0] or text)
 
 
 def _printable(text: str) -> str:
-    """What a peer has said, so that it stays within its line."""
+    """Return a peer's text without characters that would break the log line, at most 1,000 characters."""
     return "".join(each if each.isprintable() else "?" for each in text)[:1000]

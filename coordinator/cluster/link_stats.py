@@ -1,8 +1,8 @@
-"""How fast KV travels from each prefill worker to each decode worker, found out by trying.
+"""Measured bandwidth and latency of the KV link from each prefill worker to each decode worker.
 
-Pure. When both ends of a pair are ready they are asked to hand over meaningless blocks three times: once for nothing,
-as the first hand-off maps the pool and touches its pages; many for the rate; one step for the latency. Nothing waits
-for the answers; a worker that is short of blocks gives none.
+Pure. When both ends of a pair are ready, they make three trial hand-offs of meaningless blocks: a warm-up, since the
+first hand-off maps the pool and touches its pages; a large one for the bandwidth; one of LATENCY_TOKENS for the
+latency. Nothing waits for the results, and a worker that is short of blocks sends none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from coordinator.cluster.registry import WorkerHandle
 RATE_TOKENS = 1024
 LATENCY_TOKENS = CHAIN_STEP
 MAX_POOL_SHARE = 4
-"""A trial takes at most one in so many blocks of either pool."""
+"""A trial takes at most one in MAX_POOL_SHARE blocks of either pool."""
 MAX_PEERS = 4
-"""Trials per joining worker: a large cluster is not measured pair by pair."""
+"""Maximum number of peers that a joining worker is measured with: a large cluster is not measured pair by pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Hand ``tokens`` tokens from ``prefill`` to ``decode``."""
+    """A trial hand-off of ``tokens`` tokens from ``prefill`` to ``decode``."""
 
     prefill: WorkerHandle
     decode: WorkerHandle
@@ -34,7 +34,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Link:
-    """What was measured between one prefill worker and the decode worker named ``to``."""
+    """The measurements between one prefill worker and the decode worker named ``to``."""
 
     to: WorkerName
     transport: str
@@ -43,6 +43,7 @@ class Link:
 
     @property
     def measured(self) -> bool:
+        """Whether all trials have succeeded."""
         return self.latency_us is not None
 
 
@@ -53,7 +54,7 @@ class LinkStats:
         self._links: dict[Incarnation, dict[Incarnation, Link]] = {}
 
     def trials(self, joined: WorkerHandle, workers: Iterable[WorkerHandle]) -> list[Trial]:
-        """What to try now that ``joined`` is ready beside ``workers``."""
+        """Return the first trials of the pairs of ``joined``, which is now ready, with the other ready workers."""
         others = [worker for worker in workers if worker.ready and worker is not joined]
         if joined.role == "prefill":
             pairs = [(joined, other) for other in others if other.role == "decode"]
@@ -64,7 +65,7 @@ class LinkStats:
         return [Trial(*pair, tokens) for pair in pairs[:MAX_PEERS] if (tokens := _rate_tokens(*pair))]
 
     def measured(self, prefill: WorkerHandle, decode: WorkerHandle, message: Measured) -> Trial | None:
-        """Notes a result; the trial that should follow it, if any."""
+        """Record a result and return the trial that follows it, if any."""
         links = self._links.setdefault(prefill.id, {})
         link = links.get(decode.id)
         if link is None:
@@ -78,16 +79,17 @@ class LinkStats:
         return None
 
     def forget(self, worker: WorkerHandle) -> None:
+        """Remove the links from and to a worker that is gone."""
         self._links.pop(worker.id, None)
         for links in self._links.values():
             links.pop(worker.id, None)
 
     def of(self, prefill: WorkerHandle) -> list[Link]:
-        """What was measured about the links of one prefill worker."""
+        """Return the fully measured links of one prefill worker."""
         return [link for link in self._links.get(prefill.id, {}).values() if link.measured]
 
 
 def _rate_tokens(prefill: WorkerHandle, decode: WorkerHandle) -> int:
-    """Tokens of a rate trial, in whole steps; 0 when a pool is too small to spare any."""
+    """Return the number of tokens of a bandwidth trial, a multiple of CHAIN_STEP; 0 if a pool is too small."""
     smallest = min(worker.hello.kv_blocks * worker.hello.block_size for worker in (prefill, decode))
     return min(RATE_TOKENS, smallest // MAX_POOL_SHARE // CHAIN_STEP * CHAIN_STEP)

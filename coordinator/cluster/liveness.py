@@ -1,11 +1,11 @@
-"""Whether workers are alive: what our own lags excuse, and who was given up and does not come back.
+"""Liveness of workers: silence corrected for this process's own lag, and workers that were given up and do not return.
 
-Pure: time comes in as an argument. What was sent while this process stood still is read when it goes on, or, if all
-of it was stopped, as soon as its sockets' own threads have run: so one lag is no silence. Several are, since between
-them we did listen.
+Pure: time comes in as an argument. Messages sent while this process was stalled are read when it runs again, or, if the
+whole process was stopped, as soon as its sockets' I/O threads have run. So the time of one stall does not count as
+silence of a worker. Several stalls do count, because between them the messages were read.
 
-Whoever was silent too long, hangs in a turn of its loop, or served before this coordinator did and has not been heard
-of, has a lease to say Hello. After it the worker holds nothing any more: its process may be ended.
+A worker has one lease to send a Hello after it was silent for too long, hung in one turn of its loop, or, having run
+before this coordinator started, was never heard. After that it holds nothing any more, so its process may be killed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class _Look(NamedTuple):
 
 
 class LoopLag:
-    """How late looks were that are due every ``every_s``."""
+    """Records how late the sweeps were that are due every ``every_s`` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._looked_at: float | None = None
         self._late: deque[_Look] = deque(maxlen=REMEMBERED)
-        """Later ones are shorter: a shorter one before a longer one excuses nothing that the longer one does not."""
+        """Late sweeps in order of time, with strictly decreasing lags: a lag before a longer one never is the longest
+        since any moment, so it is dropped."""
 
     def look(self, now_s: float) -> None:
-        """We have read what had arrived, and look who was silent."""
+        """Record a sweep at ``now_s``; what had arrived before was read."""
         late_s = 0.0 if self._looked_at is None else now_s - self._looked_at - self._every_s
         self._looked_at = now_s
         if late_s <= 0:
@@ -45,16 +46,17 @@ class LoopLag:
         self._late.append(_Look(now_s, late_s))
 
     def silence(self, heard_at_s: float, now_s: float) -> float:
-        """For how long somebody has been silent who was heard last at ``heard_at_s``, less the longest of our lags
-        since then; of one that had begun before, the rest."""
+        """Return for how many seconds a peer last heard at ``heard_at_s`` has been silent, minus the longest lag of
+        this process since then. Of a lag that began before ``heard_at_s`` only the part after it is subtracted."""
         excuses = (min(look.late_s, look.at - heard_at_s) for look in self._late if look.at > heard_at_s)
         return now_s - heard_at_s - max(excuses, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class UnresponsiveWorker:
-    """The process ``pid`` of a worker. ``how`` goes before a duration; ``since_s`` is the last sign of life, or when we
-    began to wait for one; ``given_up_s`` when it was given up."""
+    """A worker process that was given up. ``how`` describes the failure and is followed by a duration in :meth:`why`;
+    ``since_s`` is the time of its last sign of life, or the time when the wait for one began; ``given_up_s`` is when
+    the worker was given up."""
 
     name: WorkerName
     host: str
@@ -65,39 +67,40 @@ class UnresponsiveWorker:
 
     @classmethod
     def of(cls, hello: Hello, how: str, since_s: float, given_up_s: float) -> Self:
-        """One that had joined."""
+        """Make the entry of a worker that had joined with ``hello``."""
         return cls(hello.name, hello.host, hello.pid, how, since_s, given_up_s)
 
     def why(self, now_s: float) -> str:
-        """For people: ``silent for 10 s``."""
+        """Return the reason for a log line, such as ``silent for 10 s``."""
         return f"{self.how} for {now_s - self.since_s:.3g} s"
 
 
 class UnresponsiveWorkers:
-    """Those that have been given up for less than ``lease_s``; our own ``loop_lag`` does not count."""
+    """The workers that were given up less than ``lease_s`` ago, not counting this process's own ``loop_lag``."""
 
     def __init__(self, lease_s: float, loop_lag: LoopLag) -> None:
         self._lease_s, self._loop_lag = lease_s, loop_lag
         self._hangs: list[UnresponsiveWorker] = []
 
     def add(self, hang: UnresponsiveWorker) -> None:
-        """The worker was given up."""
+        """Add a worker that was given up."""
         self._hangs.append(hang)
 
     def came(self, hello: Hello) -> None:
-        """It is back, or another process has taken its place."""
+        """Remove the worker that has sent ``hello``, or whose name a new process on the same host has taken."""
         self._hangs = [hang for hang in self._hangs if (hang.name, hang.host) != (hello.name, hello.host)]
 
     def busy(self, name: str, turn_s: float, now_s: float) -> None:
-        """Its heart says that it has been in one turn, which may well take long, for ``turn_s``. If it was in that turn
-        when it was given up, it could not say Hello yet."""
+        """Restart the lease of a worker whose heartbeat reports that one turn of its loop, which may legitimately take
+        long, has lasted ``turn_s`` seconds. Applies if that turn had begun when the worker was given up: it could not
+        send a Hello yet."""
         self._hangs = [
             replace(hang, given_up_s=now_s) if hang.name == name and now_s - turn_s <= hang.given_up_s else hang
             for hang in self._hangs
         ]
 
     def overdue(self, now_s: float) -> list[UnresponsiveWorker]:
-        """Those that do not come back, each once."""
+        """Remove and return the workers whose lease to send a Hello has expired."""
         late = [hang for hang in self._hangs if self._loop_lag.silence(hang.given_up_s, now_s) >= self._lease_s]
         self._hangs = [hang for hang in self._hangs if hang not in late]
         return late

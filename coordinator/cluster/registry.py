@@ -1,10 +1,11 @@
-"""Which workers there are, how they are, and what their prefix caches hold.
+"""The registry of workers: their states, heartbeats and announced prefix-cache keys.
 
-Pure: time comes in as an argument. A worker is an incarnation; a restarted process is another worker of the same name.
+Pure: time comes in as an argument. A worker is one incarnation; a restarted process is a new worker with the same name.
 
-    (Hello) ──► JOINING ──► READY ──► DRAINING ──► GONE      silence or a lost connection leads to GONE from everywhere
+    (Hello) ──► JOINING ──► READY ──► DRAINING ──► GONE      silence or a lost connection leads from any state to GONE
 
-Workers serve together only if they agree on what tokens and KV bytes mean; one that differs is refused in words.
+Workers serve together only if they agree on the meaning of tokens and KV bytes; one that differs is refused with the
+reason in words.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from common.net.messages import PROTOCOL, Cached, Heartbeat, Hello, Role
 from coordinator.cluster.liveness import LoopLag, UnresponsiveWorker, UnresponsiveWorkers
 
 HANG_STEPS = 4.0
-"""A turn of a worker's loop that takes longer than the failure timeout, and than so many expected steps, never ends."""
+"""A worker hangs if one turn of its loop takes longer than the failure timeout and than this many expected steps."""
 _COLOCATED: Role = "colocated"
-"""A worker of this role does the work of both others."""
+"""The role whose workers do the work of both other roles."""
 
 
 class WorkerState(Enum):
+    """The states of a worker; the diagram above shows the transitions."""
+
     JOINING = "joining"
     READY = "ready"
     DRAINING = "draining"
@@ -45,9 +48,13 @@ _MOVES: dict[WorkerState, frozenset[WorkerState]] = {
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """One incarnation of a worker: what it said at joining, its last heartbeat, the prefix keys it announced, the last
-    Ping that it answered. ``route`` is the identity of its control socket. ``heard_at`` is when it joined or its heart
-    last beat: whatever else it says proves that it lives, but not that we would hear if it did not."""
+    """One incarnation of a worker.
+
+    ``hello`` is the message with which it joined, ``beat`` its last heartbeat, ``cached`` the prefix keys that it
+    announced, ``answered`` the number of the last Ping that it answered, ``route`` the identity of its control socket.
+    ``heard_at`` is the time of its Hello or last heartbeat. Other messages prove that it is alive but do not count
+    here, because they do not show that the heartbeat connection works, whose silence detects a failure.
+    """
 
     hello: Hello
     joined_at: float
@@ -58,9 +65,10 @@ class WorkerHandle:
     cached: set[ChainKey] = field(default_factory=set)
     answered: int = 0
     owes_since: float | None = None
-    """When the first lease was sent that it has not answered."""
+    """When the earliest Lease that it has not acknowledged was sent; None if it owes no LeaseAck."""
     cut_off_since: float | None = None
-    """When its heart told of a turn in which it should have answered that, and had not."""
+    """When a heartbeat reported a turn of its loop in which it should have acknowledged that Lease, and it had not:
+    since then its control connection is suspected to carry nothing."""
 
     @property
     def id(self) -> Incarnation:
@@ -72,20 +80,23 @@ class WorkerHandle:
 
     @property
     def ready(self) -> bool:
+        """Whether the worker accepts new requests."""
         return self.state is WorkerState.READY
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """(free, cached, held); a worker that has not reported yet has everything free."""
+        """The numbers of (free, cached, held) KV blocks; all are free before the first heartbeat."""
         return (self.beat.free, self.beat.cached, self.beat.held) if self.beat else (self.hello.kv_blocks, 0, 0)
 
     def move(self, to: WorkerState) -> None:
+        """Change the state; raises InvariantBroken for a transition that is not allowed."""
         if to not in _MOVES[self.state]:
             raise InvariantBroken(f"worker {self.hello.name} cannot go from {self.state.name} to {to.name}")
         self.state = to
 
     def cached_prefix(self, chain: Sequence[ChainKey], limit_tokens: int) -> int:
-        """Tokens of the longest prefix that this worker announced, in whole blocks, at most ``limit_tokens``."""
+        """Return the length in tokens of the longest prefix of ``chain`` that this worker has announced, in whole
+        blocks and at most ``limit_tokens``."""
         steps = self.hello.block_size // CHAIN_STEP
         found = 0
         if self.cached:
@@ -98,25 +109,25 @@ class WorkerHandle:
 
 @dataclass(frozen=True, slots=True)
 class JoinRefused:
-    """A worker was not taken in, and why. ``for_now``: only as long as another one has its name."""
+    """The refusal of a worker, with its reason. ``for_now``: it ends when the worker that has the same name is gone."""
 
     reason: str
     for_now: bool = False
 
 
 class Registry:
-    """All workers that are not gone. ``fingerprint`` is the served model's, None to take the first worker's; ``times``
-    say when one that is silent is."""
+    """All workers that are not gone. ``fingerprint`` is that of the served model, None to take the first worker's;
+    ``times`` defines after which silence a worker is given up."""
 
     def __init__(self, fingerprint: str | None, times: FailureTimes | None = None) -> None:
         self.fingerprint, self.times = fingerprint, times or FailureTimes()
         self.seen: dict[Role, set[str]] = {"prefill": set(), "decode": set(), "colocated": set()}
         """Names of the workers that have been ready at least once."""
         self.expected: dict[Role, int] = {"prefill": 0, "decode": 0, "colocated": 0}
-        """How many of each must have been ready once before the system is."""
+        """For each role, how many workers must have been ready once before the system counts as started."""
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._last: dict[Role, Hello] = {}
-        """Of each role, who went last, if it did not leave but its connection broke."""
+        """For each role, the Hello of the worker that was lost last, if its connection broke (it did not leave)."""
         self.loop_lag = LoopLag(self.times.sweep_s)
         self.unresponsive = UnresponsiveWorkers(self.times.lease_s, self.loop_lag)
 
@@ -133,31 +144,33 @@ class Registry:
         return [worker for worker in self._workers.values() if worker.role == role and worker.ready]
 
     def hellos(self) -> list[Hello]:
-        """Of all workers, and of who was lost last of a role that has none: it may be back before a request is placed.
-        Who left, as all do when a system gets other workers, counts no more."""
+        """Return the Hellos of all workers and, for a role without workers, of the one whose connection broke last: it
+        may be back before a request is placed. Workers that left with a Goodbye do not count, since a system whose
+        workers are exchanged may get different ones."""
         here = [worker.hello for worker in self]
         roles = {hello.role for hello in here}
         return here + [hello for role, hello in self._last.items() if role not in roles]
 
     def starting(self, role: Role) -> bool:
-        """Whether fewer workers that do the work of ``role`` have been ready so far than the system was started
-        with."""
+        """Return whether fewer workers that do the work of ``role`` have been ready so far than ``expected``."""
         return any(len(self.seen[each]) < self.expected[each] for each in (role, _COLOCATED))
 
     def had(self, role: Role) -> bool:
-        """Whether any worker that does the work of ``role`` has been ready."""
+        """Return whether any worker that does the work of ``role`` has ever been ready."""
         return any(self.seen[each] for each in (role, _COLOCATED))
 
     def named(self, name: WorkerName) -> WorkerHandle | None:
-        """The worker of that name."""
+        """Return the worker of that name, if it is registered."""
         return next((worker for worker in self if worker.hello.name == name), None)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def join(self, hello: Hello, now_s: float, route: bytes = b"") -> WorkerHandle | JoinRefused:
-        """A worker says Hello over ``route``; saying it twice starts it anew. The name of a worker that is here cannot
-        be taken: of a process that has died the name is free when its connection has broken, or was silent for long
-        enough."""
+        """Register the worker that sent ``hello`` from the identity ``route``, or return why it is refused.
+
+        A second Hello of the same incarnation registers it anew. The name of a registered worker cannot be taken; the
+        name of a dead process is free once its connection has broken or it was silent for too long.
+        """
         if reason := self._objection(hello):
             return JoinRefused(reason)
         if (holder := self.named(hello.name)) is not None and holder.id != hello.incarnation:
@@ -174,18 +187,21 @@ class Registry:
         return worker
 
     def welcome(self, worker: WorkerHandle) -> None:
-        """The worker has been told that it is registered: it may get work."""
+        """Make the worker READY after its Welcome was sent: it may get requests."""
         worker.move(WorkerState.READY)
         self.seen[worker.role].add(worker.hello.name)
 
     def spoke(self, worker: WorkerHandle, now_s: float) -> None:
-        """It has said something, which counts for a heartbeat as long as none has come: a heart dials when its worker
-        is welcome, and over a slow line that takes longer than it may be silent. One that a lease later was never heard
-        has a connection that carries nothing."""
+        """Count any message as a heartbeat while none has come, for at most a lease after the Hello.
+
+        The heartbeat thread connects after the Welcome, which over a slow network takes longer than a worker may be
+        silent. If it is still unheard a lease later, its connection carries nothing.
+        """
         if worker.beat is None and now_s - worker.joined_at < self.times.lease_s:
             worker.heard_at = max(worker.heard_at, now_s)
 
     def beat(self, worker: WorkerHandle, beat: Heartbeat, now_s: float) -> None:
+        """Record a heartbeat, and whether it shows that a Lease should have been acknowledged long ago."""
         worker.beat, worker.heard_at = beat, max(worker.heard_at, now_s)
         if beat.draining:
             self.drains(worker)
@@ -198,60 +214,64 @@ class Registry:
             worker.cut_off_since = now_s
 
     def leased(self, worker: WorkerHandle, now_s: float) -> None:
-        """It was sent a lease, which it answers in the next turn of its loop."""
+        """Note that a Lease was sent to the worker, which acknowledges it in the next turn of its loop."""
         if worker.owes_since is None:
             worker.owes_since = now_s
 
     def renewed(self, worker: WorkerHandle) -> None:
-        """It has answered."""
+        """Note that the worker has acknowledged a Lease."""
         worker.owes_since = worker.cut_off_since = None
 
     def hangs(self, worker: WorkerHandle) -> bool:
-        """Whether the turn that the worker told of last will never end: a heart that beats is no proof of life."""
+        """Return whether the worker's last heartbeat shows that its loop hangs; its heartbeat thread goes on then."""
         return worker.beat is not None and self.endless(worker.beat)
 
     def stranger_beats(self, name: str, beat: Heartbeat, now_s: float) -> None:
-        """Who is not registered (any more) lives, and will say Hello when its turn is over."""
+        """Record a heartbeat of a worker that is not registered (any more): it is alive, and sends a Hello when the
+        turn of its loop is over."""
         if not self.endless(beat):
             self.unresponsive.busy(name, beat.turn_ms / 1000, now_s)
 
     def endless(self, beat: Heartbeat) -> bool:
-        """Whether the turn that it tells of will never end."""
+        """Return whether a heartbeat reports a turn so long that the worker's loop hangs."""
         return beat.turn_ms > max(1000 * self.times.timeout_s, HANG_STEPS * beat.expected_ms)
 
     def misses(self, worker: WorkerHandle, now_s: float) -> None:
-        """Its connection broke: it has died, or a lease to say Hello."""
+        """Note that the worker's connection broke: it has died, or has one lease to send a new Hello."""
         self._last[worker.role] = worker.hello
         self.unresponsive.add(UnresponsiveWorker.of(worker.hello, "no Hello since its connection broke", now_s, now_s))
 
     def give_up(self, worker: WorkerHandle, now_s: float) -> None:
-        """It hangs in the turn that it told of last."""
+        """Remove a worker that hangs in the turn that its last heartbeat reported."""
         self.gone(worker)
         turn_s = worker.beat.turn_ms / 1000 if worker.beat else 0.0
         self.unresponsive.add(UnresponsiveWorker.of(worker.hello, "in one turn of its loop", now_s - turn_s, now_s))
 
     def drains(self, worker: WorkerHandle) -> None:
-        """The worker has said that it takes nothing new. Idempotent."""
+        """Note that the worker accepts no new requests. Idempotent."""
         if worker.ready:
             worker.move(WorkerState.DRAINING)
 
     def cached(self, worker: WorkerHandle, message: Cached) -> None:
-        """Prefix keys entered and left the worker's cache; ValueError if they are not whole keys."""
+        """Update the prefix keys that the worker's cache holds; raises ValueError if the message contains a partial
+        key."""
         worker.cached.difference_update(_keys(message.removed))
         worker.cached.update(_keys(message.added))
 
     def gone(self, worker: WorkerHandle) -> None:
-        """The worker is lost or has left."""
+        """Remove a worker that is lost or has left."""
         if worker.state is not WorkerState.GONE:
             worker.move(WorkerState.GONE)
         self._workers.pop(worker.id, None)
         self._last.pop(worker.role, None)
 
     def sweep(self, now_s: float, *, caught_up: bool = True) -> list[tuple[WorkerHandle, str]]:
-        """Removes and returns workers that have been silent too long, or whose control connection carries nothing while
-        their hearts beat on another; each with which it is and for how long, in words. To be called every
-        ``times.sweep_s``, when what had arrived was read. ``caught_up``: all of it, else a heartbeat may have overtaken
-        an answer to a lease."""
+        """Remove and return the workers that have been silent too long, or whose control connection carries nothing
+        while heartbeats arrive on the other one; each with the reason and duration in words.
+
+        Must be called every ``times.sweep_s``, after reading what had arrived. ``caught_up``: everything was read;
+        otherwise a heartbeat may have overtaken a LeaseAck, so control connections are not judged.
+        """
         self.loop_lag.look(now_s)
         lost = []
         for worker in self:
@@ -270,14 +290,14 @@ class Registry:
         return [(worker, hang.why(now_s)) for worker, hang in hangs]
 
     def awaits(self, name: WorkerName, host: str, pid: int, now_s: float) -> None:
-        """That worker served before this coordinator did, and should say Hello."""
+        """Expect a Hello of a worker that ran before this coordinator started; without one it counts as hung."""
         if not any((worker.hello.name, worker.hello.host) == (name, host) for worker in self):
             self.unresponsive.add(UnresponsiveWorker(name, host, pid, "no word to this coordinator", now_s, now_s))
 
     # -- what workers must agree on --------------------------------------------------------------------------------
 
     def _objection(self, hello: Hello) -> str | None:
-        """What is wrong with it, whoever is here."""
+        """Return what is wrong with a Hello regardless of the other workers, or None."""
         if reason := other_protocol(hello.protocol):
             return reason
         if len(hello.name.encode()) > MAX_NAME_BYTES or len(hello.incarnation.encode()) > MAX_INCARNATION_BYTES:
@@ -302,7 +322,7 @@ class Registry:
         return None
 
     def _disagreement(self, hello: Hello) -> str | None:
-        """What keeps it from serving with those that are here."""
+        """Return what keeps a worker from serving together with the registered ones, or None."""
         others = [worker.hello for worker in self if worker.id != hello.incarnation]
         ends = [other for other in others if {hello.role, other.role} == {"prefill", "decode"}]
         if ends and ends[0].kv_encryption != hello.kv_encryption:
@@ -325,7 +345,7 @@ class Registry:
 
 
 def name_taken(holder: WorkerHandle) -> str:
-    """Why nobody else can have the name of ``holder``, as long as that lives."""
+    """Return the reason for refusing a worker that has the same name as ``holder``."""
     hello = holder.hello
     return (
         f"there is a {hello.role} worker {hello.name} already, process {hello.pid} of {hello.host}: "
@@ -334,15 +354,15 @@ def name_taken(holder: WorkerHandle) -> str:
 
 
 def other_protocol(protocol: int) -> str | None:
-    """Why a worker that speaks ``protocol`` cannot join, whatever else it says; None if it speaks ours."""
+    """Return the reason for refusing a worker that speaks ``protocol``, None if this coordinator speaks it too."""
     if protocol == PROTOCOL:
         return None
     return f"protocol {protocol}, but this coordinator speaks {PROTOCOL}: run the same version of Tandem"
 
 
 def _difference(hello: Hello, peer: Hello) -> str | None:
-    """What keeps two workers from serving one model together. They may differ in how they hold KV: in its element type
-    and block size."""
+    """Return what keeps two workers from serving one model together, or None. They may differ in the element type and
+    block size of their KV."""
     told = [name for name in ("fingerprint", "layout", "vocab_size") if getattr(hello, name) != getattr(peer, name)]
     if not told:
         return None
@@ -357,7 +377,8 @@ def _difference(hello: Hello, peer: Hello) -> str | None:
 
 
 def _is_data_address(address: str, role: Role) -> bool:
-    """Whether hand-offs can be sent there; only decode workers take any."""
+    """Return whether a worker of ``role`` may have this data address: decode workers must have one that others can
+    connect to, other workers may have none."""
     if not address:
         return role != "decode"
     try:
@@ -372,13 +393,13 @@ def _data_host(address: str) -> str:
 
 
 def _checkpoint(fingerprint: str) -> str:
-    """What a coordinator, which loads no model, can know of a worker's fingerprint: behind a dot stands what those know
-    who have (a hash of all weights, then what loading made of them), and there workers must agree with each other."""
+    """Return the part of a worker's fingerprint that the coordinator can check without loading the model. The parts
+    after the first dot (a hash of all weights, then the result of loading) must be equal among workers."""
     return fingerprint.partition(".")[0]
 
 
 def _weights(fingerprint: str) -> list[str]:
-    """The hash of all weights in a worker's fingerprint, if it has one."""
+    """Return the hash of all weights in a worker's fingerprint as a list, empty if it has none."""
     return fingerprint.split(".")[1:2]
 
 
