@@ -1,2 +1,4 @@
-"""Which workers serve a request: placement, circuit breakers, queue pressure. Pure; knows no socket and no request
-state."""
+"""Routing: placement of requests on workers, circuit breakers and queue pressure.
+
+Owns the ledger of capacity promised to requests. Pure; must not know sockets, clocks or the states of requests.
+"""

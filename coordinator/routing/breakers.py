@@ -1,11 +1,12 @@
-"""Workers that keep failing, and pairs whose hand-offs do, are left alone for a while, then tried with one request.
+"""Circuit breakers for workers that keep failing and for pairs whose hand-offs keep failing.
 
     CLOSED ── 3 failures in 10 s ──► OPEN ── cool-down over ──► HALF_OPEN ── success ──► CLOSED
                                       ▲  (1 s, doubling to 30 s)    │
                                       └───────── failure ───────────┘
 
-Pure: time comes in as an argument. Nothing stays broken after its cause is gone: a cool-down ends by itself, and one
-success forgets everything. A peer that never failed has no entry.
+Pure: time comes in as an argument. An open breaker excludes its worker or pair from placement; half open, it admits one
+request as a probe. No breaker stays open after the cause is gone: a cool-down ends by itself, and one success deletes
+the entry. A peer that never failed has no entry.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ LONGEST_COOL_DOWN_S = 30.0
 
 
 class Pair(NamedTuple):
-    """A prefill worker and the decode worker that it ships to."""
+    """A prefill worker and the decode worker that receives its KV."""
 
     prefill: Incarnation
     decode: Incarnation
 
 
 class Alone(NamedTuple):
-    """A worker by itself."""
+    """A single worker, as the key of a breaker beside Pair."""
 
     worker: Incarnation
 
@@ -52,28 +53,29 @@ class _Breaker:
     cool_down_s: float = FIRST_COOL_DOWN_S
     opens_until: float = 0.0
     probe: RequestId | None = None
-    """Half open, and this request, which tries it, is on its way."""
+    """The request that probes the half-open breaker and has not ended yet."""
 
     def open(self, now: float, cool_down_s: float) -> None:
+        """Open the breaker for ``cool_down_s`` seconds, at most LONGEST_COOL_DOWN_S."""
         self.state, self.probe = BreakerState.OPEN, None
         self.cool_down_s = min(cool_down_s, LONGEST_COOL_DOWN_S)
         self.opens_until = now + self.cool_down_s
 
 
 class Breakers:
-    """One breaker per pair and per worker. Every placement ends for each of them in exactly one of :meth:`succeeded`,
-    :meth:`failed` and :meth:`dropped`."""
+    """One breaker per pair and per worker. Every call of :meth:`placed` is followed by :meth:`succeeded`,
+    :meth:`failed` or :meth:`dropped` for the same peer."""
 
     def __init__(self) -> None:
         self._breakers: dict[Peer, _Breaker] = {}
 
     @property
     def calm(self) -> bool:
-        """Whether nothing has failed since its last success."""
+        """Whether no peer has failed since its last success."""
         return not self._breakers
 
     def allows(self, peer: Peer) -> bool:
-        """Whether a request may be placed on ``peer``, as of the last :meth:`tick`."""
+        """Return whether a request may be placed on ``peer``, as of the last :meth:`tick`."""
         breaker = self._breakers.get(peer)
         if breaker is None or breaker.state is BreakerState.CLOSED:
             return True
@@ -85,11 +87,11 @@ class Breakers:
 
     @property
     def open(self) -> int:
-        """Pairs and workers that are not used as usual."""
+        """Number of pairs and workers whose breaker is not closed."""
         return sum(breaker.state is not BreakerState.CLOSED for breaker in self._breakers.values())
 
     def tick(self, now: float) -> bool:
-        """Ends cool-downs; whether there was one."""
+        """Make breakers half open whose cool-down is over; return whether there were any."""
         ended = False
         for breaker in self._breakers.values():
             if breaker.state is BreakerState.OPEN and now >= breaker.opens_until:
@@ -97,18 +99,20 @@ class Breakers:
         return ended
 
     def placed(self, peer: Peer, request: RequestId) -> None:
-        """``request`` was placed on ``peer``: of a half-open one it is the only one."""
+        """Note that ``request`` was placed on ``peer``; if the breaker is half open, the request is its probe."""
         breaker = self._breakers.get(peer)
         if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
             breaker.probe = request
 
     def succeeded(self, peer: Peer) -> bool:
-        """A hand-off was accepted, a worker has computed; whether ``peer`` may be used again."""
+        """Close the breaker after an accepted hand-off (of a pair) or computed tokens (of a worker); return whether it
+        was open or half open."""
         breaker = self._breakers.pop(peer, None)
         return breaker is not None and breaker.state is not BreakerState.CLOSED
 
     def failed(self, peer: Peer, request: RequestId, now: float) -> None:
-        """``request`` failed there. Those that were on their way when it opened say nothing new."""
+        """Note that ``request`` failed on ``peer``. Requests that were already there when the breaker opened are
+        ignored: only the probe counts then."""
         breaker = self._breakers.setdefault(peer, _Breaker())
         match breaker.state:
             case BreakerState.CLOSED:
@@ -119,12 +123,12 @@ class Breakers:
                 breaker.open(now, 2 * breaker.cool_down_s)
 
     def dropped(self, peer: Peer, request: RequestId) -> None:
-        """``request`` left ``peer`` before its hand-off had an end: if it was the one that tries, the next one may."""
+        """Note that ``request`` left ``peer`` without a result; if it was the probe, the next request may be."""
         breaker = self._breakers.get(peer)
         if breaker is not None and breaker.probe == request:
             breaker.probe = None
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone; a restarted one begins anew."""
+        """Delete the breakers of a worker that is gone."""
         for peer in [peer for peer in self._breakers if worker in peer]:
             del self._breakers[peer]

@@ -1,8 +1,9 @@
-"""The ways that a request can take through the pools."""
+"""The paths of a request through the worker pools."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Path = Literal["disagg", "local", "colocated", "prefill"]
-"""From prefill to decode; decode alone; a colocated worker; prefill alone, whose token is the last."""
+"""``disagg``: prefill worker, then decode worker. ``local``: a decode worker computes the prompt too. ``colocated``:
+one colocated worker. ``prefill``: the first token, from the prefill worker, ended the request."""

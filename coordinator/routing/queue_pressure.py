@@ -1,7 +1,7 @@
-"""Whether prompts pile up.
+"""Queue pressure: whether prompts are piling up in front of prefill.
 
-Pure. While they do, prefill is what all wait for, and the coordinator should keep off its cores; while they do not, no
-stream should wait for the coordinator.
+Pure. While they are, prefill is the bottleneck and the coordinator should stay off its cores; otherwise no stream
+should wait for the coordinator.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEEP_STEPS, SHALLOW_STEPS = 16.0, 8.0
-"""They do from so many full prefill steps before a new prompt on, until there are so few: whoever comes next waits for
-seconds then."""
+"""Pressure begins when a new prompt would wait for at least DEEP_STEPS full prefill steps, which means seconds, and
+ends when it would wait for fewer than SHALLOW_STEPS."""
 
 Tell = Callable[[bool], None]
-"""Hears that prompts pile up (true), or do so no more."""
+"""Called with True when prompts begin to pile up and with False when they no longer do."""
 
 
 class QueuePressure:
-    """``tell`` hears of every change."""
+    """Detects queue pressure with hysteresis and calls ``tell`` at every change."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self.deep = False
 
     def look(self, steps: float) -> None:
-        """``steps``: how many full steps of prefill a new prompt would wait for, where it waits the longest."""
+        """Update the state. ``steps`` is the number of full prefill steps that a new prompt would wait for on the
+        prefill worker with the longest backlog."""
         if steps < SHALLOW_STEPS if self.deep else steps >= DEEP_STEPS:
             self.deep = not self.deep
             self._tell(self.deep)

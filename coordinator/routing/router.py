@@ -1,10 +1,10 @@
-"""Which workers serve a request.
+"""The router: chooses the workers that serve a request.
 
-Pure. Owns the ledger: what this coordinator has promised of every worker and not taken back, so that a decision never
-waits for a heartbeat. Prefill goes where the fewest tokens stand before the request, its cached prefix deducted; decode
-to the least loaded, by share of its slots and of its pool; workers that keep failing and pairs whose hand-offs do are
-passed over. A request that fits nowhere now waits with the coordinator, where it holds nothing (no hold-and-wait across
-pools).
+Pure. Owns the ledger: the capacity of every worker that this coordinator has promised to requests and not released, so
+that a decision never waits for a heartbeat. Prefill goes to the worker with the fewest queued tokens before and for the
+request, its cached prefix deducted; decode to the least loaded worker, by share of slots and of KV blocks. Workers and
+pairs whose circuit breaker is open are passed over. A request that fits nowhere waits in the coordinator, where it
+holds no resources (no hold-and-wait across pools).
 """
 
 from __future__ import annotations
@@ -22,44 +22,53 @@ from coordinator.routing.breakers import Alone, Breakers, Pair
 from coordinator.routing.paths import Path
 
 Chains = Mapping[KvDtype, Sequence[ChainKey]]
-"""A prompt's prefix keys, by the element type in which its KV was or will be computed."""
+"""The prefix keys of a prompt, by the element type in which its KV was or will be computed."""
 LocalPrefill = Literal["auto", "never", "always"]
 NoPrefillPolicy = Literal["local", "wait", "reject"]
 _HOLDERS: tuple[Role, ...] = ("decode", "colocated")
-"""Who holds a request to its end."""
+"""The roles whose workers hold a request until its end."""
 
 HORIZON_TOKENS = 512
-"""Output tokens per choice that a promise covers; beyond it decode grows and, if it must, preempts."""
+"""Output tokens per choice that a promise covers; beyond them the decode worker allocates on demand and may preempt."""
 LOCAL_MISSING_TOKENS = 32
-"""``auto``: so few tokens to compute cost a decode worker less than a hand-off."""
+"""``auto``: a decode worker prefills locally only if at most this many tokens are missing there, which costs it less
+than a hand-off, ..."""
 LOCAL_CACHED_SHARE = 0.75
-"""``auto``: ... if at least this much of the prompt is in its cache already."""
+"""... and at least this share of the prompt is in its cache, ..."""
 LOCAL_QUEUE_TOKENS = 512
-"""``auto``: a tiny prompt does not stand behind so many tokens when a decode worker is idle."""
+"""... or it is idle and at least this many tokens are queued for prefill."""
 OVERFLOW_STEPS = 8
-"""``auto``: behind so many full steps of prefill a prompt may be computed sooner by a decode worker that has no other,
-..."""
+"""``auto``: with at least this many full prefill steps queued, a decode worker that computes no other prompt may
+prefill locally, ..."""
 OVERFLOW_SHARE = 0.5
-"""... if it is at most this share of the tokens that stand before it: streams have their part of that worker."""
+"""... if the tokens missing there are at most this share of the queued ones, since its streams need their part of its
+steps."""
 HELD_STEPS = 24
-"""``auto``: behind so many steps no prompt is sent to prefill any more; it goes to whoever has room for it first."""
+"""``auto``: with at least this many full prefill steps queued, a prompt waits in the coordinator and goes to the first
+worker that has room for it, prefill or decode."""
 FAILED_PAIRS = 2
-"""So many pairs may fail the hand-off of one request before its decode worker computes the prompt by itself, if it may:
-what spoils each of them may spoil all, and an attempt must be left."""
+"""After this many pairs have failed the hand-off of one request, its decode worker prefills locally, if it may: the
+cause may affect every pair, and an attempt must be left."""
 SLOT_SLACK = 1.25
-"""Sequences sent per decode slot: the next ones are prefilled and shipped while the slots are still taken."""
+"""Sequences placed per decode slot: the next ones are prefilled and shipped while the slots are still taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of workers: ``tokens`` to compute first (prompt and, on a retry, accepted output),
-    at most ``output`` more per choice, for ``choices`` choices; ``enough``: so many of these that a worker is of use
-    which holds no more, for a request whose client has set no limit (None: all). ``chains`` are its prefix keys.
-    ``diverged``: its choices go on from different tokens, so one worker must compute each of them; a hand-off carries
-    one prompt (what they have emitted counts as shared nevertheless: they fit one by one, and take turns).
-    ``excluded_pairs``: pairs whose hand-off of this very request has failed, ``excluded_workers``: workers that have
-    failed it otherwise; both are taken only if nothing else is possible. ``apart_from``: workers that are not to be
-    taken at all. ``urgent``: goes before what waits at a worker, so that it need not wait here until that is less."""
+    """The resources that a request needs from workers.
+
+    ``tokens`` are to be prefilled (the prompt and, on a retry, accepted output), and at most ``output`` tokens follow
+    in each of ``choices`` choices. ``enough`` is the output per choice that suffices if a worker has no room for all of
+    it, for a request whose client set no limit; None requires all of ``output``. ``chains`` are the prefix keys.
+
+    ``diverged``: the choices continue from different tokens, so one worker must compute them all, because a hand-off
+    carries one prompt. Their accepted output counts as shared nevertheless: each choice fits alone, and they take
+    turns.
+
+    ``excluded_pairs`` have failed the hand-off of this request and ``excluded_workers`` have failed it otherwise; both
+    are used only if nothing else is possible. Workers in ``apart_from`` are never used. ``urgent`` requests precede the
+    prompts queued at a worker, so they do not wait here until that queue is shorter.
+    """
 
     tokens: int
     output: int
@@ -74,12 +83,12 @@ class Demand:
 
     @property
     def least(self) -> int:
-        """Output per choice that a worker must have room for to be of use."""
+        """Output tokens per choice that a worker must have room for."""
         return self.output if self.enough is None else min(self.output, self.enough)
 
     def room(self, hello: Hello) -> int:
-        """The most output per choice that a worker holds after ``tokens`` if it has nothing else, and below 0 if it
-        does not even hold these. The inverse of :meth:`blocks`."""
+        """Return the maximum output per choice that an idle worker can hold after ``tokens``, negative if it cannot
+        even hold those. The inverse of :meth:`blocks`."""
         size, length = hello.block_size, hello.max_model_len - self.tokens
         if self.choices == 1:
             return min(length, hello.kv_blocks * size - self.tokens)
@@ -87,11 +96,12 @@ class Demand:
         return min(length, (hello.kv_blocks - shared) // self.choices * size - partial)
 
     def cached_on(self, worker: WorkerHandle, computed_in: KvDtype | None = None) -> int:
-        """Tokens of which ``worker`` has KV that was computed in ``computed_in`` (default: its own element type)."""
+        """Return the number of leading tokens whose KV, computed in the element type ``computed_in`` (default: the
+        worker's own), is in the prefix cache of ``worker``. The last token never counts: it has to be computed."""
         return worker.cached_prefix(self.chains.get(computed_in or worker.hello.dtype, ()), self.tokens - 1)
 
     def blocks(self, block_size: int, horizon: int = HORIZON_TOKENS) -> int:
-        """Blocks to promise: the prompt once, each choice's growth on its own."""
+        """Return the number of blocks to promise: the prompt once, and up to ``horizon`` output tokens per choice."""
         growth = min(self.output, horizon)
         if self.choices == 1:
             return -(-(self.tokens + growth) // block_size)
@@ -101,7 +111,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes; ``why`` is for people."""
+    """The workers chosen for a request; ``why`` is the reason in words."""
 
     path: Path
     prefill: WorkerHandle | None
@@ -111,22 +121,22 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """There are workers, but what they can still promise is too little now."""
+    """No placement now: there are workers, but none of them can promise what the request needs at the moment."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoWorkers:
-    """No worker of ``role`` is ready."""
+    """No placement: no worker of ``role`` is ready."""
 
     role: Literal["prefill", "decode"]
 
 
 @dataclass(slots=True)
 class Account:
-    """What was promised of one worker: KV blocks and sequences (decode), tokens still to prefill. ``streams`` are the
-    sequences whose prompt is computed."""
+    """What was promised to requests on one worker: KV blocks and sequences (decode) and tokens still to prefill.
+    ``streams`` counts the sequences whose prompt has been computed."""
 
     blocks: int = 0
     sequences: int = 0
@@ -136,7 +146,8 @@ class Account:
 
 @dataclass(slots=True)
 class Promise:
-    """One request's part in the ledger: what it added to the accounts of its decode and its prefilling worker."""
+    """One request's entry in the ledger: the amounts that it added to the accounts of its decode worker (``decode``)
+    and of the worker that computes its prompt (``prefill``)."""
 
     decode: Account
     prefill: Account
@@ -148,7 +159,7 @@ class Promise:
 
 @dataclass(slots=True)
 class Router:
-    """Places requests on the workers of ``registry`` and keeps the ledger."""
+    """Chooses workers of ``registry`` for requests and keeps the ledger."""
 
     registry: Registry
     local_prefill: LocalPrefill = "auto"
@@ -158,6 +169,7 @@ class Router:
     breakers: Breakers = field(default_factory=Breakers)
 
     def account(self, worker: WorkerHandle) -> Account:
+        """Return the account of ``worker``, which is created on first use."""
         account = self.accounts.get(worker.id)
         if account is None:
             account = self.accounts[worker.id] = Account()
@@ -166,7 +178,7 @@ class Router:
     # -- choosing -------------------------------------------------------------------------------------------------
 
     def place(self, demand: Demand) -> Placement | Wait | NoWorkers:
-        """Where ``need`` should go now; promises nothing yet."""
+        """Choose the workers for ``demand``. Does not enter anything into the ledger; :meth:`promise` does."""
         colocated, decodes = self._ready("colocated", demand), self._ready("decode", demand)
         if decodes:
             verdict = self._pair(demand, decodes)
@@ -179,9 +191,10 @@ class Router:
         return Wait("another suspect is on every worker" if demand.apart_from else "every worker is too small")
 
     def _ready(self, role: Role, demand: Demand) -> list[WorkerHandle]:
-        """The workers of ``role`` to choose from: those that could hold the request to its end, or else those that hold
-        most of it and enough. One that keeps failing has room for everything: it is left out, rather than sorted last,
-        as long as there is another."""
+        """Return the candidates of ``role``: the workers that could hold the request to its end or, if there are none,
+        those that hold the most of it and at least ``demand.least``. Workers with an open breaker are returned only if
+        there are no others. They are left out rather than sorted last, because a worker that keeps failing always has
+        room."""
         ready = [worker for worker in self.registry.ready(role) if worker.id not in demand.apart_from]
         able = [worker for worker in ready if _holds(demand, worker)]
         ranks = [(self.breakers.allows(Alone(each.id)), min(demand.output, _room(demand, each))) for each in able]
@@ -189,7 +202,7 @@ class Router:
         return [worker for worker, rank in zip(able, ranks, strict=True) if rank == best]
 
     def could_serve(self, demand: Demand) -> bool:
-        """Whether those that are ready could serve it if they had nothing else to do."""
+        """Return whether the ready workers could serve the request if they were idle."""
 
         def able(role: Role) -> bool:
             return any(_holds(demand, worker) for worker in self.registry.ready(role))
@@ -200,7 +213,7 @@ class Router:
         return on_decode or able("prefill") or not self.registry.ready("prefill")
 
     def missing_role(self) -> Literal["prefill", "decode"] | None:
-        """The role without which a new request could not be placed at all, if any."""
+        """Return the role whose absence keeps any new request from being placed, or None."""
         if self.registry.ready("colocated"):
             return None
         if not self.registry.ready("decode"):
@@ -209,24 +222,28 @@ class Router:
         return "prefill" if needs_prefill and not self.registry.ready("prefill") else None
 
     def longest_prompt(self) -> int | None:
-        """The most tokens that a prefill worker computes; None if that is no limit, as others may, or there is none."""
+        """Return the length of the longest prompt that any ready prefill worker computes. None if that is no limit,
+        because other workers may compute prompts, or if there is no prefill worker."""
         if self.no_prefill == "local" or self.local_prefill == "always" or self.registry.ready("colocated"):
             return None
         return max((_most_tokens(worker.hello) for worker in self.registry.ready("prefill")), default=None)
 
     def backlog_steps(self) -> float:
-        """How many full steps the prefill worker has to compute that has the most."""
+        """Return the number of full steps that the most loaded prefill worker has to compute."""
         ready = self.registry.ready("prefill")
         return max((self.account(it).prefill_tokens / it.hello.max_num_batched_tokens for it in ready), default=0.0)
 
     def roomiest(self, demand: Demand) -> Hello | None:
-        """Of the workers that hold requests to their end, the one with the most room for this one; None if none is
+        """Return the Hello of the decode or colocated worker with the most room for the request, None if none is
         known."""
         return max(self._holders(), key=demand.room, default=None)
 
     def most_output(self, tokens: int, choices: int) -> int | None:
-        """What an answer without a limit may have per choice after a prompt of ``tokens``: as much as every worker
-        holds that has room for an ordinary answer, so that it may go to any of them; None if no worker is known."""
+        """Return the output limit per choice for a request without a client's limit after a prompt of ``tokens``.
+
+        The limit is what fits on each of the workers with room for an ordinary answer, so that the request may go to
+        any of them; None if no worker is known.
+        """
         demand = Demand(tokens, 0, choices)
         rooms = [demand.room(hello) for hello in self._holders()]
         return min((room for room in rooms if room >= min(max(rooms), self.horizon)), default=None)
@@ -282,22 +299,22 @@ class Router:
         if not _holds(demand, worker):
             return False
         if account.sequences == 0:
-            return True  # more choices than slots take turns
+            return True  # even with more choices than slots: they take turns
         slots = int(hello.max_num_seqs * SLOT_SLACK)
         blocks = demand.blocks(hello.block_size, self.horizon)
         return account.blocks + blocks <= hello.kv_blocks and account.sequences + demand.choices <= slots
 
     def _least_loaded_first(self, demand: Demand, decodes: list[WorkerHandle]) -> list[WorkerHandle]:
-        """The decode workers that ``need`` fits on, the least loaded first."""
+        """Return the decode workers on which ``demand`` fits now: those that have not failed it first, then by load."""
         fitting = [worker for worker in decodes if self._fits(demand, worker)]
         return sorted(fitting, key=lambda worker: (worker.id in demand.excluded_workers, *self._load(demand, worker)))
 
     def _reachable(
         self, demand: Demand, decodes: list[WorkerHandle], prefills: list[WorkerHandle]
     ) -> tuple[WorkerHandle, list[WorkerHandle]]:
-        """The first decode worker that some prefill workers can ship to, and these; the first with none if there is
-        no such pair. A pair that failed this very request is good enough where the decode worker may not prefill by
-        itself."""
+        """Return the first decode worker that some of ``prefills`` can ship to, and those; the first decode worker and
+        an empty list if there is no such pair. Pairs that failed this request are used only where the decode worker may
+        not prefill locally."""
         for excluded_pairs in (
             (demand.excluded_pairs,) if self.no_prefill == "local" else (demand.excluded_pairs, frozenset[Pair]())
         ):
@@ -308,9 +325,10 @@ class Router:
         return decodes[0], []
 
     def _load(self, demand: Demand, worker: WorkerHandle) -> tuple[float, float]:
-        """How full the fuller of slots and pool would be with ``need``, of which nothing counts that is cached there;
-        and how much is not. Not the room that is left: pools of workers that are equally fast differ in size by chance,
-        and the largest would get everything."""
+        """Return the sort key of a decode worker: the larger of the shares of its slots and blocks that would be taken
+        with ``demand``, not counting its cached prefix, and the share of the prompt that is not cached. Shares rather
+        than free capacity, because the pool sizes of equally fast workers differ by chance and the largest pool would
+        attract every request."""
         account, hello = self.account(worker), worker.hello
         cached = max((demand.cached_on(worker, dtype) for dtype in demand.chains), default=0)
         missing = 1 - cached / demand.tokens
@@ -319,7 +337,8 @@ class Router:
         return max(blocks / hello.kv_blocks, sequences / hello.max_num_seqs), missing
 
     def _nearest(self, demand: Demand, workers: list[WorkerHandle]) -> tuple[WorkerHandle, int, int]:
-        """(the worker with the least to compute before and for this prompt, tokens queued and tokens cached there)."""
+        """Return the worker with the fewest tokens to compute before and for this prompt, with the numbers of tokens
+        queued and cached there."""
 
         def cost(worker: WorkerHandle) -> tuple[bool, int, int]:
             cached = demand.cached_on(worker)
@@ -334,7 +353,7 @@ class Router:
         return best, self.account(best).prefill_tokens, demand.cached_on(best)
 
     def _better_local(self, demand: Demand, decode: WorkerHandle, queued_tokens: int) -> str | None:
-        """``auto``: why the decode worker should prefill by itself, or None if it should not."""
+        """Return why the decode worker should prefill locally under ``auto``, or None if it should not."""
         cached = demand.cached_on(decode)
         missing = demand.tokens - cached
         if missing > LOCAL_MISSING_TOKENS:
@@ -346,8 +365,9 @@ class Router:
         return None
 
     def _spare(self, demand: Demand, decodes: Sequence[WorkerHandle], queued_tokens: int) -> WorkerHandle | None:
-        """The first of ``decodes`` that can compute the prompt sooner than prefill gets to it: that computes no other,
-        and whose slots are not all taken by streams, which have to share its steps."""
+        """Return the first of ``decodes`` that can compute the prompt before the prefill worker gets to it: one that
+        computes no other prompt and whose slots are not all taken by streams, which would share its steps. None if
+        there is none."""
         for worker in decodes:
             account = self.account(worker)
             if (
@@ -363,7 +383,7 @@ class Router:
     # -- the ledger -----------------------------------------------------------------------------------------------
 
     def promise(self, demand: Demand, placement: Placement) -> Promise:
-        """Enters a placement into the ledger."""
+        """Enter a placement into the ledger."""
         worker = placement.prefill or placement.decode
         promise = Promise(
             self.account(placement.decode),
@@ -378,14 +398,14 @@ class Router:
         return promise
 
     def prefilled(self, promise: Promise) -> None:
-        """The prompt is computed (its first token came): nothing of it is queued any more. Idempotent."""
+        """Remove the prompt from the queued tokens after its first token has arrived. Idempotent."""
         promise.prefill.prefill_tokens -= promise.prefill_tokens
         promise.prefill_tokens = 0
         promise.decode.streams += promise.sequences - promise.streams
         promise.streams = promise.sequences
 
     def release(self, promise: Promise) -> None:
-        """The request has left its workers. Idempotent; harmless when they are gone."""
+        """Remove a request that has left its workers from the ledger. Idempotent; allowed when the workers are gone."""
         self.prefilled(promise)
         promise.decode.blocks -= promise.blocks
         promise.decode.sequences -= promise.sequences
@@ -393,23 +413,24 @@ class Router:
         promise.blocks = promise.sequences = promise.streams = 0
 
     def forget(self, worker: WorkerHandle) -> None:
-        """A worker is gone, and with it its account and its breakers."""
+        """Delete the account and the circuit breakers of a worker that is gone."""
         self.accounts.pop(worker.id, None)
         self.breakers.forget(worker.id)
 
 
 def _holds(demand: Demand, worker: WorkerHandle) -> bool:
-    """Whether ``worker`` could hold enough of ``need`` if it had nothing else."""
+    """Return whether ``worker``, if idle, could hold enough of ``demand``."""
     return _room(demand, worker) >= demand.least
 
 
 def _room(demand: Demand, worker: WorkerHandle) -> int:
-    """Output per choice that ``worker`` has room for; all of it or none, for a prefill worker."""
+    """Return the output per choice that ``worker`` has room for if idle. For a prefill worker, which holds no output,
+    it is all of ``demand.output``, or -1 if the prompt is too long."""
     if worker.role == "prefill":
         return demand.output if demand.tokens <= _most_tokens(worker.hello) else -1
     return demand.room(worker.hello)
 
 
 def _most_tokens(hello: Hello) -> int:
-    """Of one sequence."""
+    """Return the maximum length of one sequence on a worker."""
     return min(hello.max_model_len, hello.kv_blocks * hello.block_size)
