@@ -1,2 +1,4 @@
-"""What the machine offers: processors, threads, memory allocator, files of secrets, logging. Knows no model and no
-message."""
+"""Owns what the operating system offers: processors, threads, memory allocator, file limits, secret files, logging.
+
+Must not know models, messages or roles.
+"""

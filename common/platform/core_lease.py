@@ -1,9 +1,10 @@
 """Cores that the workers of one machine lend each other while they have nothing to compute.
 
-A byte per core in memory that the launcher makes and all of its workers map: 0, or 1 while the worker that owns the
-core rests. The others' helper threads (``common/kernels/cpu/borrow.h``) work there then, one at a time, which makes it
-2. A byte behind these for each core says whether it has one owner: a core that several workers share is never lent,
-since none of them knows of the others. Must not know: what is computed.
+The launcher creates shared memory that all of its workers map. The first MAX_CORES bytes hold the state of each core: 0
+while its owner keeps it, 1 while its owner lends it, 2 while a helper thread of another worker uses it
+(``common/kernels/cpu/borrow.h``; one helper at a time). The next MAX_CORES bytes are 1 for a core with exactly one
+owner: a core that several workers share is never lent, since none of them knows whether the others idle. Must not know
+what is computed.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ MAX_CORES = 4096
 
 
 class Lending(msgspec.Struct, frozen=True):
-    """What a launcher tells a worker: the descriptor of its :class:`CoreLease`, and the ``cores`` of all workers."""
+    """What a launcher passes to a worker: the descriptor of a :class:`CoreLease`, and the ``cores`` of all workers."""
 
     descriptor: int
     cores: tuple[int, ...]
 
 
 class CoreLease:
-    """The shared bytes, behind ``descriptor``: a memfd, which is gone with the last process that has it open."""
+    """The shared bytes of one machine, in the memfd ``descriptor``, which is gone with the last process that has it
+    open. ``own`` are the cores that this process may lend; the launcher has none."""
 
     def __init__(self, descriptor: int, own: Iterable[int] = ()) -> None:
         self.descriptor = descriptor
         self.own = [core for core in own if core < MAX_CORES]
         self.borrowed_s: Callable[[], float] = float
-        """Seconds of processor time that this process has had on others' cores."""
+        """Returns how many seconds of processor time this process has had on others' cores, in all."""
         self._bytes = mmap.mmap(descriptor, 2 * MAX_CORES)
 
     @classmethod
     def create(cls) -> CoreLease:
-        """For the launcher. OSError if the system has no such memory."""
+        """Create the shared memory, in the launcher. OSError if the system has no memfd."""
         descriptor = os.memfd_create("tandem-cores", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, 2 * MAX_CORES)
@@ -50,32 +52,32 @@ class CoreLease:
 
     @property
     def address(self) -> int:
-        """Of the byte of core 0, for helpers; good for as long as this object is."""
+        """Address of the byte of core 0, for helper threads; valid until :meth:`close`."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
 
     def settle(self, shares: Iterable[Iterable[int]]) -> None:
-        """Who owns which cores now: only what one worker has for itself may be lent."""
+        """Record which cores each worker has now: only a core with exactly one owner may be lent."""
         owners = Counter(core for share in shares for core in share if core < MAX_CORES)
         for core in range(MAX_CORES):
             self._bytes[MAX_CORES + core] = owners[core] == 1
-            if owners[core] != 1:  # whoever lends it may be gone, or does not know yet that it is not alone
+            if owners[core] != 1:  # the worker that lent it may be gone, or not know yet that it shares the core
                 self._bytes[core] = 0
 
     def lend(self) -> None:
-        """This worker has nothing to compute. Who has died with a core of it has it no more."""
+        """Lend this worker's cores, while it has nothing to compute. This also recovers a core whose borrower died."""
         for core in self.own:
             self._bytes[core] = self._bytes[MAX_CORES + core]
 
     def take_back(self) -> None:
-        """It may have."""
+        """Reclaim the cores that this worker had lent. A helper leaves at the end of its current part of the work."""
         for core in self.own:
             self._bytes[core] = 0
 
     def lent(self) -> list[int]:
-        """The cores that can be borrowed now."""
+        """Return the cores that can be borrowed now."""
         return [core for core in range(MAX_CORES) if self._bytes[core] == 1]
 
     def close(self) -> None:
-        """Nothing may use :attr:`address` any more."""
+        """Unmap the memory; helper threads must have stopped using :attr:`address`."""
         self._bytes.close()
         os.close(self.descriptor)

@@ -1,6 +1,6 @@
-"""What this machine has, and how one worker takes its share of it.
+"""The machine's devices, memory and cores, and how one worker takes its share of them.
 
-Probing imports no torch; only :func:`pin` touches it, because torch owns the intra-op threads.
+Probing imports no torch; only :func:`pin` does, because torch owns the intra-op threads.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from common.kv.layout import KvDtype
 GIB = 1 << 30
 LARGE_PAGE = 2 << 20
 _SPINS = "4000"
-"""Turns of libgomp's waiting loop, 0.07 to 0.2 ms: longer than anything between two operations of a step. Far more, and
-a thread that waits uses up the time in which the one it waits for could have had its core from another process."""
+"""Iterations of libgomp's spin loop before a waiting thread sleeps, 0.07 to 0.2 ms: longer than any gap between two
+operations of a step. With far more, a waiting thread occupies a core on which the thread that it waits for could run,
+where another process has taken that one's core."""
 KV_LIMIT_BYTES = 4 * GIB
-"""Most KV memory that a CPU worker takes by itself."""
+"""Most KV memory that a CPU worker takes by default."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True)
 class Device:
-    """``kind`` is cpu or cuda; ``cpus`` may be used by this process; bytes are free right now."""
+    """One device. ``kind`` is cpu or cuda; ``cpus`` are the cores that this process may use; ``free_bytes`` of its
+    memory are free now."""
 
     kind: str
     name: str
@@ -41,7 +43,7 @@ class Device:
 
 
 def probe() -> Device:
-    """This machine as a worker sees it: the first CUDA device if there is one, else the CPU."""
+    """Return the first CUDA device if there is one, else the CPU."""
     if (gpu := _first_gpu()) is not None:
         name, free = gpu
         return Device("cuda", name, tuple(sorted(os.sched_getaffinity(0))), True, True, free)
@@ -49,7 +51,7 @@ def probe() -> Device:
 
 
 def probe_cpu() -> Device:
-    """The processor, whether or not there is a GPU beside it."""
+    """Return the CPU, whether or not there is a GPU."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     flags = cpu_flags()
     has_bf16 = bool(flags & {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
@@ -57,7 +59,7 @@ def probe_cpu() -> Device:
 
 
 def _first_gpu() -> tuple[str, int] | None:
-    """Name and free bytes of the first GPU that NVML shows; None without a driver or without nvidia-ml-py."""
+    """Return name and free bytes of the first GPU that NVML shows; None without a driver or without nvidia-ml-py."""
     if not Path("/proc/driver/nvidia/version").exists():
         return None
     try:
@@ -72,7 +74,7 @@ def _first_gpu() -> tuple[str, int] | None:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags of the first core, as Linux names them."""
+    """Return the instruction-set flags of the first core, as Linux names them."""
     for key in ("flags", "Features"):
         if (value := _cpuinfo(key)) is not None:
             return frozenset(value.split())
@@ -80,12 +82,13 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_name() -> str:
+    """Return the processor's model name, or its architecture where Linux gives no name."""
     return _cpuinfo("model name") or platform.machine()
 
 
 def cpu_model() -> str:
-    """Which processor it is as Linux numbers it, since names do not tell those of virtual machines apart; empty where
-    Linux does not."""
+    """Return the processor's family, model and stepping as Linux numbers them ("" where it does not): the model names
+    that virtual machines show do not distinguish processors."""
     x86, arm = ("cpu family", "model", "stepping"), ("CPU implementer", "CPU part", "CPU variant", "CPU revision")
     return ", ".join(f"{key} {value}" for key in (*x86, *arm) if (value := _cpuinfo(key)) is not None)
 
@@ -100,7 +103,7 @@ def _cpuinfo(key: str) -> str | None:
 
 
 def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, device: Device) -> tuple[KvDtype, str]:
-    """The element type to compute in, and the reason: ``wanted`` unless it is "auto"."""
+    """Return the element type to compute in (``wanted`` unless it is "auto") and the reason in words."""
     if wanted != "auto":
         return wanted, "asked for"
     if device.kind == "cpu" and checkpoint_dtype == "bfloat16" and not device.has_bf16:
@@ -114,7 +117,8 @@ def choose_dtype(wanted: KvDtype | Literal["auto"], checkpoint_dtype: KvDtype, d
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory or its control group's rest, if less."""
+    """Return the bytes that this process may still take: the machine's available memory, or what its control group
+    leaves if that is less."""
     available = _meminfo("MemAvailable")
     return min([available, *(rest for rest in (_cgroup_v2_rest(), _cgroup_v1_rest()) if rest is not None)])
 
@@ -136,7 +140,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(path: Path, key: str) -> int:
-    """Page cache in a memory.stat file that the kernel gives back when asked."""
+    """Return the bytes of page cache that the kernel frees on demand, from entry ``key`` of a memory.stat file."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             if line.startswith(key + " "):
@@ -145,7 +149,7 @@ def _reclaimable(path: Path, key: str) -> int:
 
 
 def _cgroup_v2_rest() -> int | None:
-    """The least that any level of this process's control group (version 2) leaves."""
+    """Return the least bytes that any level of this process's control group (version 2) leaves; None if unlimited."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -172,7 +176,8 @@ def _cgroup_v1_rest() -> int | None:
 
 
 def kv_budget(workers: int = 1, free_bytes: int | None = None) -> int:
-    """Bytes of KV cache for each of ``workers`` CPU workers: a quarter of free memory in all, at most 4 GiB each."""
+    """Return the bytes of KV cache for each of ``workers`` CPU workers: a quarter of free memory in all, at most
+    4 GiB each."""
     free = free_memory() if free_bytes is None else free_bytes
     return min(KV_LIMIT_BYTES, free // 4 // max(1, workers))
 
@@ -181,11 +186,11 @@ def kv_budget(workers: int = 1, free_bytes: int | None = None) -> int:
 
 
 def calm_threads() -> None:
-    """Environment for OpenMP and its kin, to be set before torch is imported: a thread that waits sleeps after a while.
+    """Set the environment of OpenMP and the tokenizers library so that a waiting thread spins briefly, then sleeps. To
+    be called before torch is imported.
 
-    Not at once, because a step has hundreds of parallel regions some microseconds apart, and waking a thread can cost
-    more than a region: with two threads that never spin, a decode step of an 82 M-parameter model measured 129 ms,
-    against 28 ms. Not for long, because an idle worker must leave its cores to others. One thread never spins.
+    Threads must not sleep at once: a step has hundreds of parallel regions a few microseconds apart, and waking a
+    thread can cost more than a region. They must not spin for long: an idle worker has to leave its cores to others.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("KMP_BLOCKTIME", "5")
@@ -193,10 +198,10 @@ def calm_threads() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep what is freed instead of giving it back to the kernel after every large buffer.
+    """Make the C library keep freed memory instead of returning it to the kernel after every large buffer.
 
-    A step's buffers of several MiB would otherwise be mapped and faulted in page by page each time, which measured as
-    much as the work done in them. To be called after loading, whose larger leftovers are given back first.
+    Otherwise a step's buffers of several MiB are mapped and faulted in page by page each time, which costs as much as
+    the work done in them. To be called after loading: its larger leftovers are returned to the kernel first.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -206,18 +211,18 @@ def keep_freed_memory() -> None:
 
 
 def large_pages(size: int) -> tuple[mmap.mmap, int]:
-    """Zeroed memory, and the offset in it from which ``size`` bytes lie in pages of 2 MiB, but for their last part, if
-    the system gives any: what is swept through in every step is read a tenth faster from these."""
+    """Return zeroed memory, and the offset in it at which ``size`` bytes begin. These bytes, but for their last part,
+    lie in pages of 2 MiB if the system gives any, from which weights that every step reads are read faster."""
     memory = mmap.mmap(-1, size + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE
     if whole := size // LARGE_PAGE * LARGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no large pages
             memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return memory, start
 
 
 def pin(cpus: Collection[int] | None = None, threads: int | None = None) -> int:
-    """Binds this process to ``cpus`` and gives torch ``threads`` threads (default: one per core); how many."""
+    """Bind this process to ``cpus`` and give torch ``threads`` threads (default: one per core); return their number."""
     calm_threads()
     if cpus:
         os.sched_setaffinity(0, cpus)

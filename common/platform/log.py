@@ -1,9 +1,9 @@
-"""Log lines on standard error, for people (text) or for programs (json, one object per line).
+"""Log lines on standard error, for people (text) or for programs (JSON, one object per line).
 
-The text form is short because the launcher mixes several processes into one terminal. What is passed as ``extra``
-becomes fields of the json form. Secrets and request contents are never logged; that is up to the callers. One record is
-one line, whatever its message holds: a client that sends a line end forges no other record. In the text form the lines
-of a traceback follow it, each behind a mark with which no record begins.
+The text form is short because the launcher mixes several processes into one terminal. Values passed as ``extra`` become
+fields of the JSON form. Callers must not log secrets or request contents. One record is one line, whatever its message
+contains, so that a client cannot forge a record by sending a line end. In the text form the lines of a traceback follow
+their record, each behind a mark with which no record begins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LOUD = ("aiohttp.access", "asyncio", "httpx", "urllib3", "filelock", "huggingfa
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     ord(end): ascii(end)[1:-1] for end in "\n\r\t\u2028\u2029"
 }
-"""Control characters, and what shows them."""
+"""Control characters and the escapes that replace them."""
 MARK = "    | "
-"""Before each line of a traceback."""
+"""Prefix of each line of a traceback."""
 
 
 class TextFormatter(logging.Formatter):
-    """``12:00:00 decode-0 warning: text``."""
+    """Formats records as ``12:00:00 decode-0 warning: text``; the level is left out for INFO."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class TextFormatter(logging.Formatter):
         text = f"{clock} {self.process}{severity}: {record.getMessage().translate(_CONTROL)}"
         if not record.exc_info:
             return text
-        trace = self.formatException(record.exc_info).split("\n")  # which the text of an error may have, too
+        trace = self.formatException(record.exc_info).split("\n")  # an error's text may hold line ends, too
         return "\n".join([text, *(MARK + line.translate(_CONTROL) for line in trace)])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, with UTC time."""
+    """Formats records as one JSON object per line, with UTC time."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -68,7 +68,8 @@ def setup_logging(
     process: str,
     stream: TextIO | None = None,
 ) -> None:
-    """Sends all logging to ``stream`` (standard error) as ``process``; chatty libraries speak only from warning up."""
+    """Send all log records to ``stream`` (default: standard error) under the name ``process``. Chatty libraries log
+    only from WARNING up."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if style == "json" else TextFormatter(process))
     root = logging.getLogger()

@@ -1,8 +1,8 @@
-"""What the C heap does with memory that is given back.
+"""Settings of the C heap for freed memory.
 
-A frame of KV is a mebibyte that numpy or libzmq takes from the heap and gives back a millisecond later. Unless told
-otherwise glibc returns such memory to the kernel at once, and the next frame faults every page in again, zeroed: both
-ends of a hand-off over ZeroMQ spent a third of their time on that.
+A KV frame is a mebibyte that numpy or libzmq allocates and frees a millisecond later. By default glibc returns such
+memory to the kernel at once, and the next frame faults in every page again, zeroed, which takes a large part of a
+hand-off's time at both ends.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import ctypes
 
 KEPT_BYTES = 64 << 20
-"""The free end of an arena is given back from this size on, where a few megabytes are the default."""
+"""Size from which on the free end of an arena is returned to the kernel; glibc's default is a few megabytes."""
 MAPPED_BYTES = 32 << 20
-"""Pieces from this size on are mapped for themselves, and unmapped when they are freed; glibc allows no more."""
+"""Size from which on each allocation is a mapping of its own, unmapped when freed; the most that glibc allows."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed() -> bool:
-    """Memory that was freed is used again by this process before the kernel gets it back: the state into which glibc
-    comes by itself once a piece of MAPPED_BYTES was freed. Whether the C library can be told so; others need not be."""
+    """Let this process reuse freed memory before the kernel gets it back. glibc adapts to the same state by itself once
+    an allocation of MAPPED_BYTES was freed. Return whether the C library took the settings; others than glibc need
+    none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -1,4 +1,4 @@
-"""The limit of open files of this process, in which every connection counts."""
+"""The limit of open files of this process; every connection counts as one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import resource
 
 MOST_FILES = 1 << 16
-"""To which the limit is raised where it may be: more connections than that are an attack."""
+"""Value to which the limit is raised where permitted: more connections than that are an attack."""
 _FEW_FILES = 1024
 _MOST_RESERVED = 256
 HINT = "ulimit -n, or LimitNOFILE= of its systemd unit, raises it"
@@ -15,7 +15,7 @@ log = logging.getLogger("tandem.files")
 
 
 def raise_limit() -> None:
-    """Raise the limit, as servers do, up to MOST_FILES and the hard limit; warn where that leaves few."""
+    """Raise the limit, as servers do, to MOST_FILES or the hard limit if that is lower; warn if the result is low."""
     soft, hard = limit(), _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     wanted = min(hard, MOST_FILES)
     if soft < wanted:
@@ -26,13 +26,13 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """Files that this process may have open at the moment."""
+    """Return how many files this process may have open at present."""
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def reserved() -> int:
-    """How many of them are kept for other things than connections of clients: workers that join, files that are read,
-    and connections that are told that there are too many."""
+    """Return how many of them are reserved for uses other than client connections: workers that join, files that are
+    read, and connections that are refused because there are too many."""
     return min(_MOST_RESERVED, limit() // 8)
 
 

@@ -1,7 +1,7 @@
 """Files that hold secrets: read once, and only if no other user could have read or written them.
 
-What counts is the file that was opened, behind every symbolic link. A pipe (``<(pass show key)``, /dev/stdin, a FIFO)
-keeps nothing that others could read later: of it only the owner counts.
+The check applies to the file that was opened, behind every symbolic link. A pipe (``<(pass show key)``, /dev/stdin, a
+FIFO) stores nothing that others could read later, so only its owner is checked.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from common.core.errors import StartError, reason
 
 MAX_BYTES = 1 << 20
 NOTICE_S = 2.0
-"""For how long a pipe is waited for without a word."""
+"""Seconds to wait for a pipe's writer before a notice is printed."""
 
 
 def read_secret(path: Path, flag: str) -> bytes:
-    """The content of ``path``. StartError if others can read or write it, or if it cannot be read; it names ``flag``.
+    """Return the content of ``path``. StartError, which names ``flag``, if the file cannot be read, is larger than
+    MAX_BYTES, or can be read or written by other users.
 
-    The mode is 0600 or less. A file that root has handed to a group of ours (a Kubernetes secret with ``fsGroup`` and
-    ``defaultMode: 0440``) may be readable by that group, as this process could not change that.
+    The mode must be 0600 or stricter. A file of root that belongs to a group of ours (a Kubernetes secret with
+    ``fsGroup`` and ``defaultMode: 0440``) may be readable by that group, since this process could not change that.
     """
     try:
         with _notice(path), open(path, "rb") as file:
@@ -40,7 +41,7 @@ def read_secret(path: Path, flag: str) -> bytes:
 
 @contextmanager
 def _notice(path: Path) -> Iterator[None]:
-    """Says on standard error that a pipe is waited for, if that takes long: without a writer it takes for ever."""
+    """Print a notice on standard error if reading a pipe takes long: without a writer it never ends."""
     text = f"waiting for a writer to {path}, which is a pipe"
     timer = threading.Timer(NOTICE_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
@@ -53,15 +54,15 @@ def _notice(path: Path) -> Iterator[None]:
 
 
 def shown(path: Path) -> str:
-    """``path`` as an error names it, unless it may be a key that was given where a file belongs: of a path that is
-    missing, only one in a directory that is there is shown."""
+    """Return ``path`` as an error message may show it. A path that neither exists nor lies in an existing directory is
+    not shown: it may be a key that was given in place of a file name."""
     directory = os.path.dirname(path)
     known = os.path.lexists(path) or (directory and os.path.isdir(directory))
     return str(path) if known else "the file that was given"
 
 
 def check(status: os.stat_result, path: Path) -> None:
-    """StartError if the file at ``path``, of which the open one's ``status`` is, can be read or written by others."""
+    """Raise StartError if other users can read or write the open file at ``path``, whose status is ``status``."""
     if status.st_uid not in (0, os.geteuid()):
         raise StartError(f"will not use {path}", "it belongs to another user", f"make it yours: chown $USER {path}")
     if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode):

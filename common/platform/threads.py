@@ -1,4 +1,4 @@
-"""How the system's scheduler ranks a thread of ours."""
+"""Scheduling priorities and time slices of our threads (Linux only: elsewhere niceness belongs to the process)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
-"""Numbers of the call sched_setattr(2), which the C library may not know."""
+"""Numbers of the system call sched_setattr(2), for which the C library may have no function."""
 
 
 class _Attributes(ctypes.Structure):
-    """``struct sched_attr`` in its first size, times in nanoseconds."""
+    """``struct sched_attr`` in its first version, times in nanoseconds."""
 
     _fields_ = [
         ("size", ctypes.c_uint32),
@@ -30,36 +30,40 @@ class _Attributes(ctypes.Structure):
 
 
 COMPUTING_SLICE_S, ANSWERING_SLICE_S, BORROWING_SLICE_S = 0.005, 0.0001, 0.1
-"""More than Linux gives by itself (0.7 to 2.8 ms, by the number of cores), and the least and the most that it takes."""
+"""Time slices. A computing thread gets more than Linux's default (0.7 to 2.8 ms, by the number of cores); the other two
+are the least and the most that Linux accepts."""
 URGENT = -10
-"""Niceness of who answers for everybody: it has its share of time again soon after it had some, and so goes first
-also when it wakes up several times in a row."""
+"""Niceness of a thread on which all requests depend: it soon has its share of processor time again, so it goes first
+even when it wakes up several times in a row."""
 _USUAL = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 """Niceness of this process as it was started."""
 _IS_USUAL = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
-"""Else somebody has decided otherwise about all of its threads."""
+"""Whether this process was started with the default scheduling policy; if not, the policy is left as it is."""
 
 
 def answer(niceness: int = 0, *, at_once: bool = False) -> None:
-    """The calling thread, and all that it starts from now on, passes on what comes: it often wakes up for a moment, and
-    interrupts whoever computes, since Linux (6.12 or newer) lets those go first that ask for less time. Between threads
-    of one slice the one that wakes up waits for the next tick, 4 ms. It is ``niceness`` nicer than this process, or not
-    nice at all where that is below 0 and this user may do so: by default few may. ``at_once``: where this user may, it
-    is a real-time thread, whom nobody interrupts who is not one; so it must never compute for long, and nothing but
-    itself moves it to an idle core. Does nothing where niceness belongs to the process (all but Linux)."""
+    """Rank the calling thread, and all threads that it starts from now on, as relaying messages: it often wakes up for
+    a moment, and preempts threads that compute.
+
+    It preempts them because Linux (6.12 or newer) prefers the thread that asks for the shorter time slice; between
+    equal slices, a thread that wakes up waits for the next tick, 4 ms. ``niceness`` is added to that of this process; a
+    negative one raises the priority where this user is permitted to, which by default few are. With ``at_once`` the
+    thread becomes a real-time thread where permitted: only other real-time threads preempt it, so it must never compute
+    for long, and it has to move itself to an idle core.
+    """
     _rank(niceness, ANSWERING_SLICE_S, at_once)
 
 
 def compute() -> None:
-    """The calling thread, and all that it starts from now on, computes for long, and lets all go first that
-    :func:`answer`. How much time a thread gets in all is not changed."""
+    """Rank the calling thread, and all threads that it starts from now on, as computing for long: threads ranked by
+    :func:`answer` preempt it. Its share of processor time stays the same."""
     _rank(0, COMPUTING_SLICE_S)
 
 
 @contextlib.contextmanager
 def borrowing() -> Iterator[None]:
-    """What the calling thread, which computes, starts in this block computes on cores of others, and lets these go
-    first when they wake up."""
+    """Rank the threads that the calling thread starts in this block as computing on cores of other processes, whose
+    threads preempt them on waking up. After the block the calling thread is ranked by :func:`compute`."""
     _rank(0, BORROWING_SLICE_S)
     try:
         yield
@@ -69,7 +73,7 @@ def borrowing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(niceness: int = 0, *, at_once: bool = False) -> Iterator[None]:
-    """:func:`answer`, for a block; what is started behind it is ranked as usual."""
+    """Apply :func:`answer` within a block; after it, the calling thread has the default rank."""
     answer(niceness, at_once=at_once)
     try:
         yield
@@ -78,7 +82,7 @@ def answering(niceness: int = 0, *, at_once: bool = False) -> Iterator[None]:
 
 
 def may_be_real_time() -> bool:
-    """Whether this user may have real-time threads, as a thread finds that is gone when this returns."""
+    """Return whether this user may have real-time threads; tried in a thread that has ended when this returns."""
     if sys.platform != "linux" or not _IS_USUAL:
         return False
     policies: list[int] = []
@@ -95,7 +99,7 @@ def may_be_real_time() -> bool:
 
 def _rank(niceness: int, slice_s: float, at_once: bool = False) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # who may not, or a sandbox, refuses it
+        with contextlib.suppress(OSError):  # this user may not, or a sandbox forbids it
             os.setpriority(os.PRIO_PROCESS, 0, max(-20, min(19, _USUAL + niceness)))
         if _IS_USUAL:
             _real_time(False)
