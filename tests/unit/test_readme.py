@@ -70,7 +70,7 @@ def test_every_command_that_is_shown_is_understood(tmp_path: Path, monkeypatch: 
 
 def test_what_a_newcomer_must_be_told_is_told() -> None:
     assert "it is for trying and for testing the server" in " ".join(README.split())
-    for words in ("x-tandem-ignored", "(DECISIONS.md)", "(kvtransfer/PROTOCOL.md)", "SendLink", "BACKENDS"):
+    for words in ("x-tandem-ignored", "(kvtransfer/PROTOCOL.md)", "SendLink", "BACKENDS"):
         assert words in README
 
 
