@@ -1,4 +1,4 @@
-"""Attention over paged KV: what a backend promises, the oracle, and the backends.
+"""Owns attention over paged KV: the backend interface, the reference implementation, and the backends.
 
-Must not know: requests, models, schedulers.
+Must not know requests, models or schedulers.
 """

@@ -1,14 +1,14 @@
-"""Attention over block tables in plain torch, shaped for CPUs.
+"""Attention over block tables in plain torch, arranged for CPUs.
 
-Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers; scores and outputs
-are batched matrix products in the model's own dtype, with the query heads of a group folded into rows. On AVX-512 cores
-this measured three to four times faster than ``scaled_dot_product_attention``, and it is one path for windows,
-softcaps, sinks and unequal head sizes.
+Whole blocks are gathered (contiguous runs of a few KiB, near copy speed) into head-major buffers. Scores and outputs
+are batched matrix products in the model's own dtype, with the query heads of a group folded into rows. This is several
+times faster than ``scaled_dot_product_attention``, and one code path serves windows, softcaps, sinks and unequal head
+sizes.
 
-- Prefill spans are walked in tiles of rows, so that a tile's scores stay in cache and columns that no row can see are
-  not computed.
-- Decode rows are grouped by length. A group is padded to its longest member; a new group begins when that would waste
-  more than about a thousand positions, so that one long sequence does not make short ones slow.
+- Prefill spans are processed in tiles of rows, so that a tile's scores stay in cache, and columns that no row can see
+  are not computed.
+- Decode rows are grouped by length. A group is padded to its longest member; a new group begins when padding would
+  waste more than about a thousand positions, so that one long sequence does not slow down short ones.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from common.kv.storage.tensors import KvStore
 
 TILE_SCORES = 3 << 20
 TILE_ROWS = (32, 96)
-"""Scores of one prefill tile, all heads, and its rows: large enough for the products, small enough for the cache."""
+"""Most scores of one prefill tile, over all heads, and the fewest and most rows of a tile: large enough for efficient
+products, small enough for the cache."""
 GROUP_WASTE = 1024
-"""Padded positions that cost about as much as the operators of one more group."""
+"""Padded positions that cost about as much as the operator calls of one more group."""
 GROUP_BYTES = 1 << 20
-"""Keys of one decode group: what is gathered, turned and multiplied should still be in the second-level cache."""
+"""Bytes of keys in one decode group, which should stay in the second-level cache while they are gathered, transposed
+and multiplied."""
 
 
 @dataclass(slots=True)
 class DecodeGroup:
     """Decode rows that share one padded gather.
 
-    ``rows`` int64 [n]; ``blocks`` int64 [n * blocks each], padded by repeating; ``span`` positions per row after the
-    gather; ``hidden`` bool [n, 1, 1, span], None if all is visible; ``dead`` int64: flat positions that no row may see
-    (they can hold anything, even NaN, and are zeroed).
+    ``rows`` int64 [n]: their indices in the step. ``blocks`` int64 [n * blocks per row]: block ids, padded by repeating
+    a row's first block. ``span``: positions per row after the gather. ``hidden`` bool [n, 1, 1, span]: True where a row
+    must not look; None if all is visible. ``dead`` int64: indices into [n * span] of positions behind their row's end,
+    which can hold anything, even NaN, and are zeroed.
     """
 
     rows: torch.Tensor
@@ -50,7 +53,7 @@ class DecodeGroup:
 class Tile:
     """Rows ``[row, row + rows)`` of the step against gathered positions ``[low, high)`` of their span.
 
-    ``hidden`` bool [rows, 1, high - masked] covers the columns from ``masked`` on; None if all is visible.
+    ``hidden`` bool [rows, 1, high - masked] masks positions from ``masked`` on; None if all are visible.
     """
 
     row: int
@@ -63,7 +66,8 @@ class Tile:
 
 @dataclass(slots=True)
 class PrefillSpan:
-    """One prefill span: ``blocks`` int64 to gather, and its tiles over positions counted from the first of them."""
+    """One prefill span: the ids of the ``blocks`` to gather, int64 [m], and its tiles, whose positions count from the
+    start of the first of these blocks."""
 
     blocks: torch.Tensor
     tiles: list[Tile]
@@ -71,7 +75,7 @@ class PrefillSpan:
 
 @dataclass(slots=True)
 class WindowPlan:
-    """What all layers with the same window share."""
+    """The part of a plan that all layers with the same window and number of heads share."""
 
     decode: list[DecodeGroup]
     prefill: list[PrefillSpan]
@@ -79,7 +83,7 @@ class WindowPlan:
 
 @dataclass(slots=True)
 class CpuPlan:
-    """One step: its spans, and a plan per window made when the first layer with that window asks."""
+    """One step: its spans, and a plan per (window, heads), made when the first such layer is called."""
 
     decode: list[Span]
     prefill: list[Span]
@@ -87,7 +91,7 @@ class CpuPlan:
 
 
 class CpuAttention:
-    """The portable backend."""
+    """The portable backend, in plain torch."""
 
     name = "cpu"
 
@@ -122,7 +126,7 @@ class CpuAttention:
         return found
 
     def _decode(self, group: DecodeGroup, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
-        """One query row per sequence: [n, heads, k_dim] to [n, heads, v_dim]."""
+        """Attend with one query row per sequence: ``query`` [n, heads, k_dim] to [n, heads, v_dim]."""
         n, heads, _ = query.shape
         key, value = self.store.gather(layer, group.blocks)
         if group.dead.shape[0]:
@@ -136,7 +140,7 @@ class CpuAttention:
         return torch.matmul(weights.to(v.dtype), v).reshape(n, heads, -1)
 
     def _prefill(self, span: PrefillSpan, layer: int, query: torch.Tensor, params: Params, out: torch.Tensor) -> None:
-        """Fills the rows of one span in ``out``."""
+        """Compute the rows of one span from ``query`` [T, heads, k_dim] into ``out`` [T, heads, v_dim]."""
         key, value = self.store.gather(layer, span.blocks)
         kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
         k, v = key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()  # [kv_heads, S, dim]
@@ -156,10 +160,10 @@ class CpuAttention:
 def _weights(
     scores: torch.Tensor, hidden: torch.Tensor | None, masked: int, params: Params, sink_shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Softmax over the last dimension of scaled ``scores``.
+    """Return the softmax over the last dimension of scaled ``scores``.
 
-    ``hidden`` (bool, broadcasts) covers the columns from ``masked`` on. Without a softcap or sinks it stays in the
-    scores' own dtype: torch's kernel computes in float32 inside and rounds once, as a detour over float32 would.
+    ``hidden`` (bool, broadcast) masks the columns from ``masked`` on. Without a softcap or sinks the scores keep their
+    dtype: torch's kernel computes in float32 inside and rounds once, so a conversion to float32 would change nothing.
     """
     if params.softcap is not None:
         scores = scores.float().div_(params.softcap).tanh_().mul_(params.softcap)
@@ -171,7 +175,7 @@ def _weights(
 
 
 def _softmax_with_sink(scores: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """``softmax([scores, sink])`` without its last column."""
+    """Return ``softmax([scores, sink])`` without its last column."""
     highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
     weights = scores.sub_(highest).exp_()
     return weights.div_(weights.sum(dim=-1, keepdim=True) + (sink - highest).exp_())
@@ -181,12 +185,12 @@ def _softmax_with_sink(scores: torch.Tensor, sink: torch.Tensor) -> torch.Tensor
 
 
 def _first_seen(position: int, window: int | None) -> int:
-    """The first position that the row at ``position`` sees."""
+    """Return the first position that the row at ``position`` sees."""
     return max(0, position - window + 1) if window is not None else 0
 
 
 def _by_length(spans: list[Span], window: int | None, size: int, limit: int) -> list[list[Span]]:
-    """Decode spans in groups of similar gathered length, the longest first, of at most ``limit`` positions each."""
+    """Group decode spans of similar gathered length, the longest first, with at most ``limit`` positions per group."""
     groups: list[list[Span]] = []
     longest = waste = 0
     for length, _, span in sorted(
@@ -203,7 +207,7 @@ def _by_length(spans: list[Span], window: int | None, size: int, limit: int) -> 
 
 
 def _group(spans: list[Span], window: int | None, size: int) -> DecodeGroup:
-    """The padded gather of one decode group."""
+    """Return the padded gather of one decode group."""
     ranges = [(_first_seen(span.start, window) // size, -(-span.end // size)) for span in spans]
     each = max(last - first for first, last in ranges)
     blocks: list[int] = []
@@ -226,7 +230,7 @@ def _group(spans: list[Span], window: int | None, size: int) -> DecodeGroup:
 
 
 def _tiles(span: Span, window: int | None, size: int, heads: int) -> PrefillSpan:
-    """The tiles of one prefill span; their columns count from the first block that any row sees."""
+    """Cut one prefill span into tiles, whose positions count from the first block that any row sees."""
     first = _first_seen(span.start, window) // size
     origin = first * size
     tiles: list[Tile] = []
@@ -240,7 +244,8 @@ def _tiles(span: Span, window: int | None, size: int, heads: int) -> PrefillSpan
 
 
 def _tile(row: int, rows: int, position: int, window: int | None, origin: int) -> Tile:
-    """The tile of the rows at ``position``...; without a window only its last ``rows`` columns need a mask."""
+    """Return the tile of ``rows`` rows from ``position`` on; without a window only its last ``rows`` columns need a
+    mask."""
     low, high = _first_seen(position, window), position + rows
     masked = low if _first_seen(high - 1, window) > low else position
     if rows == 1:

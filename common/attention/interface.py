@@ -1,8 +1,8 @@
-"""What an attention backend promises, and the seam to transformers.
+"""The interface of attention backends, and the adapter that transformers calls.
 
 A step is one flat row of T tokens made of *spans*: consecutive positions of one sequence. A backend plans once per step
 (block gathers, masks, grouping) and is then called once per layer with the queries of all rows; by then the keys and
-values of these rows are in the pool. It reads positions ``[0, end)`` of a span's own sequence and nothing else.
+values of these rows are in the pool. For each span it reads positions ``[0, end)`` of that sequence and nothing else.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 ATTENTION = "tandem_paged"
-"""The name under which transformers finds our function."""
+"""The name under which our function is registered with transformers."""
 
 
 class Span(NamedTuple):
-    """Rows ``[row, row + length)`` of the step are positions ``[start, start + length)`` of one sequence, whose
-    positions ``[0, end)`` lie in ``blocks``."""
+    """Rows ``[row, row + length)`` of the step are positions ``[start, start + length)`` of one sequence; the block ids
+    ``blocks`` hold its positions ``[0, end)``."""
 
     row: int
     length: int
@@ -33,10 +33,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """What a layer asks of attention beside q, k and v.
+    """Parameters of one layer's attention beside q, k and v.
 
-    ``window``: a row sees itself and the ``window - 1`` positions before it; ``softcap``: scores become
-    ``softcap * tanh(score / softcap)``; ``sinks`` [heads]: one more logit per head that takes weight and gives nothing.
+    ``scaling``: factor of the scores. ``window``: a row sees itself and the ``window - 1`` positions before it.
+    ``softcap``: scores become ``softcap * tanh(score / softcap)``. ``sinks`` [heads], any float dtype: one extra logit
+    per head that takes part in the softmax but has no value.
     """
 
     scaling: float
@@ -51,20 +52,21 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, spans: Sequence[Span]) -> Any:
-        """Whatever one step's layers share; made once per step."""
+        """Return what all layers of one step share; called once per step."""
 
     def attend(self, plan: Any, layer: int, query: torch.Tensor, params: Params) -> torch.Tensor:
-        """``query`` [T, heads, k_dim] to outputs [T, heads, v_dim], in the query's dtype."""
+        """Return the outputs [T, heads, v_dim] for ``query`` [T, heads, k_dim], in the query's dtype, which is the
+        pool's."""
 
 
 class LayerAttention(Protocol):
-    """What a model's attention modules call: queries, keys and values of one layer for one flat row."""
+    """What a model's attention modules call, with one layer's queries, keys and values of one flat row."""
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Params
     ) -> torch.Tensor:
-        """``query`` [T, heads, k_dim], ``key`` [T, kv_heads, k_dim] and ``value`` [T, kv_heads, v_dim] to
-        [T, heads, v_dim]."""
+        """Return [T, heads, v_dim], in the query's dtype, for ``query`` [T, heads, k_dim], ``key`` [T, kv_heads, k_dim]
+        and ``value`` [T, kv_heads, v_dim]."""
 
 
 def from_transformers(
@@ -79,9 +81,10 @@ def from_transformers(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers: [1, heads, T, dim] in, [1, T, heads, v_dim] out.
+    """The attention function that transformers calls: ``query`` [1, heads, T, k_dim], ``key`` [1, kv_heads, T, k_dim]
+    and ``value`` [1, kv_heads, T, v_dim] to [1, T, heads, v_dim], without attention weights.
 
-    It hands over to the :class:`LayerAttention` that :func:`bind` put on the module, so two models in one process never
+    It calls the :class:`LayerAttention` that :func:`bind` stored on the module, so two models in one process never
     share state.
     """
     params = Params(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
@@ -92,7 +95,7 @@ def from_transformers(
 
 
 def bind(model: torch.nn.Module, attention: LayerAttention) -> None:
-    """Makes every attention module of ``model`` call ``attention``."""
+    """Make every attention module of ``model`` call ``attention``."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.__dict__["tandem_attention"] = attention

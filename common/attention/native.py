@@ -1,6 +1,6 @@
-"""Attention over block tables in C (:mod:`common.kernels.cpu`): blocks are read once, where they lie.
+"""Attention over block tables in C (:mod:`common.kernels.cpu`), which reads each block once and in place.
 
-Prefill chunks and decode rows are one kernel, for all element types, windows, softcaps, sinks and unequal head sizes.
+One kernel serves prefill chunks and decode rows, all element types, windows, softcaps, sinks and unequal head sizes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from common.kv.storage.tensors import KvStore, native_layer
 
 @dataclass(slots=True)
 class NativePlan:
-    """One step's spans as C sees them; ``columns`` keeps alive what ``spans`` points to."""
+    """One step's spans as a C struct; ``columns`` keeps alive the arrays to which ``spans`` points."""
 
     spans: cpu.Spans
     columns: list[array[int]]
 
 
 class NativeAttention:
-    """The backend for CPUs where the kernels were compiled."""
+    """The backend for CPUs on which the C kernels were compiled; RuntimeError if they were not."""
 
     name = "native"
 
@@ -62,7 +62,7 @@ class NativeAttention:
         return out
 
     def shape(self, layer: int, heads: int, params: Params) -> cpu.Layer:
-        """The layer's description in C, made once and again when ``params`` change."""
+        """Return the layer's description in C for ``heads`` query heads; it is rebuilt only when ``params`` change."""
         found = self._layers.get((layer, heads))
         if found is not None and _same(found[0], params):
             return found[1]
@@ -70,14 +70,14 @@ class NativeAttention:
         made.group = heads // made.kv_heads
         made.scaling, made.window, made.softcap = params.scaling, params.window or 0, params.softcap or 0.0
         if params.sinks is not None:
-            made.sinks_tensor = params.sinks.detach().float().contiguous()  # the pointer's memory
+            made.sinks_tensor = params.sinks.detach().float().contiguous()  # kept alive for the pointer
             made.sinks = made.sinks_tensor.data_ptr()
         self._layers[layer, heads] = params, made
         return made
 
 
 def _same(one: Params, other: Params) -> bool:
-    """Equality that looks at the sinks' identity, not at their numbers."""
+    """Compare parameters; sinks are compared by identity, not by value."""
     return one.sinks is other.sinks and (one.scaling, one.window, one.softcap) == (
         other.scaling,
         other.window,

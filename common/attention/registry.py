@@ -1,4 +1,4 @@
-"""Which attention backend serves a device."""
+"""Choice of the attention backend for a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BACKENDS: Mapping[str, Callable[[KvStore], AttentionBackend]] = {
 
 
 def select_backend(device: str, store: KvStore, name: str | None = None) -> AttentionBackend:
-    """The backend called ``name``, or the best one for ``device``; StartError if there is none by that name."""
+    """Return the backend called ``name``, or the best one for ``device`` (a torch device type). StartError if there is
+    none of that name, or if its kernels were not compiled."""
     chosen = name or _best(device)
     if chosen not in BACKENDS:
         raise StartError(f"no attention backend {chosen!r}", f"there are {', '.join(BACKENDS)}", "name one of these")

@@ -1,4 +1,4 @@
-"""The oracle: attention over block tables, plain and obviously right, one sequence at a time in float32."""
+"""The reference implementation: attention over block tables, one sequence at a time, in float32 and plain torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from common.kv.storage.tensors import KvStore
 
 
 def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, params: Params) -> torch.Tensor:
-    """Causal attention of ``query`` [L, heads, k_dim] at positions ``start``... over all positions of one sequence,
-    ``key`` [S, kv_heads, k_dim] and ``value`` [S, kv_heads, v_dim]; float32 [L, heads, v_dim]."""
+    """Return the causal attention, float32 [L, heads, v_dim], of ``query`` [L, heads, k_dim] at positions ``[start,
+    start + L)`` over one sequence's ``key`` [S, kv_heads, k_dim] and ``value`` [S, kv_heads, v_dim] from position 0."""
     heads, rows, group = query.shape[1], query.shape[0], query.shape[1] // key.shape[1]
     q = query.float()
     k = key.float().repeat_interleave(group, dim=1)
@@ -35,7 +35,7 @@ def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, star
 
 
 class TorchReference:
-    """The oracle as a backend."""
+    """The reference implementation as a backend."""
 
     name = "torch_ref"
 
