@@ -153,6 +153,7 @@ class Fields:
         self._read: set[str] = set()
 
     def at(self, name: str) -> str:
+        """Return the path of the field ``name`` in the body, for error messages."""
         return f"{self._path}.{name}" if self._path else name
 
     def ignored(self) -> list[str]:
@@ -172,6 +173,7 @@ class Fields:
         return self._values.get(name)
 
     def missing(self, name: str) -> NoReturn:
+        """Raise RequestError because the field ``name`` is required."""
         refuse(f"You must provide the field {self.at(name)!r}.", self.at(name), "missing_required_parameter")
 
     def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
@@ -188,6 +190,7 @@ class Fields:
         return value
 
     def string(self, name: str, *, limit: int = 1 << 16) -> str | None:
+        """Return a string of at most ``limit`` characters, None if absent."""
         value = self.raw(name)
         if value is None:
             return None
@@ -210,6 +213,7 @@ class Fields:
     # -- structures -----------------------------------------------------------------------------------------------
 
     def mapping(self, name: str, limit: int | None = None) -> Json | None:
+        """Return an object of at most ``limit`` members, None if absent. Its members are not checked."""
         value = self.raw(name)
         if value is None:
             return None
@@ -225,6 +229,7 @@ class Fields:
         return None if value is None else Fields(value, self.at(name))
 
     def array(self, name: str, limit: int) -> list[object] | None:
+        """Return an array of at most ``limit`` elements, None if absent. Its elements are not checked."""
         value = self.raw(name)
         if value is None:
             return None
@@ -235,6 +240,7 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        """Return a string that is one of ``allowed``, None if absent."""
         value = self.string(name)
         if value is not None and value not in allowed:
             refuse(f"{self.at(name)!r} must be one of {', '.join(allowed)}, not {value[:64]!r}.", self.at(name))
@@ -242,6 +248,7 @@ class Fields:
 
 
 def wrong_type(param: str, wanted: str, value: object) -> NoReturn:
+    """Raise RequestError because ``value`` at ``param`` is not ``wanted``, the name of a type with an article."""
     refuse(f"{param!r} must be {wanted}, not {kind_of(value)}.", param, "invalid_type")
 
 

@@ -46,6 +46,7 @@ be refused as well."""
 
 
 def json_response(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return ``body`` as a JSON response."""
     return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
 
 

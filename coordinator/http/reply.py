@@ -87,6 +87,8 @@ class Reply:
         logprobs: Sequence[Logprobs | None],
         finish: FinishReason,
     ) -> bool:
+        """Process new tokens of ``choice`` of ``record``. Returns whether the choice has ended early, by a stop string,
+        so that the workers can stop computing it."""
         mine = self.choice(self._first[record.id] + choice)
         if mine.stopped or self.error is not None:
             return False
@@ -103,12 +105,14 @@ class Reply:
         """Process and count new tokens of ``choice``."""
 
     def done(self, record: RequestRecord) -> None:
+        """Count ``record`` as complete. After the last one the reply ends."""
         self._left -= 1
         if self._left == 0 and self.error is None:
             self._complete()
             self._settle()
 
     def failed(self, record: RequestRecord, error: RequestError) -> None:
+        """End the whole reply with ``error``, unless it has ended already."""
         if self.error is None and not self.finished.done():
             self.error = error
             self._broken(error)
@@ -137,6 +141,7 @@ class WholeReply(Reply):
                 keep(choice, piece)
 
     def body(self) -> Json:
+        """Return the response body. Call it once, at the end: it consumes the log-probabilities."""
         return {
             **self.shape.whole([self.choice(index) for index in range(self._count)], self.usage()),
             **self.metrics(),

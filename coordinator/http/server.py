@@ -416,6 +416,7 @@ def place_of(error: BaseException | None) -> str:
 
 
 def internal_error() -> RequestError:
+    """Return the error for a bug in the server. It gives no details to the client."""
     return RequestError("The server failed on this request.", status=500, type="server_error", code="internal_error")
 
 
