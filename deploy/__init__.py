@@ -1,1 +1,2 @@
-"""The top floor: puts the parts together. The ``tandem`` command, the local launcher, the worker process, manifests."""
+"""The composition root: the ``tandem`` command, the local launcher and the worker process. Starts and connects the
+other packages, must not implement serving itself, and nothing but tests imports it."""

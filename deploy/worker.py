@@ -1,6 +1,6 @@
-"""One worker process: loads an engine once and runs its role until it is drained or stopped.
+"""One worker process: loads an engine and runs its role until it is drained or stopped.
 
-The composition root of a worker: the only place where an engine, a role and the network meet.
+The composition root of a worker: the only place that combines an engine, a role and the network.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from deploy.launcher.preflight import kv_bytes
 log = logging.getLogger("tandem.worker")
 
 CPU_BATCHED_TOKENS = 512
-"""A chunk of this size keeps a CPU's matrix units busy and a colocated stream's pause short."""
+"""Default chunk size on a CPU, in tokens: large enough to keep its matrix units busy, small enough to keep the pauses
+of streams on a colocated worker short."""
 GPU_BATCHED_TOKENS = 2048
 AHEAD_BYTES = 256 << 20
-"""Of the KV pool, beyond what was ever used: the rest takes memory only as it is needed."""
+"""Bytes of the KV pool beyond its peak use that are pre-faulted while idle. The rest takes memory on first use."""
 DECODE_ROWS_HINT = 16
-"""Rows that a decode step typically has: weights are packed for it."""
+"""Typical batch size of a decode step, for which the weights are packed."""
 
 
 def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys | None = None) -> int:
-    """Serves one role; 0 after a drain. StartError says in words why it cannot start. ``lending``: who its cores are
-    lent to, and whose it borrows. ``keys``: those that a launcher has minted; without them those of the configured
-    file."""
+    """Run one worker until it is drained; returns 0. Raises StartError if it cannot start.
+
+    ``lending``: the core lease shared with the other workers of this machine. ``keys``: cluster keys created by the
+    launcher; without them those of the configured file are used."""
     config.check_binds(keys)
     lent, others = None, list[int]()
     if lending is not None and config.cores:
         lent = CoreLease(lending.descriptor, config.cores)
-        lent.take_back()  # of a process before this one, which may have ended while it rested
+        lent.take_back()  # an earlier process may have died while it lent its cores
         others = [core for core in lending.cores if core in range(MAX_CORES) and core not in config.cores]
     if config.out_of_reach:
         log.warning("other machines cannot reach this worker at %s: give --host ADDRESS that they can", config.host)
@@ -56,20 +58,20 @@ def run(config: WorkerConfig, lending: Lending | None = None, keys: ClusterKeys 
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     worker = build(config, checkpoint, keys or config.keys_of(config.role))
     with _borrowing(lent, others) as worker.cores:
-        gc.freeze()  # the model and its modules live for ever: later collections need not walk them
+        gc.freeze()  # the model lives as long as the process: collections need not traverse it
         worker.run()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, as it should: whoever is impatient changes nothing
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already exiting: another SIGTERM must not change the exit code
     return 0
 
 
 def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None) -> Worker:
-    """The engine of ``checkpoint`` inside a worker of the configured role, ready to run."""
+    """Load the engine of ``checkpoint``, warm it up, and return a worker of the configured role, ready to run."""
     status.report("importing", text="torch and transformers")
     machine = device.probe_cpu()
     own = cores.choose(config.cores)
     device.pin(own, config.threads or cores.own_threads(own, config.workers_on_host))
     threads.compute()
-    from common.engine.runner import load_engine  # imports torch: only once nothing cheaper can fail any more
+    from common.engine.runner import load_engine  # imports torch: after all cheaper checks
 
     default_tokens = CPU_BATCHED_TOKENS if machine.kind == "cpu" else GPU_BATCHED_TOKENS
     batched_tokens = max(config.max_num_batched_tokens or default_tokens, config.max_num_seqs)
@@ -93,7 +95,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
     if is_local(config.host) and is_local(address):
         os.environ.setdefault(
             "UCX_NET_DEVICES", "lo"
-        )  # like our own sockets: no other machine can reach what UCX opens
+        )  # loopback only, as our own sockets: other machines must not reach the ports that UCX opens
     settings = WorkerSettings(
         coordinator=nearby(address) if status.supervised() else address,
         host_id=host_id(),
@@ -129,7 +131,7 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
         dtype=engine.layout.dtype,
         kv_encryption="curve" if config.encrypts_kv(keys) else "none",
     )
-    pinned = own is not None  # else what interrupts one core might have gone to an idle one
+    pinned = own is not None  # an unpinned worker's I/O threads find an idle core, which real-time threads do not
     channels = Channels(keys, encrypt_kv=config.encrypts_kv(keys), at_once=pinned)
     worker = _role(config.role)(engine, settings, hello, channels)
     for pace in paces:
@@ -146,8 +148,8 @@ def build(config: WorkerConfig, checkpoint: Checkpoint, keys: ClusterKeys | None
 
 @contextlib.contextmanager
 def _borrowing(lent: CoreLease | None, others: Sequence[int]) -> Iterator[CoreLease | None]:
-    """For a block: cores of ``lent`` to lend and ``others`` to borrow. None for nobody's, and without kernels that
-    can."""
+    """Let this process borrow the cores ``others`` within the block. Yields ``lent``, the lease of its own cores, or
+    None if there is none or the CPU kernels are not available."""
     from common.kernels import cpu
 
     library = cpu.library()
@@ -165,14 +167,15 @@ def _borrowing(lent: CoreLease | None, others: Sequence[int]) -> Iterator[CoreLe
 
 
 def _loading(done: int, total: int, text: str) -> None:
-    """The files of the weights; once they have been read, the model is made of them, which takes a while."""
+    """Report the progress of reading weight files. After the last one, report the stage in which the layers are
+    built."""
     status.report("loading", done, total, text)
     if done == total:
         status.report("preparing", text="the model's layers")
 
 
 def _role(role: str) -> type[Worker]:
-    """The class that serves ``role``; only its own room is imported."""
+    """Return the worker class of ``role``. Imports the package of that role only."""
     if role == "prefill":
         from prefill.role import PrefillWorker
 

@@ -1,7 +1,8 @@
-"""``tandem chat``: a conversation in the terminal with a running server.
+"""``tandem chat``: a chat in the terminal with a running server.
 
-On a terminal it asks, streams the answer and says how fast it came; Ctrl-C stops an answer or drops a line, Ctrl-D ends
-the conversation. On a pipe standard input is one message and only the answer is printed.
+On a terminal it prompts for messages, streams each answer and prints its speed. Ctrl-C stops an answer or discards the
+line being typed, Ctrl-D ends the chat. If standard input is not a terminal, it is read as one message and only the
+answer is printed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Messages = list[dict[str, str]]
 
 
 def run(config: ChatConfig, prompt: str | None) -> int:
-    """One answer to ``prompt`` (or to what is piped in), or a conversation; the exit code."""
+    """Answer ``prompt`` or standard input once, or chat if neither is given. Returns the exit code. Raises StartError
+    if the prompt is empty or the server gives no answer."""
     server = HttpClient(config.url, config.api_key)
     conversation = _Conversation(server, server.model(), config)
     if prompt is None and sys.stdin.isatty():
@@ -29,7 +31,7 @@ def run(config: ChatConfig, prompt: str | None) -> int:
 
 
 class _Conversation:
-    """The messages so far, and how the next answer is asked for."""
+    """The messages so far and the settings of the next request."""
 
     def __init__(self, server: HttpClient, model: str, config: ChatConfig) -> None:
         self._server, self._model = server, model
@@ -44,6 +46,7 @@ class _Conversation:
             self._messages.append({"role": "system", "content": config.system_prompt})
 
     def answer_once(self, prompt: str) -> int:
+        """Answer ``prompt`` and return the exit code. Raises StartError if there is no answer."""
         if not prompt.strip():
             raise StartError("there is nothing to ask", "the prompt is empty", 'say tandem chat "your question"')
         try:
@@ -57,6 +60,7 @@ class _Conversation:
         return 0
 
     def hold(self) -> int:
+        """Chat until end of file (Ctrl-D) and return the exit code."""
         import readline  # noqa: F401 - line editing and history for input()
 
         self._console.print(
@@ -68,7 +72,7 @@ class _Conversation:
             except EOFError:
                 self._console.print()
                 return 0
-            except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
+            except KeyboardInterrupt:  # not an exit: it may have been meant for an answer that has just ended
                 self._console.print("\n[dim]Ctrl-D ends[/]")
                 continue
             if not prompt.strip():
@@ -81,7 +85,8 @@ class _Conversation:
                 self._console.print("\n[dim]stopped[/]")
 
     def _answer(self, prompt: str, figures: bool) -> None:
-        """Streams one answer; it joins the conversation, as far as it came."""
+        """Print one answer as it streams and add it to the messages, also if it was interrupted. ``figures``: whether
+        to print its speed."""
         asked = [*self._messages, {"role": "user", "content": prompt}]
         said: list[str] = []
         started = time.perf_counter()
@@ -96,7 +101,7 @@ class _Conversation:
                     sys.stdout.write(text)
                     sys.stdout.flush()
         finally:
-            chunks.close()  # type: ignore[attr-defined]  # a generator; closing it hangs up
+            chunks.close()  # type: ignore[attr-defined]  # a generator; closing it closes the connection
             if said:
                 self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         print()
@@ -105,7 +110,8 @@ class _Conversation:
 
 
 def _figures(started: float, moments: list[float]) -> str:
-    """First token, pace and count, in words. The last chunk carries no token but the reason why the answer ended."""
+    """Return the time to first token, the token rate and the token count as text. ``moments``: the arrival of each
+    chunk. The last chunk carries the finish reason instead of a token."""
     count = max(1, len(moments) - 1)
     seconds = moments[-1] - moments[0]
     pace = f", then {count / seconds:.0f} tokens/s" if seconds > 0 and count > 1 else ""

@@ -1,6 +1,6 @@
-"""Every command of ``tandem``: its name, what it is for, its options, and the function that runs it.
+"""The registry of ``tandem`` commands: name, help, options and the function that runs each.
 
-Who adds a command adds a line here; the parser, ``tandem config`` and the table of flags follow it.
+To add a command, add an entry to COMMANDS. The parser, ``tandem config`` and the flag reference are generated from it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``function`` is ``"module:name"``, imported when the command runs, so that no other one waits for it. It takes
-    the configuration, and the value of ``argument`` if there is one, and returns the exit code. ``fixed``: fields of
-    ``config`` that are no options. ``argument``: the name and the help of a word that is no option. ``measures``:
-    whether ``--save``, ``--plot`` or ``--cost`` name files that it writes."""
+    """One command.
+
+    ``function``: ``"module:name"``, imported only when the command runs, so that other commands start fast. It is
+    called with the configuration and with the value of ``argument`` if there is one, and returns the exit code.
+    ``fixed``: values of ``config`` fields that are not options. ``argument``: name and help of an optional positional
+    argument. ``measures``: whether the command writes files named by ``--save``, ``--plot`` or ``--cost``."""
 
     name: str
     help: str
@@ -145,12 +147,13 @@ COMMANDS = {
         ),
     )
 }  # fmt: skip
-"""By name; ``tandem config`` explains any of them."""
+"""All commands by name."""
 FAMILIES = {"bench": "measure servers, and what disaggregation brings"}
-"""First word of the commands of two words, and what they are for."""
+"""Command groups (the first word of two-word commands) and their help."""
 CONFIGS = tuple(dict.fromkeys(command.config for command in COMMANDS.values()))
 
 
 def load_config(config: type[C], given: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> Loaded[C]:
-    """The configuration of a command from parsed flags and the environment; StartError says what is wrong."""
+    """Build the configuration of a command from parsed flags, the environment and ``fixed`` fields. Raises StartError
+    if a value is invalid."""
     return load(config, given, environ, CONFIGS, **fixed)

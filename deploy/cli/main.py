@@ -1,8 +1,8 @@
-"""The ``tandem`` command.
+"""The entry point of the ``tandem`` command.
 
-Owns how the words of a command line are read, and how a failure looks: at most five lines that say what, why and what
-to do, and an exit code that is not 0. :mod:`deploy.cli.commands` has the commands themselves, whose functions are
-imported when they run, so that ``tandem --help`` is instant and never sees torch.
+Owns the parsing of the command line and the format of failures: three lines (what failed, why, what to do) and a
+non-zero exit code. The commands are in :mod:`deploy.cli.commands`. Their functions are imported only when they run, so
+that ``tandem --help`` is fast and never imports torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_LINE = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code. 1 for a failed start, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 1 for a failed start, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read it has seen enough, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the interpreter write what is left
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's final flush fails too
         return 128 + signal.SIGPIPE
     except StartError as error:
         if "--debug" in words or os.environ.get("TANDEM_DEBUG", "0").lower() in ("1", "true", "yes", "on"):
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(error: StartError) -> None:
-    """What, why and what to do, one line each."""
+    """Print what failed, why, and what to do, one line each, to standard error."""
     for label, text in (("error", error.what), ("  why", error.why), ("   do", error.todo)):
         line = " ".join(text.split())
         print(f"{label}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' ...'}", file=sys.stderr)
@@ -57,7 +57,7 @@ def print_error(error: StartError) -> None:
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and that of each command by name."""
+    """Return the main parser, and the parser of each command by name."""
     parser = Parser(
         prog="tandem",
         description="LLM serving with separate prefill and decode worker pools.",
@@ -83,7 +83,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def _family(commands: Any, name: str) -> Any:
-    """The sub-commands of ``tandem NAME``, which shows them when it is given none."""
+    """Add the command group ``tandem NAME`` and return its subparsers. Without a subcommand it prints its help."""
     parser = commands.add_parser(name, help=FAMILIES[name], description=FAMILIES[name])
 
     def show(_: dict[str, Any]) -> int:
@@ -106,7 +106,7 @@ def _dispatch(words: list[str]) -> int:
         parser.print_help()
         return 0
     explain = words[0] == "config"
-    if explain:  # `tandem config COMMAND FLAGS` takes what that command takes
+    if explain:  # `tandem config COMMAND FLAGS` accepts the flags of COMMAND
         words = _explained(words[1:], commands)
     name = _named(words, commands)
     given, strange = parser.parse_known_args(words)
@@ -118,7 +118,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _named(words: Sequence[str], commands: Collection[str]) -> str:
-    """The command that ``words`` begin with, of one word or two; StartError if there is none of that name."""
+    """Return the one- or two-word command with which ``words`` begin. Raises StartError if there is no such command."""
     first, second = words[0], next(iter(words[1:]), "-")
     if first.startswith("-") or first in commands:
         return first
@@ -131,9 +131,9 @@ def _named(words: Sequence[str], commands: Collection[str]) -> str:
 
 
 def _explained(words: list[str], commands: Collection[str]) -> list[str]:
-    """The command line that ``tandem config WORDS`` is about: without a command it is that of ``up``.
+    """Return the command line that ``tandem config WORDS`` explains. Without a command it is that of ``up``.
 
-    A word that is nearly a command is one mistyped, unless there is a model of that name here.
+    A first word that is similar to a command is treated as a typing error, unless a model directory has that name.
     """
     first = next(iter(words), "-")
     if first in commands or " ".join(words[:2]) in commands:
@@ -147,7 +147,7 @@ def _explained(words: list[str], commands: Collection[str]) -> list[str]:
 
 
 def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
-    """The error for words that no option takes: the first flag among them, else the first word."""
+    """Return the error for unknown arguments. It names the first unknown flag, else the first word."""
     for word in strange:
         if word.startswith("-"):
             flag = word.partition("=")[0]
@@ -161,12 +161,12 @@ def _strange_word(strange: Sequence[str], parser: Parser) -> StartError:
 
 
 def version() -> str:
-    """Tandem's version."""
+    """Return the installed version of Tandem."""
     return metadata.version("tandem")
 
 
 def _run(command: Command, given: dict[str, Any]) -> int:
-    """Loads the configuration, whose warnings are printed, and runs the command."""
+    """Load the configuration, print its warnings, and run the command."""
     words = [] if command.argument is None else [given.pop(command.argument[0], None)]
     loaded: Loaded[Any] = load_config(command.config, given, os.environ, **command.fixed)
     for warning in loaded.warnings:
@@ -179,7 +179,7 @@ def _run(command: Command, given: dict[str, Any]) -> int:
 
 
 def _config(command: Command, given: dict[str, Any]) -> int:
-    """Prints each value of a command's configuration and where it came from."""
+    """Print each value of a command's configuration and its origin. Secrets are hidden."""
     loaded: Loaded[Any] = load_config(command.config, given, os.environ, **command.fixed)
     rows = []
     for item in options(command.config):

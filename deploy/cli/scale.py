@@ -1,4 +1,4 @@
-"""``tandem scale``: changes the pools of a running ``tandem up``."""
+"""``tandem scale``: resizes the worker pools of a running ``tandem up``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from common.core.errors import StartError, reason
 from common.net.http_client import HttpClient, HttpError, shown
 
 PATIENCE_S = 1800.0
-"""Loading a model, and draining a worker, may take long."""
+"""Request timeout in seconds. Loading a model and draining a worker may take long."""
 
 
 def run(config: ScaleConfig) -> int:
-    """Waits until the pools are as wished and prints them; StartError with the server's reason if they cannot be."""
+    """Resize the pools, wait until they have the new sizes, and print these. Raises StartError with the server's reason
+    if that is not possible."""
     if config.prefill is None and config.decode is None:
         raise StartError("there is nothing to change", "neither pool was named", "give --prefill N, --decode M or both")
     if config.decode == 0:

@@ -1,6 +1,6 @@
-"""What commands do before the part that runs: keys, logging, the built-in model, threads of torch.
+"""Functions of the commands that start processes: checks, logging, the built-in model, and torch's threads.
 
-Imports of the roles are inside the functions, so that whatever is refused is refused at once.
+Role packages are imported inside the functions, after the checks, so that a refused start fails at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R", CoordinatorConfig, WorkerConfig)
 
 
 def up(config: UpConfig) -> int:
-    """Serves on this machine until told to stop; the exit code."""
+    """Run a coordinator and workers on this machine until stopped. Returns the exit code."""
     config.check_binds()
     from deploy.launcher.supervisor import run
 
@@ -32,7 +32,7 @@ def up(config: UpConfig) -> int:
 
 
 def coordinator(config: CoordinatorConfig) -> int:
-    """Serves HTTP and routes until told to stop; the exit code."""
+    """Run a coordinator until stopped. Returns the exit code."""
     config = _openable(config)
     setup_logging(config.log_level, config.log_format, "coordinator")
     from coordinator.app import run
@@ -41,18 +41,19 @@ def coordinator(config: CoordinatorConfig) -> int:
 
 
 def worker(config: WorkerConfig) -> int:
-    """Computes for a coordinator until told to stop; the exit code."""
+    """Run a prefill or decode worker until stopped. Returns the exit code."""
     config = _openable(config)
     setup_logging(config.log_level, config.log_format, config.name or config.role)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it: so be it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up before it serves, and torch ends noisily
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a background job
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no cleanup needed yet, and torch would print a traceback
     from deploy.worker import run
 
     return run(config)
 
 
 def _openable(config: R) -> R:
-    """The same with the built-in model where none is named; a model that cannot be served is refused here already."""
+    """Return ``config`` with the built-in model if it names none. Raises StartError if the process cannot serve the
+    model, or may not bind to its address."""
     from common.checkpoint.files import open_checkpoint
     from deploy.launcher import builtin
 
@@ -69,7 +70,7 @@ def _openable(config: R) -> R:
 
 
 def roofline(config: BenchRooflineConfig) -> int:
-    """Measures what this machine can do at best; the exit code."""
+    """Measure the memory bandwidth and compute limits of this machine. Returns the exit code."""
     calm_threads()
     from bench.commands.roofline import run
 
@@ -77,7 +78,7 @@ def roofline(config: BenchRooflineConfig) -> int:
 
 
 def kernels(config: BenchKernelsConfig) -> int:
-    """Measures attention and linear layers; the exit code."""
+    """Measure attention and linear kernels. Returns the exit code."""
     calm_threads()
     from bench.commands.kernels import run
 
@@ -85,7 +86,7 @@ def kernels(config: BenchKernelsConfig) -> int:
 
 
 def keygen(config: KeygenConfig) -> int:
-    """Writes a file of keys, of a whole cluster or of one role of it; the exit code."""
+    """Write a key file, for a whole cluster or for one role of an existing one. Returns the exit code."""
     from common.net import keys
 
     if config.cluster_key_file:

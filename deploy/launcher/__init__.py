@@ -1,1 +1,2 @@
-"""``tandem up``: the supervisor, its child processes, what they say to each other, and the screen. Knows no request."""
+"""``tandem up``: the supervisor, its child processes, their IPC, and the terminal output. Must not know requests: the
+launcher starts, places and replaces processes only."""

@@ -1,4 +1,4 @@
-"""The model that is served when none is named: the small one that comes with Tandem, and what is said about it."""
+"""The built-in model, which is served if no model is named, and the notice that is printed about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M", UpConfig, CoordinatorConfig, WorkerConfig)
 
 
 def with_model(config: M, environ: Mapping[str, str]) -> tuple[M, str]:
-    """The same, with the built-in model where none is named, and what to say about it."""
+    """Return ``config`` with the built-in model if it names none, and the notice to print ("" if it names one)."""
     if config.model:
         return config, ""
     name = config.served_model_name or NAME
@@ -28,7 +28,7 @@ def with_model(config: M, environ: Mapping[str, str]) -> tuple[M, str]:
 
 
 def _notice(config: UpConfig | CoordinatorConfig | WorkerConfig, environ: Mapping[str, str]) -> str:
-    """What it is good for, and how to name another, in the words that this process was started by."""
+    """Return what the built-in model is for and how to serve another, with the command that started this process."""
     if isinstance(config, WorkerConfig):
         return "for trying. Name the model that the coordinator serves if it is another"
     way = f"{command()} {'up' if isinstance(config, UpConfig) else 'coordinator'} {_EXAMPLE}"

@@ -1,6 +1,6 @@
-"""One child of the launcher: a process, and every process that replaces it after a crash.
+"""One child of the launcher: a process and its replacements after crashes.
 
-Owns the restarts and what is read from the child's pipes. Does not know what the others do.
+Owns restarts with backoff and the child's output and status pipes. Must not know the other children.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from deploy.launcher.ipc import Launcher, serve
 from deploy.launcher.screen import Screen
 
 BACKOFF_S, MAX_BACKOFF_S, HEALTHY_S = 0.5, 30.0, 60.0
-"""Before the first restart, before any, and how long a process must live for the count to begin anew."""
+"""Delay before the first restart, its upper bound, and the lifetime after which the delay is reset, in seconds."""
 
 
 class ChildProcess:
-    """One child process, and every process that replaces it.
+    """One child process and its replacements.
 
-    ``facts`` is what it said when it first became ready; before that, dying is a failed start. ``config`` may be
-    replaced and is then the next process's. ``keys`` are those of its role, and of every process that replaces it.
-    ``launcher`` is for a child that talks to it over IPC.
+    ``facts`` resolves with the first "ready" report. A child that exits before that has failed to start; later it is
+    restarted. ``config`` may be replaced; the next process gets the new one. ``keys``: cluster keys of its role, the
+    same for all replacements. ``launcher``: serves the IPC requests of the child; for the coordinator only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ChildProcess:
         self._last_lines: deque[str] = deque(maxlen=3)
 
     async def keep(self) -> None:
-        """Keeps one process running until :meth:`leave`; StartError when the first one cannot start."""
+        """Keep one process running until :meth:`leave`. Raises StartError if the first one cannot start."""
         backoff_s = BACKOFF_S
         while True:
             started = time.monotonic()
@@ -70,7 +70,7 @@ class ChildProcess:
                 return
             if not self.facts.done():
                 raise self._error or self._crash(code)
-            if code == 0 and self._ready and not self._error:  # drained by name: no sign of trouble
+            if code == 0 and self._ready and not self._error:  # drained through the admin API: restart without backoff
                 self._screen.fact(f"{self.label} has left as it was told; starting it again")
                 continue
             if time.monotonic() - started > HEALTHY_S:
@@ -82,25 +82,26 @@ class ChildProcess:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def leave(self) -> None:
-        """From now on a process that ends is not replaced."""
+        """Stop replacing the process when it ends."""
         self._leaving.set()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, if it runs; there will be no other after it."""
+        """Send a signal to the process if it runs, and do not replace it when it ends."""
         self.leave()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
     def replace(self, pid: int, why: str) -> None:
-        """Kills the process, which hangs, if it still is ``pid``: another follows. What leaves has a limit anyway."""
+        """Kill the process because it hangs (``why``); :meth:`keep` starts another. Does nothing if the current process
+        is not ``pid``, or if it is leaving, for which there is a time limit already."""
         if self.running() and self.pid == pid and not self._leaving.is_set():
             assert self._process is not None
             self._hung = why
             self._process.kill()
 
     def bind(self, to: Sequence[int], *, at_once: bool) -> None:
-        """This process, and those that follow it, run on these cores; for a child that does not pin itself. Those that
-        follow interrupt whoever computes there, if ``at_once``."""
+        """Pin this process and its replacements to the cores ``to``. For a child that does not pin itself. ``at_once``:
+        replacements use real-time threads, which preempt computations on these cores."""
         self._cores, self._at_once = to, at_once
         self._pin()
 
@@ -109,20 +110,20 @@ class ChildProcess:
             cores.pin(self._process.pid, self._cores)
 
     def running(self) -> bool:
-        """Whether there is a process now; one that has ended is none, although nobody may have been told of it yet."""
+        """Return whether the process is alive. Checks for an exit that asyncio has not reported yet."""
         if self._process is None or self._process.returncode is not None:
             return False
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:  # whoever waits for it has heard, and is about to tell
+        except ChildProcessError:  # asyncio's watcher has reaped it and is about to report it
             return False
 
     def serving(self) -> int | None:
-        """The id of the process, if it has become ready and is to stay."""
+        """Return the process id if the process is ready and not leaving, else None."""
         return self.pid if self._ready and self.running() and not self._leaving.is_set() else None
 
     async def close_ipc(self) -> None:
-        """Gives up every change of the pools that this child has asked for."""
+        """Cancel all scale requests that this child has sent."""
         for task in self._ipc_tasks:
             task.cancel()
         await asyncio.gather(*self._ipc_tasks, return_exceptions=True)
@@ -140,7 +141,7 @@ class ChildProcess:
 
     async def _run_once(self) -> int:
         threads = str(self.share.threads)
-        # read by OpenMP when torch is imported, which is before anybody can tell torch
+        # OpenMP reads these when torch is imported, before torch.set_num_threads can be called
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} if self.share.threads else {}
         self._error = self._hung = None
         self._ready = False
@@ -153,13 +154,13 @@ class ChildProcess:
             self._process, reports = await process.start(
                 self.label, self.config, environment, theirs, workers, self._lending, self._at_once, self._keys
             )
-        if self._leaving.is_set():  # told to stop while it was being started
+        if self._leaving.is_set():  # asked to leave while the process was being started
             self._process.kill()
         self._pin()
         assert self._process.stdout is not None
         readers = [asyncio.create_task(self._forward(self._process.stdout)), asyncio.create_task(self._follow(reports))]
         if ours is not None and self._launcher is not None:
-            served = asyncio.create_task(serve(ours, self._launcher))  # a request outlives the process that passed it
+            served = asyncio.create_task(serve(ours, self._launcher))  # outlives the process: a request goes on
             self._ipc_tasks.add(served)
             served.add_done_callback(self._ipc_tasks.discard)
         try:
@@ -200,7 +201,7 @@ class ChildProcess:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code or the signal that ended the process as text."""
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name

@@ -1,7 +1,7 @@
-"""Which cores each worker of this machine gets, and how many threads.
+"""Assignment of cores and threads to the workers of this machine.
 
-Pure, but for the functions that ask the system. A worker whose threads share a core with another's waits for it at
-the end of every layer, so cores are dealt out whole wherever there are enough.
+Pure, except for the functions that query the system. A worker whose threads share a core with those of another waits
+for it at the end of every layer, so each core is assigned to one worker where there are enough.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from common.core.errors import StartError
 
 
 class Share(NamedTuple):
-    """What one worker gets; ``cores`` None when it is not pinned."""
+    """The cores and the number of threads of one worker. ``cores`` is None if it is not pinned."""
 
     cores: tuple[int, ...] | None
     threads: int
 
     @property
     def cpus(self) -> str | None:
-        """The cores the way ``--cpus`` takes them."""
+        """The cores in the syntax of ``--cpus``."""
         return None if self.cores is None else ",".join(map(str, self.cores))
 
 
 def choose(wanted: Sequence[int] | None) -> list[int] | None:
-    """Those of ``wanted`` that this process may use, None for all; StartError if there are none."""
+    """Return the cores of ``wanted`` that this process may use; None (all cores) stays None. Raises StartError if there
+    are none."""
     if wanted is None:
         return None
     allowed = usable_cores()
@@ -40,11 +41,13 @@ def choose(wanted: Sequence[int] | None) -> list[int] | None:
 
 
 def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: int | None = None) -> list[Share]:
-    """Shares for ``workers`` workers, prefill workers first: they gain most from a core that is left over.
+    """Return the shares of ``workers`` workers. The first workers get the spare cores; callers list prefill workers
+    first, which gain most from them.
 
-    Enough cores: contiguous equal shares; with more than two for each, one stays free for the coordinator. Too few:
-    one core each, in turn. ``quota`` is a container's limit in cores: where it is the smaller number, the container's
-    time is not tied to certain cores, so nobody is pinned. ``threads`` is what the user asked for.
+    With enough cores: contiguous, equal shares; if there are more than two per worker, one core stays free for the
+    coordinator. With fewer cores than workers: one core each, in turn. ``quota``: a container's CPU limit in cores. If
+    it is below the number of cores, no worker is pinned, because the limit is not tied to particular cores.
+    ``threads``: threads per worker if configured.
     """
     if quota is not None and quota < len(cores):
         return [Share(None, threads or max(1, quota // workers))] * workers
@@ -63,9 +66,11 @@ def deal(cores: Sequence[int], workers: int, quota: int | None = None, threads: 
 def deal_more(
     cores: Sequence[int], taken: Sequence[Share], workers: int, quota: int | None = None, threads: int | None = None
 ) -> list[Share]:
-    """Shares for ``workers`` more workers beside those that have ``taken`` theirs and keep them (a process cannot
-    change its number of threads): the cores that nobody has, whole; where these are too few, one core each, of those
-    that the fewest have."""
+    """Return the shares of ``workers`` additional workers. Existing workers keep their shares ``taken``, because a
+    process cannot change its number of threads.
+
+    The new workers share the unassigned cores as in :func:`deal`. If there are too few, each gets one core, the one
+    with the fewest workers."""
     if quota is not None and quota < len(cores):
         return [Share(None, threads or max(1, quota // (len(taken) + workers)))] * workers
     load = Counter(core for share in taken for core in share.cores or ())
@@ -81,8 +86,8 @@ def deal_more(
 
 
 def beside(cores: Sequence[int], workers: Iterable[Share], undisturbed: Iterable[Share]) -> tuple[int, ...]:
-    """Where whoever passes messages on should run, and interrupts all others there: on cores that no worker has; or,
-    where there are none, not on those of who is to be ``undisturbed``, whose steps would take longer; or anywhere."""
+    """Return the cores for the coordinator, whose threads preempt others: those that no worker has; if there are none,
+    those that no ``undisturbed`` worker has, whose steps it would prolong; else all cores."""
     for avoided in (workers, undisturbed):
         busy = {core for share in avoided for core in share.cores or ()}
         if found := tuple(core for core in cores if core not in busy):
@@ -91,10 +96,10 @@ def beside(cores: Sequence[int], workers: Iterable[Share], undisturbed: Iterable
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """The process, with all threads that it has and will have, runs on ``cores``. A thread that has ended, or may not,
-    is left as it is."""
+    """Pin the process ``pid`` to ``cores``: all its threads, and those that they will start. Threads that have ended,
+    or that may not be moved, are skipped."""
     try:
-        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))  # the first one first: it starts the others
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))  # the main thread first: it starts others
     except OSError:  # the process has ended
         return
     for thread in threads:
@@ -103,12 +108,12 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores this process may run on."""
+    """Return the cores on which this process may run."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many cores' worth of time a container's limit gives, rounded up; None without a limit."""
+    """Return a container's CPU limit (cgroup v2) in cores, rounded up; None without a limit."""
     try:
         limit, _, period = (root / "cpu.max").read_text().partition(" ")
         return None if limit == "max" else max(1, -(-int(limit) // int(period)))
@@ -117,8 +122,8 @@ def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def own_threads(chosen: Sequence[int] | None, workers: int) -> int:
-    """Threads of a worker that is started by itself: one for each of the cores ``chosen`` for it; of all cores that
-    this process may use, or as many as its container's limit gives, for one of ``workers`` that share them."""
+    """Return the number of threads of a worker started without a launcher: one per ``chosen`` core if any are chosen,
+    else its part of the usable cores or of the container's CPU limit, which ``workers`` workers share."""
     if chosen:
         return len(chosen)
     usable = len(usable_cores())

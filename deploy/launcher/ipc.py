@@ -1,8 +1,8 @@
-"""The IPC between the launcher and its coordinator: one JSON object per message, over a socket pair.
+"""The IPC between the launcher and its coordinator: one JSON object per line over a socket pair.
 
-The coordinator has the door and its keys, the launcher the processes: a request to change the pools is asked at the one
-and carried out by the other. So is that a worker's process is no good any more, and that prompts pile up, which only
-the coordinator sees. Every coordinator process gets a connection of its own; a request goes on when it is cut.
+The coordinator serves the HTTP API and the launcher owns the processes. The coordinator sends three messages: a request
+to resize the pools, a report that a worker hangs, and a report that prompts pile up or no longer do. Each coordinator
+process gets a connection of its own. A scale request continues when its connection is closed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from common.core.ids import WorkerName
 from deploy.launcher.status import Reason
 
 Pools = tuple[int, int]
-"""Prefill workers and decode workers."""
+"""Numbers of prefill and decode workers."""
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, tag="Wish"):
-    """So many workers of each role are wanted; None: as many as there are."""
+    """Requests the given number of workers of each role. None leaves a pool as it is."""
 
     id: int
     prefill: int | None
@@ -31,7 +31,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="Wish"):
 
 
 class HangReport(msgspec.Struct, frozen=True, tag="Hang"):
-    """The worker ``name``, process ``pid``, hangs and holds nothing any more. No answer: who is back says Hello."""
+    """Reports that the worker ``name``, process ``pid``, hangs and no longer holds requests. There is no reply: the
+    replacement announces itself to the coordinator with Hello."""
 
     name: str
     pid: int
@@ -39,29 +40,29 @@ class HangReport(msgspec.Struct, frozen=True, tag="Hang"):
 
 
 class QueuePressureReport(msgspec.Struct, frozen=True, tag="Piling"):
-    """Prompts begin to pile up, or no longer do. No answer."""
+    """Reports that prompts begin to pile up (``deep``) or no longer do. There is no reply."""
 
     deep: bool
 
 
 class Launcher(Protocol):
-    """Carries out what is asked over IPC."""
+    """The launcher as seen by :func:`serve`, which calls it for each message."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
-        """Makes the pools that large and returns their sizes; StartError says why not."""
+        """Resize the pools and return their sizes. Raises StartError if that is not possible."""
 
     def replace(self, name: str, pid: int, why: str) -> None:
-        """Ends a worker that hangs, if that process still is its, and starts another."""
+        """Kill the worker ``name`` if its process is still ``pid``, and start another."""
 
     def place_coordinator(self, deep: bool) -> None:
-        """Gives the coordinator the cores that are its while prompts pile up (``deep``), or while they do not."""
+        """Pin the coordinator to its cores for when prompts pile up (``deep``), or for when they do not."""
 
     def serving(self) -> dict[WorkerName, int]:
-        """The workers that have become ready, and their process ids."""
+        """Return the names and process ids of the ready workers."""
 
 
 class ScaleReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a scale request: the workers that there are now, or why not."""
+    """The reply to a ScaleRequest: the new pool sizes, or why the request was refused."""
 
     id: int
     prefill: int = 0
@@ -81,7 +82,8 @@ class SupervisorIPC:
         self._ids = itertools.count()
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
-        """The pools once they are as wished; RequestError with the launcher's reason if they cannot be."""
+        """Resize the pools and return their sizes. Raises RequestError 409 with the launcher's reason if that is not
+        possible."""
         request = ScaleRequest(next(self._ids), prefill, decode)
         answered = self._waiting[request.id] = asyncio.get_running_loop().create_future()
         try:
@@ -96,11 +98,11 @@ class SupervisorIPC:
         return answer.prefill, answer.decode
 
     def replace(self, name: str, pid: int, why: str) -> None:
-        """Has the launcher replace a worker that hangs; returns at once."""
+        """Ask the launcher to replace a worker that hangs. Returns without waiting."""
         self._keep(asyncio.create_task(self._say(HangReport(name, pid, why))))
 
     def report_queue_pressure(self, deep: bool) -> None:
-        """Tells the launcher that prompts begin to pile up, or no longer do; returns at once."""
+        """Report to the launcher that prompts begin to pile up, or no longer do. Returns without waiting."""
         self._keep(asyncio.create_task(self._say(QueuePressureReport(deep))))
 
     async def _say(self, message: ScaleRequest | HangReport | QueuePressureReport) -> None:
@@ -132,7 +134,8 @@ class SupervisorIPC:
 
 
 async def serve(connection: socket.socket, launcher: Launcher) -> None:
-    """The launcher's end: carries out requests until the connection is closed; those under way then go on."""
+    """The launcher's end: handle messages until the connection is closed, then wait for the scale requests still in
+    progress."""
     reader, writer = await asyncio.open_connection(sock=connection)
     under_way: set[asyncio.Task[None]] = set()
 
@@ -156,8 +159,8 @@ async def serve(connection: socket.socket, launcher: Launcher) -> None:
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
     except ConnectionError:
-        pass  # the coordinator died; its successor gets a connection of its own
-    launcher.place_coordinator(False)  # its successor has no backlog
+        pass  # the coordinator died; its replacement gets a connection of its own
+    launcher.place_coordinator(False)  # a new coordinator starts without a queue
     try:
         if under_way:
             await asyncio.wait(under_way)

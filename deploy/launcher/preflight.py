@@ -1,4 +1,4 @@
-"""What can be seen to fail before anything heavy is imported or started; all of it raises StartError, in words."""
+"""Checks before anything heavy is imported or started. A failed check raises StartError."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from common.platform import device
 from deploy.launcher import cores
 
 PROCESS_BYTES = 256 << 20
-"""What a worker takes without model and KV: the interpreter, torch, transformers."""
+"""Memory of a worker without model and KV: the interpreter, torch, transformers."""
 
 
 @contextlib.contextmanager
 def check_up(config: UpConfig, workers: int) -> Iterator[UpConfig]:
-    """Refuses a hopeless start of ``workers`` workers; fills in free ports for port 0. Nobody else is given these ports
-    within the block."""
+    """Check the start of ``workers`` workers and yield ``config`` with free ports in place of port 0. The ports are
+    reserved within the block. Raises StartError."""
     config.check_binds()
     checkpoint = open_checkpoint(config.model, config.revision, config.trust_remote_code)
     check_memory(checkpoint, config, workers)
@@ -38,13 +38,13 @@ def check_up(config: UpConfig, workers: int) -> Iterator[UpConfig]:
     with contextlib.ExitStack() as stack:
         for flag, (host, port) in sorted(
             wanted.items(), key=lambda item: item[1][1] == 0
-        ):  # first those that are named
+        ):  # fixed ports first, so that a free port cannot collide with one
             claimed[flag] = stack.enter_context(claim_port(host, port, flag)).getsockname()[1]
         yield replace(config, port=claimed["--port"], control_port=claimed["--control-port"])
 
 
 def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
-    """The same for one worker started by hand."""
+    """Check the start of one worker without a launcher. Raises StartError."""
     cores.choose(config.cores)
     check_memory(checkpoint, config, config.workers_on_host)
     if config.role == "decode":
@@ -54,11 +54,11 @@ def check_worker(checkpoint: Checkpoint, config: WorkerConfig) -> None:
 def check_memory(
     checkpoint: Checkpoint, config: UpConfig | WorkerConfig, workers: int, added: int | None = None
 ) -> None:
-    """Refuses a KV pool that cannot hold one full-length request, by the rule that the engine applies later, and pools
-    that this machine has no memory for: the kernel would kill somebody once they fill. ``added``: how many of the
-    ``workers`` are yet to come; without it, all of them.
+    """Check the memory of ``workers`` workers, ``added`` of which are not started yet (None: all of them).
 
-    Models whose configuration does not tell the shape of their KV are left to the engine.
+    Raises StartError if a KV pool cannot hold one full-length request, by the same rule as the engine, or if this
+    machine has too little free memory for the new workers and their full KV pools; the kernel would kill a process once
+    the pools fill. A model whose configuration does not give the shape of its KV is not checked here but by the engine.
     """
     if (layers := checkpoint.kv_layers()) is None:
         return
@@ -90,22 +90,25 @@ def check_memory(
 
 
 def check_text(checkpoint: Checkpoint, config: UpConfig) -> None:
-    """Refuses a tokenizer or a chat template that cannot be used, by loading both as the coordinator does later."""
+    """Load the tokenizer and the chat template as the coordinator will. Raises StartError if one cannot be used."""
     from coordinator.text.tokenizer import (
-        TextModel,  # the tokenizers library: only once nothing cheaper can fail any more
+        TextModel,  # imports the tokenizers library: after all cheaper checks
     )
 
     TextModel(checkpoint.path, vocab_size=checkpoint.vocab_size, chat_template=config.chat_template)
 
 
 def kv_bytes(config: UpConfig | WorkerConfig, workers: int) -> int:
-    """Bytes of KV pool of each of ``workers`` on this machine: as asked for, else a share of what is free."""
+    """Return the bytes of the KV pool of each of ``workers`` workers: as configured, else a share of the free
+    memory."""
     return device.kv_budget(workers) if config.kv_cache_memory is None else config.kv_cache_memory
 
 
 def claim_port(host: str, port: int, flag: str) -> socket.socket:
-    """Return a socket bound to ``port``, or to a free one for 0. While it is open, Linux gives that port to nobody who
-    asks for any, and a process of ours can listen there, which this socket does not do."""
+    """Return a socket bound to ``port``, or to a free port for 0. Raises StartError if it cannot be bound.
+
+    The socket does not listen and sets SO_REUSEADDR, so a child process can listen on the port meanwhile. While it is
+    open, Linux does not assign the port to a process that binds to port 0."""
     claimed = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

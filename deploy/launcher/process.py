@@ -1,9 +1,10 @@
-"""What a child process of the launcher does before anything else, and how the launcher starts one.
+"""Start of a child process: the launcher's side and the entry point of the child.
 
-A child gets its configuration and the keys of its role through its standard input (not through the command line, the
-environment or a file: keys must not show in ``ps``), its status pipe by number, ignores Ctrl-C (the launcher decides
-who stops when) and dies with the launcher, however that dies: the kernel kills it, and a launcher that was gone before
-the kernel was told is noticed by its process id.
+A child reads its configuration and the keys of its role from standard input (not from the command line, the environment
+or a file, because keys must not show in ``ps``). It gets the number of its status pipe as an argument and ignores
+Ctrl-C, because the launcher decides in which order children stop. It never outlives the launcher: the kernel kills it
+when the launcher dies (PR_SET_PDEATHSIG), and a launcher that died before this was set is detected by the parent
+process id.
 
     python -m deploy.launcher.process LABEL PARENT_PID STATUS_FD [LINE_FD]  < {"kind": "worker", "config": {...}}
 """
@@ -38,8 +39,10 @@ _MEBIBYTE = 1 << 20
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input. ``workers``, for a coordinator: those that serve already, and their
-    process ids; and ``at_once`` as of :func:`coordinator.app.run`. ``lending``, for a worker. ``keys`` of its role."""
+    """The message that a child reads from standard input. ``keys``: cluster keys of its role.
+
+    For a coordinator: ``workers`` are the ready workers and their process ids, ``at_once`` is as in
+    :func:`coordinator.app.run`. For a worker: ``lending`` is the core lease of this machine."""
 
     kind: str
     config: dict[str, Any]
@@ -50,9 +53,9 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when ``parent`` ends, or ends it now if that already happened.
+    """Make the kernel kill this process when ``parent`` ends, or exit now if it has already ended.
 
-    The kernel watches the *thread* that started us, so the launcher starts children from its main thread.
+    The kernel watches the *thread* that started this process, so the launcher starts children from its main thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -69,9 +72,9 @@ async def start(
     at_once: bool = False,
     keys: ClusterKeys | None = None,
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-    """Starts a child; returns it and the reading end of its status pipe. Its output is piped, stderr into stdout.
-    ``ipc_socket`` is the child's end of a socket pair for :mod:`deploy.launcher.ipc`, the others are as in
-    :class:`Launch`."""
+    """Start a child process and return it with the reading end of its status pipe. Its output is a pipe, with stderr
+    merged into stdout. ``environment``: variables to add. ``ipc_socket``: the child's end of a socket pair for
+    :mod:`deploy.launcher.ipc`. The other arguments are fields of :class:`Launch`."""
     reading, writing = os.pipe()
     passed = (writing,) if ipc_socket is None else (writing, ipc_socket.fileno())
     kind = "worker" if isinstance(config, WorkerConfig) else "coordinator"
@@ -102,7 +105,8 @@ async def start(
 
 
 def run(launch: Launch, label: str, ipc_fd: int | None = None) -> int:
-    """Runs the process that ``launch`` describes; its exit code. Only that role's rooms are imported."""
+    """Run the coordinator or worker that ``launch`` describes and return the exit code. Imports only what its role
+    needs."""
     try:
         if launch.kind == "coordinator":
             served = CoordinatorConfig(**launch.config)
@@ -130,10 +134,11 @@ def run(launch: Launch, label: str, ipc_fd: int | None = None) -> int:
         return 1
     except Exception:
         logging.getLogger(__name__).exception("%s crashed", label)
-        return 70  # EX_SOFTWARE: not a failed start but a bug
+        return 70  # EX_SOFTWARE: a bug rather than a failed start
 
 
 def main() -> None:
+    """Run a child process from its command line and standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     label, parent, status_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     die_with(parent)

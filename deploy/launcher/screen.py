@@ -1,6 +1,6 @@
-"""What the launcher shows: a live first screen on a terminal, one log line per fact on a pipe.
+"""The output of ``tandem up``: live progress and a summary on a terminal, log lines otherwise.
 
-Owns only the looks. The facts come from :mod:`deploy.launcher.supervisor`.
+Owns the presentation only. :mod:`deploy.launcher.supervisor` provides the facts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from deploy.launcher.status import Fact, Report
 log = logging.getLogger("tandem.up")
 _LINK_NAMES = {"shm": "shared memory", "zmq": "ZeroMQ over TCP"}
 _REPEATED, _DETAILS = "KV pool ", re.compile(r"attention |\d+ linear layers packed")
-"""Notes of a worker that repeat its budget, and those that only matter to who looks closely."""
+"""Notes of a worker that are not shown because they repeat its KV budget, and those that are shown at log level debug
+only."""
 
 
 CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D ends the chat and stops the server"
 
 
 def command() -> str:
-    """How the ``tandem`` command can be called from here: by its name, or by the path that it was started by."""
+    """Return how to call ``tandem`` from the current shell: by name if it is on the PATH, else by the path with which
+    this process was started."""
     if shutil.which("tandem") is None and Path(sys.argv[0]).name == "tandem":
         return shlex.quote(sys.argv[0])
     return "tandem"
@@ -40,7 +42,7 @@ def command() -> str:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """One worker that is ready: what it said on its status pipe, and the cores it was given. ``detailed``: show all."""
+    """A ready worker: the facts of its "ready" report and its cores. ``detailed``: show all notes."""
 
     label: str
     cores: str
@@ -49,12 +51,12 @@ class WorkerFacts:
 
     @property
     def compute(self) -> str:
-        """Device, dtype and cores, as far as known."""
+        """Device, dtype and cores as text, as far as known."""
         return ", ".join(str(part) for part in (self.facts.get("device"), self.facts.get("dtype"), self.cores) if part)
 
     @property
     def budget(self) -> str:
-        """The KV budget in tokens and in full-length requests."""
+        """The KV budget as text, in tokens and in full-length requests."""
         tokens, longest = self.facts.get("kv_tokens"), self.facts.get("max_model_len")
         if not isinstance(tokens, int):
             return "ready"
@@ -67,7 +69,7 @@ class WorkerFacts:
 
     @property
     def notes(self) -> list[str]:
-        """Automatic choices, with their reasons."""
+        """The worker's automatic choices with their reasons, filtered for display."""
         notes = self.facts.get("notes")
         told = [note for note in notes if not note.startswith(_REPEATED)] if isinstance(notes, list) else []
         return told if self.detailed else [note for note in told if not _DETAILS.match(note)]
@@ -75,9 +77,10 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Serving:
-    """Everything that the first screen says once the system serves.
+    """The content of the summary that is shown once the server is ready.
 
-    ``links`` are those of /admin/workers, with the sender as ``from``. ``chat``: a conversation in it follows.
+    ``links``: the links of /admin/workers with the sender added as ``from``, or names of transports. ``keyed``: whether
+    clients need an API key. ``chat``: whether a chat in this terminal follows.
     """
 
     model: str
@@ -88,12 +91,13 @@ class Serving:
     chat: bool = False
 
     def transfers(self) -> list[str]:
-        """How KV travels, in words, with the pair where there are several; empty when nothing does."""
+        """Return the KV links as text, with the names of the workers if there are several links. Empty without
+        links."""
         several = len(self.links) > 1
         return sorted({text for link in self.links if (text := _link_text(link, several))})
 
     def examples(self) -> list[str]:
-        """Lines to try, as they can be pasted; with a key set, where it is to be put comes first."""
+        """Return shell commands to try, ready to paste. If clients need a key, the first one sets it."""
         body = (
             f'{{"model":"{self.model}","messages":[{{"role":"user","content":"Hello"}}],"stream":true,"max_tokens":32}}'
         )
@@ -104,7 +108,7 @@ class Serving:
 
 
 class Screen(Protocol):
-    """What the launcher can show."""
+    """The output of the launcher."""
 
     def begin(self, title: str, notice: str) -> None: ...
     def progress(self, label: str, report: Report) -> None: ...
@@ -115,7 +119,7 @@ class Screen(Protocol):
 
 
 class Lines:
-    """One log line per fact; what children log goes to standard error as it is."""
+    """The output without a terminal: one log line per fact. Log lines of children are copied to standard error."""
 
     def __init__(self) -> None:
         self._stages: dict[str, str] = {}
@@ -155,7 +159,8 @@ class Lines:
 
 
 class Terminal:
-    """Load bars while workers start, then a table of what serves; log lines of children scroll by, dim."""
+    """The output on a terminal: progress bars during the start, then a table of the workers. Log lines of children are
+    printed dim."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -202,7 +207,7 @@ class Terminal:
             self._console.print(f"\n  [dim]{CHAT_KEYS}[/]\n")
             return
         self._console.print("\n  try")
-        for example in facts.examples():  # unwrapped, so that it can be copied
+        for example in facts.examples():  # not wrapped, so that they can be copied
             self._console.print(f"    [cyan]{escape(example)}[/]", soft_wrap=True)
         self._console.print("\n  [dim]Ctrl-C stops[/]\n")
 
@@ -223,7 +228,8 @@ def _stage_text(report: Report) -> str:
 
 
 def _link_text(link: Any, named: bool) -> str:
-    """A link of /admin/workers: a transport's name, or an object with what was measured about it."""
+    """Return a link of /admin/workers as text. It is the name of a transport, or an object with measurements.
+    ``named``: whether to add the names of the two workers."""
     if isinstance(link, str):
         return _LINK_NAMES.get(link, link)
     if not isinstance(link, dict):

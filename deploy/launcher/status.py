@@ -1,11 +1,11 @@
-"""How a starting process tells its supervisor where it is: one JSON line per fact on a pipe.
+"""Status reports of a child process to its supervisor: one JSON object per line on a pipe.
 
     {"stage": "weights", "done": 3, "total": 12, "text": "shard 3 of 12"}        any number of these
     {"ready": {"kv_tokens": 65536, "max_model_len": 8192, ...}}                  then one of these two
     {"error": {"what": ..., "why": ..., "todo": ...}}
 
-Without a supervisor (a worker started by hand) the same facts become log lines. Writing never waits long and never
-fails: a supervisor that is gone is noticed elsewhere (:mod:`deploy.launcher.process`).
+Without a supervisor (a worker started by hand) the same facts are logged. A failed write is ignored: the death of the
+supervisor is handled elsewhere (:mod:`deploy.launcher.process`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from common.core.errors import StartError
 log = logging.getLogger(__name__)
 Fact = int | float | str | bool | list[str]
 _MAX_TEXT = 600
-"""Keeps a line below what a pipe takes in one piece (4,096 bytes)."""
+"""Maximum characters of a text. Keeps a line below the size of an atomic pipe write (4,096 bytes)."""
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A StartError on the pipe."""
+    """The wire form of a StartError."""
 
     what: str
     why: str
@@ -35,7 +35,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line: progress (``done`` of ``total`` in ``stage``), or the end of the start."""
+    """One line: progress (``done`` of ``total`` in ``stage``), or the end of the start (``ready`` or ``error``)."""
 
     stage: str = ""
     done: int = 0
@@ -46,25 +46,26 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Sink:
-    """Where this process reports to."""
+    """The destination of this process's reports, and the last stage that was logged without one."""
 
     fd: int | None = None
     stage = ""
 
 
 def attach(fd: int) -> None:
-    """From now on reports go to the pipe ``fd``."""
+    """Send further reports to the pipe ``fd``."""
     os.set_inheritable(fd, False)  # processes that this one starts must not hold the pipe open
     _Sink.fd = fd
 
 
 def supervised() -> bool:
-    """Whether a launcher started this process."""
+    """Return whether a launcher started this process."""
     return _Sink.fd is not None
 
 
 def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
-    """How far ``stage`` is; call it as often as you like."""
+    """Report the progress of ``stage``. May be called often: without a supervisor only the begin and the end are
+    logged."""
     if _Sink.fd is not None:
         _write(Report(stage, done, total, text[:_MAX_TEXT]))
     elif stage != _Sink.stage or (total and done == total):
@@ -73,7 +74,8 @@ def report(stage: str, done: int = 0, total: int = 0, text: str = "") -> None:
 
 
 def ready(**facts: Fact) -> None:
-    """The process serves. Workers say ``kv_tokens``, ``max_model_len``, ``device``, ``dtype``, ``notes``."""
+    """Report that the process serves. Workers give ``kv_tokens``, ``max_model_len``, ``device``, ``dtype``,
+    ``notes``."""
     if _Sink.fd is not None:
         _write(Report(ready=facts))
     else:
@@ -81,13 +83,13 @@ def ready(**facts: Fact) -> None:
 
 
 def failed(error: StartError) -> None:
-    """The process cannot start; the supervisor prints why."""
+    """Report that the process cannot start. The supervisor prints ``error``."""
     if _Sink.fd is not None:
         _write(Report(error=Reason(*(text[:_MAX_TEXT] for text in (error.what, error.why, error.todo)))))
 
 
 def read(line: bytes) -> Report | None:
-    """One line of the pipe; None if it is not one (a half line of a process that was killed)."""
+    """Decode one line of the pipe. None if it is incomplete because the process was killed."""
     try:
         return msgspec.json.decode(line, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,12 +1,13 @@
-"""``tandem up``: a coordinator and its workers on this machine, under one plain supervisor.
+"""``tandem up``: supervises a coordinator and its workers on this machine.
 
-    STARTING ── everybody ready ──► SERVING ── first signal ──► DRAINING ── all gone ──► exit 0
-       │ a worker cannot start          │ a child dies: started again, with backoff
-       └──► exit 1, in at most five lines
+    STARTING ── all ready ──► SERVING ── first signal ──► DRAINING ── all exited ──► exit 0
+       │ a worker cannot start    │ a child dies: restarted with backoff
+       └──► exit 1, with a three-line error
 
-What can be found wrong without starting anything is found before (:mod:`deploy.launcher.preflight`). Draining stops the
-coordinator first: it refuses new requests and finishes the running ones, which needs the workers; then those go. A
-second signal kills everybody, exit 130. Children never outlive the supervisor (:mod:`deploy.launcher.process`).
+:mod:`deploy.launcher.preflight` checks all that can be checked before a process is started. Draining stops the
+coordinator first: it refuses new requests and finishes the running ones, which needs the workers. Then the workers
+stop. A second signal kills all children; the exit code is 130. Children never outlive the supervisor
+(:mod:`deploy.launcher.process`).
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from deploy.launcher.preflight import check_memory, check_up
 from deploy.launcher.screen import Lines, Screen, Serving, Terminal, WorkerFacts
 
 STOPPED_AT_ONCE = 130
-"""The exit code after a second signal, as shells have it for Ctrl-C."""
+"""The exit code after a second signal: that of shells for Ctrl-C."""
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 30.0
-"""From the last worker's "ready" to the coordinator's."""
+"""Maximum time from the last worker's "ready" report until the coordinator answers /ready with 200."""
 LINKS_TIMEOUT_S = 2.0
 LEAVE_GRACE_S = 5.0
-"""What a process may take to end beyond the drain timeout, before it is killed."""
+"""Time that a process has to exit after the drain timeout before it is killed."""
 ONE_SIGNAL_S = 0.5
-"""Signals so near to the first are the same one: who sends SIGTERM to a whole group, as timeout does, sends it to make,
-too, which passes it on."""
+"""Signals within this time of the first count as the same one. timeout(1), for example, sends SIGTERM to the whole
+process group; if it includes make, make forwards the signal and it arrives twice."""
 
 
 def run(config: UpConfig) -> int:
-    """Serves until told to stop; the exit code. StartError when it cannot start."""
+    """Serve until stopped and return the exit code. Raises StartError if the system cannot start."""
     console = Console()
     if not console.is_terminal:
         setup_logging(config.log_level, config.log_format, "up", sys.stdout)
@@ -71,13 +72,13 @@ def run(config: UpConfig) -> int:
 
 
 def reachable(host: str) -> str:
-    """How a client on this machine writes the address of a socket bound to ``host``."""
+    """Return the host with which a client on this machine reaches a socket bound to ``host``."""
     return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))  # noqa: S104 - looked up, not bound
 
 
 def leaves_first(child: ChildProcess) -> tuple[bool, bool, int]:
-    """Order in which workers leave: those that are down, those that are starting again, then the youngest names. Who
-    serves is not sent away for one that may never be back."""
+    """Sort key for scaling down: first workers that are down, then those that are restarting, then ready ones, the
+    highest index first. A ready worker is not removed in favor of one that may never become ready."""
     return child.serving() is not None, child.running(), -int(child.label.rpartition("-")[2])
 
 
@@ -86,7 +87,7 @@ def _role(child: ChildProcess) -> Role | None:
 
 
 class Member(NamedTuple):
-    """One worker of the fleet."""
+    """A planned worker: its name, role and cores."""
 
     label: str
     role: Role
@@ -94,7 +95,7 @@ class Member(NamedTuple):
 
 
 def plan(config: UpConfig) -> list[Member]:
-    """Which workers there will be, and which cores each gets."""
+    """Return the workers to start and their cores. Raises StartError if ``--cpus`` names no usable core."""
     mine, quota = machine(config)
     prefill, decode, colocated = config.pools(min(len(mine), quota or len(mine)))
     counts: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
@@ -104,7 +105,8 @@ def plan(config: UpConfig) -> list[Member]:
 
 
 def machine(config: UpConfig) -> tuple[list[int], int | None]:
-    """The cores that workers may have, and how many cores' time in all, if that is limited."""
+    """Return the cores that workers may use, and the container's CPU limit in cores if there is one. Raises StartError
+    if ``--cpus`` names no usable core."""
     allowed = cores.usable_cores()
     mine = [core for core in config.cores or allowed if core in allowed]
     if not mine:
@@ -113,13 +115,14 @@ def machine(config: UpConfig) -> tuple[list[int], int | None]:
 
 
 class Supervisor:
-    """All child processes of one ``tandem up``, from the first process to the last."""
+    """All child processes of one ``tandem up``: starts, watches, scales and stops them."""
 
     def __init__(self, config: UpConfig, fleet: Sequence[Member], screen: Screen) -> None:
         self._config, self._fleet, self._screen = config, fleet, screen
         colocated = any(member.role == "colocated" for member in fleet)
         self._keys = config.keys("coordinator", *(("colocated",) if colocated else ("prefill", "decode")))
-        """Of this system, as long as it runs: a child that replaces another gets the same."""
+        """Cluster keys by role. They stay the same for the lifetime of the supervisor, so that a replaced child can
+        rejoin."""
         self._children: list[ChildProcess] = []
         self._lent = CoreLease.create() if config.lend_cores else None
         self._stop, self._kill = asyncio.Event(), asyncio.Event()
@@ -128,13 +131,16 @@ class Supervisor:
         self._grown = asyncio.Event()
         self._up = self._chatting = self._piling_up = False
         self._homes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        """The coordinator's cores, and those that it has while prompts pile up."""
+        """The coordinator's cores while prompts do not pile up, and while they do. None if the workers are not
+        pinned."""
         self._scaling = asyncio.Lock()
         self._coming: list[ChildProcess] = []
         self._url = f"http://{reachable(config.host)}:{config.port}"
         self._keyed = bool(config.api_keys())
 
     async def run(self) -> int:
+        """Start all children, serve until stopped, then drain. Returns the exit code. Raises StartError if a child
+        cannot start. No child is left when this returns or raises."""
         self._listen_to_signals()
         self._children = self._make_children()
         for child in self._children:
@@ -168,7 +174,8 @@ class Supervisor:
                 self._lent.close()
 
     def _watched(self) -> list[asyncio.Task[None]]:
-        """Whose end may end everything; a worker that was asked for later is its asker's business until it is ready."""
+        """Return the tasks whose failure ends the supervisor. A worker added by scaling is not included until it is
+        ready; until then :meth:`_grow` handles its failure."""
         return [self._keepers[child.label] for child in self._children if not self._up or child.facts.done()]
 
     def _keep(self, child: ChildProcess) -> asyncio.Task[None]:
@@ -176,7 +183,7 @@ class Supervisor:
         return task
 
     def _make_children(self) -> list[ChildProcess]:
-        """The coordinator and the workers."""
+        """Return the coordinator and the workers, not started yet."""
         config, roles = self._config, [member.role for member in self._fleet]
         door = config.for_coordinator(
             expect_prefill=roles.count("prefill"),
@@ -191,7 +198,7 @@ class Supervisor:
         return [coordinator, *workers]
 
     def _make_worker(self, member: Member, workers: int) -> ChildProcess:
-        """One of ``workers`` workers on this machine."""
+        """Return one of ``workers`` workers on this machine, not started yet."""
         config = self._config.for_worker(
             member.role,
             WorkerName(member.label),
@@ -206,11 +213,11 @@ class Supervisor:
         return ChildProcess(member.label, config, member.share, self._screen, self._keys[member.role], lending=lending)
 
     def _settle_cores(self, coordinator: ChildProcess, workers: Sequence[ChildProcess]) -> None:
-        """The workers of this machine are ``workers`` from here on: who has cores for itself may lend them, and the
-        coordinator, which interrupts others, gets cores of its own."""
+        """Update core lending and the coordinator's cores for the new set of ``workers``. A worker may lend cores that
+        it does not share. The coordinator is placed where its preempting threads disturb the least."""
         if self._lent is not None:
             self._lent.settle(child.share.cores or () for child in workers)
-        if all(child.share.cores for child in workers):  # else nobody has cores for itself
+        if all(child.share.cores for child in workers):  # else the workers are not pinned
             mine, everybody = machine(self._config)[0], [child.share for child in workers]
             beside_prompts, beside_streams = (
                 cores.beside(mine, everybody, [child.share for child in workers if _role(child) == undisturbed])
@@ -222,18 +229,21 @@ class Supervisor:
     def _bind(self, coordinator: ChildProcess) -> None:
         if self._homes is not None:
             home = self._homes[self._piling_up]
-            # who may run anywhere goes to a core that is idle, which Linux does not do for who interrupts at once
+            # real-time threads only where it cannot run on all cores: Linux does not move them to an idle core
             coordinator.bind(home, at_once=len(home) < len(machine(self._config)[0]))
 
     def place_coordinator(self, deep: bool) -> None:
-        """Beside prompts it delays no stream; while they pile up it runs beside streams: prefill has no rest then."""
+        """Pin the coordinator to the cores for the current load. Usually it shares cores with prefill workers, so that
+        it delays no stream. While prompts pile up (``deep``), prefill is the bottleneck and it shares cores with decode
+        workers."""
         self._piling_up = deep
         self._bind(self._children[0])
 
-    # -- coming up ----------------------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Comes up, and stays until told to stop; with ``--chat``, until the conversation in this terminal ends."""
+        """Wait for the start to complete, then serve until stopped; with ``--chat`` until the chat in this terminal
+        ends."""
         await self._come_up()
         if self._config.chat:
             await self._chat()
@@ -241,7 +251,7 @@ class Supervisor:
         await self._stop.wait()
 
     async def _come_up(self) -> None:
-        """Waits until everybody is ready and the coordinator agrees, then shows the first screen."""
+        """Wait until all children are ready and the coordinator reports that it is ready, then show the summary."""
         await asyncio.gather(*(asyncio.shield(child.facts) for child in self._children))
         self._up = True
         await self._until_ready()
@@ -276,7 +286,8 @@ class Supervisor:
         )
 
     async def _measured_links(self) -> tuple[object, ...]:
-        """How KV travels between the pools and how fast; the mere names when the measuring takes too long."""
+        """Return the KV links between the pools with their measurements, or only the transports' names if measuring
+        takes longer than LINKS_TIMEOUT_S."""
         pairs = len(self._pool("prefill")) * len(self._pool("decode"))
         deadline = time.monotonic() + LINKS_TIMEOUT_S
         while True:
@@ -286,7 +297,8 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     def _links(self) -> Iterable[object]:
-        """How KV travels, as the coordinator knows it; nothing when there is nobody to send to."""
+        """Return the KV links that the coordinator has measured, else the preferred transport of each prefill
+        worker."""
         config = self._config
         key = config.admin_api_key or next(iter(config.api_keys()), None)
         try:
@@ -312,29 +324,31 @@ class Supervisor:
             self._chatting = False
 
     def replace(self, name: str, pid: int, why: str) -> None:
-        """A worker hangs; one that is not of ours, or whose process has ended meanwhile, is nobody's business here."""
+        """Replace the worker ``name``, which hangs. Does nothing if it is not a child, or is no longer process
+        ``pid``."""
         for child in self._children[1:]:
             if child.label == name:
                 child.replace(pid, why)
 
     def serving(self) -> dict[WorkerName, int]:
-        """Whom a coordinator that starts now may expect to hear of; one that does not speak to it hangs."""
+        """Return the names and process ids of the ready workers. A coordinator that starts now expects them to connect,
+        and reports one that does not as hanging."""
         return {WorkerName(child.label): pid for child in self._children[1:] if (pid := child.serving()) is not None}
 
-    # -- other pools --------------------------------------------------------------------------------------------------
+    # -- scaling ------------------------------------------------------------------------------------------------------
 
     async def scale(self, prefill: int | None, decode: int | None) -> Pools:
-        """Makes the pools that large and returns their sizes; StartError says why not.
+        """Resize the pools and return their sizes. Raises StartError if that is not possible.
 
-        Those that join come first, those that leave have as long as at a stop. One change at a time: a later wish waits
-        for the one under way, but workers that are still starting and that it does not want are given up, and whoever
-        wanted them is told. So a start that hangs can be taken back, and a wish that is repeated disturbs nothing.
+        New workers are started before others are drained, which have the usual drain timeout. Changes run one at a
+        time, but a new request at once ends workers that are still starting and that it does not want; the request that
+        started them fails. A start that hangs can therefore be undone, and repeating a request has no effect.
         """
         self._give_up(self._checked(prefill, decode))
         async with self._scaling:
             try:
                 return await self._change(self._checked(prefill, decode))
-            finally:  # a coordinator that restarts expects those that there are
+            finally:  # a restarted coordinator must expect the current number of workers
                 door = self._children[0]
                 assert isinstance(door.config, CoordinatorConfig)
                 door.config = replace(
@@ -342,7 +356,7 @@ class Supervisor:
                 )
 
     def _give_up(self, wanted: Mapping[Role, int]) -> None:
-        """Ends the youngest of those that still start, as far as they are more than ``wanted``."""
+        """Kill the last of the workers that are still starting, as far as their pool would exceed ``wanted``."""
         for role, count in wanted.items():
             coming = [child for child in self._coming if _role(child) == role]
             ready = [child for child in self._pool(role) if child not in coming]
@@ -353,7 +367,7 @@ class Supervisor:
         coming, leaving = self._difference(wanted)
         await asyncio.to_thread(self._check_memory, len(coming))
         self._screen.fact("scaling to " + ", ".join(f"{role} {count}" for role, count in wanted.items()))
-        at_once = asyncio.Semaphore(os.cpu_count() or 1)  # a start takes a core: those who serve need theirs
+        at_once = asyncio.Semaphore(os.cpu_count() or 1)  # each start uses a core
 
         async def grow(child: ChildProcess) -> None:
             async with at_once:
@@ -375,12 +389,13 @@ class Supervisor:
         return sizes
 
     def _pool(self, role: Role) -> list[ChildProcess]:
-        """Its workers, and those that will be."""
+        """Return the workers of ``role``, those about to be started included."""
         later = [child for child in self._coming if child not in self._children]
         return [child for child in (*self._children, *later) if _role(child) == role]
 
     def _checked(self, prefill: int | None, decode: int | None) -> dict[Role, int]:
-        """The sizes that are wanted; StartError if they cannot be had now."""
+        """Return the requested pool sizes, with the current size for None. Raises StartError if they are not possible
+        now."""
         if not self._up or self._stop.is_set():
             when = "is stopping" if self._stop.is_set() else "is still starting"
             raise StartError("the pools cannot be changed now", f"the server {when}", "wait until it serves")
@@ -394,7 +409,7 @@ class Supervisor:
         return {role: len(self._pool(role)) if count is None else count for role, count in wanted.items()}
 
     def _difference(self, wanted: Mapping[Role, int]) -> tuple[list[ChildProcess], list[ChildProcess]]:
-        """Who comes, not started yet, and who leaves."""
+        """Return the workers to start, not started yet, and the workers to drain."""
         names: list[tuple[str, Role]] = []
         leaving: list[ChildProcess] = []
         for role, count in wanted.items():
@@ -417,7 +432,8 @@ class Supervisor:
             check_memory(checkpoint, config, len(self._children) - 1 + added, added)
 
     async def _grow(self, child: ChildProcess) -> None:
-        """Waits until a new worker is ready; one that cannot start is dropped, and StartError says why."""
+        """Start a worker and wait until it is ready. Raises StartError and forgets it if it cannot start, or if a later
+        scale request has ended it."""
         self._children.append(child)
         keeper = self._keep(child)
         await asyncio.wait((keeper, child.facts), return_when=asyncio.FIRST_COMPLETED)
@@ -426,12 +442,13 @@ class Supervisor:
             await keeper
             raise StartError(f"{child.label} did not start", "it was not wanted any more", "look at GET /admin/workers")
         self._coming.remove(child)
-        self._grown.set()  # from now on it is watched like the others
+        self._grown.set()  # wakes run(), which now watches it as the others
         facts = WorkerFacts(child.label, f"cores {child.share.cpus}" if child.share.cpus else "", child.facts.result())
         self._screen.fact(f"{child.label} is ready: {facts.budget} ({facts.compute})")
 
     async def _shrink(self, child: ChildProcess) -> None:
-        """Drains a worker and waits until it has gone; between two processes it is gone at once."""
+        """Drain a worker and wait until it has exited; kill it after the drain timeout. One that waits for its restart
+        has exited already."""
         child.send(signal.SIGTERM)
         keeper = self._keepers[child.label]
         _, late = await asyncio.wait((keeper,), timeout=self._config.drain_timeout + LEAVE_GRACE_S)
@@ -445,7 +462,7 @@ class Supervisor:
         self._children.remove(child)
         del self._keepers[child.label]
 
-    # -- going down ---------------------------------------------------------------------------------------------------
+    # -- stop ---------------------------------------------------------------------------------------------------------
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -454,7 +471,7 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._chatting:
-            return  # it stops an answer, which is the conversation's business
+            return  # the chat process handles Ctrl-C: it stops an answer
         if not self._stop.is_set():
             self._stopped_at = time.monotonic()
             self._stop.set()
@@ -462,7 +479,8 @@ class Supervisor:
             self._kill.set()
 
     async def _drain(self, at_once: bool) -> None:
-        """The coordinator finishes what runs, then the workers go; nothing to finish while still starting."""
+        """Drain the coordinator, then the workers, until all have exited or their time limits have passed. With
+        ``at_once``, while the system is still starting, there is nothing to drain."""
         if at_once:
             self._screen.fact("told to stop before everybody was ready: stopping at once")
             return
