@@ -1,1 +1,1 @@
-"""Process chaos: real processes over loopback, broken on purpose while a request is provably in a given phase."""
+"""Process chaos: real processes over loopback, into which faults are injected while a request is in a known phase."""

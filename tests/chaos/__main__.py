@@ -3,13 +3,13 @@
     python -m tests.chaos all                                                 what ``make chaos`` runs
     python -m tests.chaos matrix [--only TEXT] [--houses 3]                   every fault in every phase
     python -m tests.chaos load [--only TEXT] [--requests 800] [--at-once 64]  one fault under load, over each link
-    python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one frame in twenty is broken
-    python -m tests.chaos soak [--requests 10000] [--every 20] [--state FILE] a fault every 20 s, a tenth hangs up
-    python -m tests.chaos model [DIRECTORY] [--dtype bfloat16] [--only TEXT]  one fault under load of a checkpoint
-    python -m tests.chaos overload                                            two and three times what can be served
-    python -m tests.chaos aborts [--count 100]                                how soon a hang-up frees blocks
+    python -m tests.chaos frames [--requests 2000] [--rate 0.01]              one KV frame in twenty is broken
+    python -m tests.chaos soak [--requests 10000] [--every 20] [--state FILE] a fault every 20 s, 10 % of clients leave
+    python -m tests.chaos model [DIRECTORY] [--dtype bfloat16] [--only TEXT]  one fault under load, with a real model
+    python -m tests.chaos overload                                            two and three times the peak load
+    python -m tests.chaos aborts [--count 100]                                time from a disconnect to free blocks
 
-With ``--report FILE`` the tables go to a file too. Logs are kept when something is wrong.
+With ``--report FILE`` the tables are also written to a file. Logs are kept if something fails.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _overload(options: argparse.Namespace) -> tuple[bool, str]:
 
 
 def _model(options: argparse.Namespace) -> tuple[bool, str]:
-    from tests.chaos import model  # it imports torch
+    from tests.chaos import model  # imports torch
 
     knobs = {"requests": options.requests, "at_once": options.at_once, "dtype": options.dtype, "only": options.only}
     return _told(asyncio.run(model.load(options.directory, options.model or model.BUILTIN, **knobs)))

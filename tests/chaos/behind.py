@@ -1,6 +1,6 @@
-"""``python -m tests.chaos.behind HOST:PORT ...``: the ``tandem`` command whose worker is reached through a proxy.
+"""``python -m tests.chaos.behind HOST:PORT ...``: the ``tandem`` command with its worker behind a proxy.
 
-It logs where it listens and as whom, and tells its coordinator that peers find it at HOST:PORT.
+The worker logs its listening address and incarnation, and advertises HOST:PORT to the coordinator as its data address.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The failure matrix: which fault in which phase, what must come of it, and within which bound.
+"""The failure matrix: each fault in each phase, with the expected outcome and a time bound.
 
-One line per cell. The bound is about what ``measure`` says:
+One line per cell. ``measure`` selects the time, in seconds, that the bound applies to:
 
-    gap      the longest pause after the fault before the client's next token (or its end), in seconds; of an answer in
-             one piece (D) that is until it is there, REST_S without a fault. In Q it is that of the neighbours, and
-             ``turn_s`` bounds that of the request itself, which waits TURN_S for its turn without a fault
-    freed    from the fault to the last block that a living worker gives back
-    answer   from the fault to the end of the answer
-    back     from when a new process listens (coordinator) or is ready (worker) to its being of use again
-    unqueued from the fault to the coordinator's knowing of nobody who waits
+    gap      the longest pause after the fault until the client's next token or the end of its answer. For an answer
+             that is not streamed (D) it lasts until the answer arrives, REST_S without a fault. In Q it is the
+             neighbours' gap, and ``turn_s`` bounds the gap of the request itself, which waits TURN_S without a fault
+    freed    from the fault until a living worker frees the last block
+    answer   from the fault until the end of the answer
+    back     from the time a new process listens (coordinator) or is ready (worker) until it is used again
+    unqueued from the fault until the coordinator counts no waiting request
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ from tests.chaos.scenes import OUTPUT, REST_S, TURN_S, Arranged, Phase
 from tests.chaos.worker import FAILS, FAILS_ONCE, KILLS, OUT_OF_MEMORY, RAISES
 
 KILLED_S, STOPPED_S, RECOMPUTED_S = 0.5, 2.5, 0.7
-"""The bounds of a stream's largest gap (a death noticed within 0.2 s, silence within 2 s, and a new start), and what a
-prompt takes to be computed again in phase P's slow prefill."""
+"""Bounds on a stream's largest gap: a death is detected within 0.2 s, silence within 2 s, and then the attempt starts
+anew. ``RECOMPUTED_S`` is the time to compute a prompt again in phase P's slow prefill."""
 HUNG_S = 3.25
-"""A loop that does not come to its end, or a stream that stands still, is noticed after 2 s by a look every 0.25 s, a
-loop by the heartbeat (0.5 s) that tells of it; and a new start."""
+"""A hung worker loop or a stalled stream is detected after 2 s by a check every 0.25 s; a hung loop is reported by a
+heartbeat, every 0.5 s. Then the attempt starts anew."""
 CUT_OFF_S = 4.0
-"""A lease (every 0.5 s) that has not been answered for 1.75 s is missed by the heartbeat (0.5 s) that tells so, 0.5 s
-later, by a look every 0.25 s: after 3.5 s; and a new start."""
+"""A worker whose control connection carries nothing is detected after at most 3.5 s: a lease (sent every 0.5 s) is
+unanswered for 1.75 s, a heartbeat (every 0.5 s) reports that, 0.5 s pass, and a check runs every 0.25 s. Then the
+attempt starts anew."""
 ALIVE_S = 1.0
-"""A request that may be why two workers died waits so long until it is known whether they did."""
+"""How long a request suspected of crashing two workers waits until their deaths are confirmed or refuted."""
 BACK_S = 1.0
-"""A worker whose connection broke has joined again, by its next heartbeat if it was idle."""
+"""Within this time a worker whose connection broke has joined again; an idle one notices by its next heartbeat."""
 SOON_S = 0.5
-"""What nobody is to notice may cost so much."""
+"""Allowance for a fault that should not delay anything."""
 BESIDE_S = 1.0
-"""What the steps of an answer, or of two after each other, may wait in all for other houses, which share the cores."""
+"""Allowance for the delay of an answer's steps, or of two successive answers', by other houses on the same cores."""
 HELD_S = 10.0
-"""The longest that anything may be held for a peer that is gone or silent."""
+"""The longest time that anything may be held for a peer that is gone or silent."""
 FREED_S, PREFILL_FREED_S = 0.15, 0.25
-"""After a client has left: 0.1 s and the running step."""
+"""Time to free blocks after a client has left: 0.1 s plus the running step (decode, prefill)."""
 UNQUEUED_S = 0.25
-"""One that only waited is forgotten at once; the coordinator is asked every 0.03 s, beside what else runs."""
+"""Time to forget a request that was only queued: immediate, but the coordinator is polled every 0.03 s under load."""
 REFUSED_S, WORKERLESS_S, BEGUN_S = 1.0, 10.0, 18.0
-"""An answer that there is no worker: to a new request, and after which wait to one that was admitted, and to one that
-has tokens which its client has not seen."""
+"""Time to the error that there is no worker: for a new request, for an admitted one, and for one that has tokens which
+its client has not received."""
 EXPIRED_S = 0.5
-"""A deadline that has passed is noticed within 0.1 s."""
+"""Bound on the answer after a deadline, which is checked every 0.1 s."""
 STARTED_S = 3.0
-"""New workers are there: mostly 0.4 s to start their processes, and 2 s beside houses that start theirs."""
+"""Time to start new workers: usually 0.4 s, up to 2 s while other houses start theirs."""
 REJOINED_S, USED_S = 3.0, 1.0
-"""Workers of a coordinator that restarted are back; a worker that restarted is used."""
+"""Time until the workers of a restarted coordinator are back, and until a restarted worker is used."""
 OUTLIVES_LEASE = 500
-"""Tokens of an answer that takes 15 s: longer than a lease of 8 s."""
+"""Tokens of an answer that takes 15 s, longer than the lease of 8 s."""
 Measure = Literal["gap", "freed", "answer", "back", "unqueued"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Flags of a house's workers and of its door."""
+    """Flags of a house's workers and of its coordinator (``door``)."""
 
     flags: tuple[str, ...] = ("--max-num-seqs", "2")
     door: tuple[str, ...] = ()
     each: int = 2
-    """Workers of each role."""
+    """Number of workers of each role."""
 
 
 USUAL = Kind()
-"""Two slots per decode worker: four requests fill the house."""
+"""Two slots per decode worker: four requests fill all slots."""
 HURRIED = Kind(door=("--request-timeout", str(faults.DEADLINE_S)))
 IMPATIENT = Kind(flags=("--max-num-seqs", "8"), door=("--client-timeout", "1"))
 WAITS = Kind(door=("--no-prefill-policy", "wait"))
@@ -79,20 +80,22 @@ ALONE_WAITS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "wait")
 ALONE_REJECTS = Kind(("--max-num-seqs", "8"), door=("--no-prefill-policy", "reject"), each=1)
 HASTY = Kind(("--max-num-seqs", "2", "--drain-timeout", "0.1"))
 PROMISED = Kind(flags=("--max-num-seqs", "4", "--blocks", "110"))
-"""Room for two promises of 320 + 512 tokens, and two slots more."""
+"""Per decode worker: blocks for two requests of 320 + 512 tokens, and slots for two more."""
 FILLED = Kind(flags=("--max-num-seqs", "4", "--blocks", str(faults.POOL_BLOCKS)))
-"""Room for the same and for one of 320 + 60, not for two streams of 320 + 700 beside it."""
+"""Blocks for the same two requests and one of 320 + 60 tokens, but not for it and two streams of 320 + 700."""
 STRICT = Kind(door=("--max-queued-requests", "1"))
 CRAMPED = PROMISED
-"""Nor is there room for two streams of 320 + 700 tokens."""
+"""The same limits; two streams of 320 + 700 tokens do not fit either."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """``expect`` is the verdict on the request's answer (see :meth:`house.Ask.verdict`). ``arranged``: the phase at
-    which the fault is set up, if it is an earlier one.
-    ``neighbours``: the verdict on those that were there too. ``output``: tokens asked for. ``stream``: whether they
-    come one by one. ``house``: what it needs. ``turn_s``: the longest that a queued request may then have no token."""
+    """One fault in one phase.
+
+    ``expect`` is the expected verdict on the request's answer (see :meth:`tests.chaos.house.Ask.verdict`),
+    ``neighbours`` that on the other requests. ``arranged`` is the phase in which the fault is set up, if that is an
+    earlier one. ``output`` is the number of tokens requested, ``stream`` whether they are streamed, ``house`` the kind
+    of house needed. ``turn_s`` bounds the time without a token of a request that was queued."""
 
     name: str
     phase: Phase
@@ -113,7 +116,7 @@ class Cell:
 
     @property
     def turns(self) -> bool:
-        """Whether the request waits for its turn when the fault strikes, and then has it or a word that it has not."""
+        """Whether the request is queued when the fault strikes and answered afterwards, so that ``turn_s`` applies."""
         return self.phase == "Q" and self.arranged is None and self.measure in ("gap", "freed", "back")
 
 
@@ -122,7 +125,7 @@ def _row(name: str, fault: Fault, expect: str, bounds: dict[Phase, float], **mor
 
 
 def _late(delay_s: float) -> dict[Phase, float]:
-    """Of a fault that costs so much whoever decodes."""
+    """Return the bounds of a fault that delays decoding by ``delay_s``."""
     return {"D": REST_S + BESIDE_S + delay_s, "S": delay_s}
 
 
@@ -130,22 +133,25 @@ _KILL = {"Q": KILLED_S, "P": KILLED_S + RECOMPUTED_S, "X": KILLED_S, **_late(KIL
 _STOP = {"Q": STOPPED_S, "P": STOPPED_S + RECOMPUTED_S, "X": STOPPED_S, **_late(STOPPED_S)}
 _CUT_OFF = {"P": CUT_OFF_S + RECOMPUTED_S, "X": CUT_OFF_S, **_late(CUT_OFF_S)}
 _UNMOVED = _late(SOON_S)
-"""Prefill has nothing to do with whoever decodes."""
+"""Faults of prefill do not affect requests that decode."""
 _FEWER = {"Q": 6.0}
 _FEWER_TURN_S = 2 * (TURN_S + BESIDE_S)
-"""Half of the slots are left: the neighbours of a queued request wait for each other (1.8 to 3.6 s), it for them."""
+"""Half of the slots are left: a queued request's neighbours wait for each other (1.8 to 3.6 s), and it for them."""
 _CUT_S = 0.5
-"""A client hears at once that the coordinator is dead."""
+"""A client's connection breaks at once when the coordinator dies."""
 _NONE = {"Q": 1.0, "P": 1.0, "X": 1.0, **_late(1.0), "D": _UNMOVED["D"]}
 _CALM = {phase: bound for phase, bound in _NONE.items() if phase != "Q"}
 
-# What has no cell. Faults of a frame or a message of a hand-off: all but X (prefill waits for a lost Accept while
-# decode already computes: it is freed in that cell). A link that is slow, late or black: whoever has no hand-off (Q,
-# D, S); that this costs nothing is shown by one that is reset. A client that stops reading before it is sent anything
-# (Q, P, X, D): all clients do. "every decode killed, none comes" in S: a stream waits for new ones, and until its
-# deadline, which both have cells; so does one in X whose client has its first token, and therefore that cell is of an
-# answer in one piece. "no decode", "no prefill" and "overload" meet a request when it comes (Q); what they mean later
-# is "every ... killed". A fault of the engine meets a prompt (P), a poisonous token of an answer D and S.
+# Combinations without a cell:
+# - Faults of a hand-off's frame or message outside X. (While an Accept is lost, prefill waits though decode already
+#   computes; the cell in X covers that the blocks are freed.)
+# - A slow, late or black-holed link in phases without a hand-off (Q, D, S): "link P-D reset" shows that these are
+#   unaffected.
+# - A client that stops reading before anything is sent to it (Q, P, X, D): no client reads then.
+# - "every decode killed, none comes" in S: a stream waits for new workers until its deadline, and both have cells. The
+#   same holds in X once the client has the first token; therefore that cell's answer is not streamed.
+# - "no decode", "no prefill" and "overload" after Q: they affect arriving requests; later, "every ... killed" applies.
+# - An engine failure occurs in the prompt (P); a poisonous output token in D and S.
 CELLS: list[Cell] = [
     *_row("client disconnects", faults.client_leaves, "gone",
           dict.fromkeys("PX", PREFILL_FREED_S) | dict.fromkeys("DS", FREED_S), measure="freed"),

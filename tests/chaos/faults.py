@@ -1,4 +1,4 @@
-"""What can happen. Each fault strikes a scene and returns its proof: a check, made at the end, that it did happen."""
+"""The faults. Each is injected into a scene and returns its proof: a check, made at the end, that it happened."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ from tests.chaos.worker import KILLS_LATE
 Proof = Callable[[], bool]
 Fault = Callable[[Scene], Awaitable[Proof]]
 LONG, CHOICES, FAST_S, NARROW_BYTES = 1500, 4, 0.005, 2048
-"""Of a client that stops reading: tokens and choices asked for, seconds a token, what its socket takes at a time."""
+"""For a client that stops reading: tokens and choices requested, seconds per token, and the socket's buffer size."""
 STUCK_S = 8.0
-"""Longer than anybody should wait for a worker that hangs."""
+"""How long a hung worker hangs: longer than anything may wait for it."""
 SERVED_S = 4.5
-"""The longest that a request waits which comes to a pair whose last hand-off has failed: a cool-down, and the turns of
-four prompts."""
+"""The longest wait of a request whose only pair has a failed hand-off behind it: a cool-down, and four prompts."""
 UNDISTURBED_S = 0.5
-"""The longest pause of a stream that a fault does not concern."""
+"""The longest pause of a stream that a fault must not affect."""
 DEADLINE_S = 1.5
-"""After which a request has waited long enough."""
+"""Request timeout of the coordinator in the cells about deadlines."""
 RESET_EVERY_S = 0.04
-"""From the first packet that one of the connections carries to that of the next."""
+"""Seconds between the resets of successive connections."""
 POOL_BLOCKS, FILLS, ALMOST = 130, 700, 102
-"""Of a pool that two streams fill: its blocks, the tokens of each stream, and the blocks that both have when
-the request comes, of which they take the next ones with it."""
+"""For a pool that two streams fill: its blocks, the tokens of each stream, and the number of blocks that both hold when
+the request arrives."""
 FILLING_S, WAITING_S, LASTS_S = 0.002, 0.2, 0.01
-"""A token of those streams, when they fill a pool and when they wait for those of the other one and for the request;
-and one of a prompt that is to last until the pool is full."""
+"""Seconds per token of these streams while they fill the pool, and while they wait for the other pool's streams and for
+the request; and seconds per token of a prompt that must last until the pool is full."""
 COMERS = 4
-"""Requests that come together, as many as there are slots: of each role every worker gets some."""
+"""Number of requests sent at once, equal to the number of slots, so that every worker gets some."""
 REFUSED_S = 0.05
-"""What a refusal takes at most."""
+"""The longest time until a request is rejected."""
 
 
 def _struck(scene: Scene) -> None:
@@ -52,7 +51,7 @@ def _struck(scene: Scene) -> None:
 
 
 def _let_go(scene: Scene) -> None:
-    """Ends the pause in which a scene in phase X was arranged."""
+    """Release the data connections that a scene in phase X holds back."""
     for worker in scene.house.by_role("decode"):
         worker.data.release()
 
@@ -73,7 +72,8 @@ async def client_leaves(scene: Scene) -> Proof:
 
 
 async def queued_client_leaves(scene: Scene) -> Proof:
-    """Nobody ever computes a token of the request: only its neighbours', which decode already, are seen in steps."""
+    """The client of a queued request leaves. Proof: no worker ever computes a token of the request; only its
+    neighbours, which decode already, appear in steps."""
     known = _stepped(scene)
     assert len(known) == len(scene.neighbours)
     proof = await client_leaves(scene)
@@ -87,12 +87,12 @@ async def queued_client_leaves(scene: Scene) -> Proof:
 
 
 def _stepped(scene: Scene) -> set[str]:
-    """Requests of which any worker has computed something."""
+    """Return the ids of all requests that appear in any worker's steps."""
     return {step[1] for worker in scene.house.workers.values() for step in worker.steps()}
 
 
 async def client_stops_reading(scene: Scene) -> Proof:
-    """A further client takes five tokens of a long answer and then nothing; its connection stays."""
+    """Another client reads five tokens of a long answer and then stops reading, without closing the connection."""
     ask = scene.house.ask(64, LONG, extra={"n": CHOICES})
     for worker in scene.house.by_role("decode"):
         worker.command(step_s=FAST_S)
@@ -117,7 +117,7 @@ async def client_stops_reading(scene: Scene) -> Proof:
 
 
 async def _narrow(url: str) -> socket.socket:
-    """A connection on which little is under way when its reader stops."""
+    """Open a connection with small buffers, so that little data is in flight when its reader stops."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     end = socket.socket()
     end.setblocking(False)
@@ -143,8 +143,9 @@ async def kill(role: str, scene: Scene) -> Proof:
 
 
 def _kill(scene: Scene, worker: Worker) -> Proof:
-    """What it has sent and nobody has yet dies with it, as with its host: else a hand-off that is held up in phase X
-    might end as if nothing had been."""
+    """Kill a worker and discard what it has sent but its peers have not received, as when its host dies.
+
+    Otherwise a hand-off that is held back in phase X might complete as if the worker had not died."""
     process = worker.process
     assert process is not None
     worker.wanted = False
@@ -166,7 +167,7 @@ async def stop(role: str, scene: Scene) -> Proof:
 
 
 async def pause(role: str, scene: Scene) -> Proof:
-    """Stopped for three seconds, then on again: what it still says must not count."""
+    """Stop a worker for three seconds, then continue it: its late messages must be ignored."""
     proof = await stop(role, scene)
     await asyncio.sleep(3.0)  # the length of the fault itself
     was = proof()
@@ -188,7 +189,7 @@ async def terminate(role: str, scene: Scene) -> Proof:
 
 
 async def kill_pair(scene: Scene) -> Proof:
-    """Both workers of the request, at once."""
+    """Kill both workers of the request at once."""
     _struck(scene)
     proofs = [_kill(scene, worker) for worker in (scene.prefill, scene.decode)]
     _let_go(scene)
@@ -196,7 +197,7 @@ async def kill_pair(scene: Scene) -> Proof:
 
 
 async def outstay(role: str, scene: Scene) -> Proof:
-    """SIGTERM, and more to do than --drain-timeout leaves time for: the rest moves on without an error."""
+    """Send SIGTERM to a worker with more work than --drain-timeout allows; the rest is placed again without errors."""
     proof = await terminate(role, scene)
     return lambda: proof() and "that are placed again" in _coordinators_log(scene)
 
@@ -206,7 +207,8 @@ def _coordinators_log(scene: Scene) -> str:
 
 
 async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -> Proof:
-    """An engine that does not come back from a step, or a loop that does not come to its next one; the heart beats."""
+    """Make the engine hang in a step (``stuck_s``) or the worker loop between steps (``jammed_s``), while heartbeats
+    continue."""
     worker: Worker = getattr(scene, role)
     worker.wanted = False
     _struck(scene)
@@ -221,7 +223,7 @@ async def stick(role: str, knob: Literal["stuck_s", "jammed_s"], scene: Scene) -
 
 
 async def mute(scene: Scene) -> Proof:
-    """Tokens of a decode worker never arrive; its heart, on a connection of its own, says that it has the stream."""
+    """Lose all tokens of a decode worker, while its heartbeats, on another connection, still list the stream."""
     rule = Rule("drop", is_a("tokens"), "up")
     scene.decode.control.rules.append(rule)
     _struck(scene)
@@ -230,15 +232,16 @@ async def mute(scene: Scene) -> Proof:
 
 
 async def cut_off(role: str, direction: Direction, scene: Scene) -> Proof:
-    """A worker hears nothing any more (down), or is not heard (up), but for its heart, on a connection of its own."""
+    """Lose everything to a worker (down) or from it (up), except heartbeats, which have another connection."""
     worker: Worker = getattr(scene, role)
     return await _sever(worker, direction, "no answer over its control connection", scene)
 
 
 async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
-    """The same of one that has no work: nothing but leases, which it does not answer, can tell of it. Requests come at
-    once; the one that waits longest, ``scene.ask``, has met it. None need wait for a prefill worker that is not heard:
-    decode tells the first token as well."""
+    """As :func:`cut_off`, for a worker without work: only unanswered leases can reveal it.
+
+    Several requests arrive at once; the one with the largest gap, which becomes ``scene.ask``, was placed on this
+    worker. A prefill worker that is not heard need not delay any request, since decode sends the first token too."""
     worker: Worker = getattr(scene, role)
     proof = await _sever(worker, direction, "no answer over its control connection", scene)
     asks = [scene.ask, *(scene.house.ask(PROMPT, OUTPUT) for _ in range(COMERS - 1))]
@@ -252,13 +255,14 @@ async def cut_off_idle(role: str, direction: Direction, scene: Scene) -> Proof:
 
 
 async def stop_heart(role: str, scene: Scene) -> Proof:
-    """The heart of a worker is not heard any more; all else that it says is."""
+    """Lose a worker's heartbeats, while all its other messages arrive."""
     return await _sever(getattr(scene, role), "up", "silent", scene, beats=True)
 
 
 async def _sever(worker: Worker, direction: Direction, noticed: str, scene: Scene, *, beats: bool = False) -> Proof:
-    """One of its connections to the coordinator carries nothing in ``direction`` any more, and does not break. It is
-    ``noticed`` so, and the same process joins again over another."""
+    """Make one connection between worker and coordinator lose everything in ``direction`` without breaking.
+
+    Proof: the coordinator logs the reason ``noticed``, and the same process joins again over a new connection."""
     control, incarnation, known = worker.control, worker.incarnation, len(_coordinators_log(scene))
     _struck(scene)
     severed = control.sever(direction, beats=beats)
@@ -280,7 +284,7 @@ async def kill_coordinator(scene: Scene) -> Proof:
 
 
 async def replace_coordinator(scene: Scene) -> Proof:
-    """A new one listens on the addresses of the old one as soon as that is gone."""
+    """Kill the coordinator, and start a new one at its addresses as soon as it is gone."""
     process, proof = _coordinator(scene), await kill_coordinator(scene)
     await process.wait()
     await scene.house.start_coordinator()
@@ -291,7 +295,7 @@ async def replace_coordinator(scene: Scene) -> Proof:
 
 
 async def terminate_coordinator(scene: Scene) -> Proof:
-    """It finishes what runs and refuses what comes."""
+    """Send SIGTERM to the coordinator. Proof: it finishes running requests and rejects new ones."""
     process, refused = _coordinator(scene), scene.house.ask(64, 8)
     _struck(scene)
     process.terminate()
@@ -306,7 +310,8 @@ async def terminate_coordinator(scene: Scene) -> Proof:
 
 
 async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
-    """It was away itself: nobody is silent, and nothing moves."""
+    """Stop the coordinator for ``seconds``. Proof: it declares no worker silent and moves no request, since it was
+    absent itself."""
     process, setbacks = _coordinator(scene), await scene.house.setbacks()
     _struck(scene)
     process.send_signal(signal.SIGSTOP)
@@ -320,7 +325,8 @@ async def stall_coordinator(seconds: float, scene: Scene) -> Proof:
 
 
 async def stop_everybody(seconds: float, scene: Scene) -> Proof:
-    """All processes, as of a container that is paused: who goes on finds nobody silent, and no step too long."""
+    """Stop all processes for ``seconds``, as when a container is paused. Proof: afterwards no worker counts as silent
+    and no step as too long."""
     process, setbacks, workers = _coordinator(scene), await scene.house.setbacks(), scene.house.workers.values()
     _struck(scene)
     for worker in workers:
@@ -339,7 +345,7 @@ async def stop_everybody(seconds: float, scene: Scene) -> Proof:
 
 
 async def kill_pool(role: str, scene: Scene) -> Proof:
-    """Every worker of a role."""
+    """Kill every worker of a role."""
     _struck(scene)
     proofs = [_kill(scene, worker) for worker in scene.house.by_role(role)]
     _let_go(scene)
@@ -347,7 +353,7 @@ async def kill_pool(role: str, scene: Scene) -> Proof:
 
 
 async def replace_pool(role: str, scene: Scene) -> Proof:
-    """Every worker of a role is killed; new ones are started as soon as they are gone."""
+    """Kill every worker of a role, and start new ones as soon as they are gone."""
     proof = await kill_pool(role, scene)
     await scene.house.until(proof, 5.0, "the pool is dead")
     await _start_again(scene, scene.house.by_role(role))
@@ -363,8 +369,10 @@ async def _start_again(scene: Scene, workers: Sequence[Worker], *flags: str) -> 
 
 
 async def outgrow(scene: Scene) -> Proof:
-    """The request's decode worker dies and comes back. There is another, which takes only shorter requests: nobody is
-    sent there to be cut short. The one that is asked for after it shows that it serves."""
+    """Kill and restart the request's decode worker beside one that accepts only shorter requests.
+
+    The request must wait rather than be truncated on that worker; a shorter request, sent later, shows that the worker
+    does serve."""
     house, short = scene.house, scene.other(scene.decode)
     await _restart_with(scene, short, "--max-model-len", str(PROMPT + scene.ask.max_tokens // 2))
     proof = await kill("decode", scene)
@@ -380,15 +388,14 @@ async def outgrow(scene: Scene) -> Proof:
 
 
 async def _restart_with(scene: Scene, worker: Worker, *flags: str) -> None:
-    """The worker is another one, with these flags."""
+    """Replace a worker by a new process with these flags."""
     await scene.house.until(_kill(scene, worker), 5.0, f"{worker.name} is dead")
     await _start_again(scene, [worker], *flags)
     await scene.house.until_ready()
 
 
 async def restart(role: str, scene: Scene) -> Proof:
-    """One worker is killed and started again at its old address; ``back_s``: from its being ready to its first token
-    for somebody."""
+    """Kill one worker and start it again at its old address. ``back_s``: from its being ready to its first token."""
     worker: Worker = getattr(scene, role)
     proof = await kill(role, scene)
     await scene.house.until(proof, 5.0, "the worker is dead")
@@ -399,7 +406,7 @@ async def restart(role: str, scene: Scene) -> Proof:
 
 
 async def _of_use(scene: Scene, worker: Worker) -> float:
-    """How long a worker that is ready has nobody's first token: it is asked for by further requests."""
+    """Return the seconds from now, when ``worker`` is ready, until it produces a token; sends requests to see that."""
     ready_at, used_at = clock(), float("inf")
     while used_at == float("inf") and clock() < ready_at + ARRIVES_S:
         asks = [scene.house.ask(64, 4) for _ in range(2)]
@@ -411,7 +418,8 @@ async def _of_use(scene: Scene, worker: Worker) -> float:
 
 
 async def no_prefill(then: Literal["local", "wait", "reject"], scene: Scene) -> Proof:
-    """Every prefill worker is dead, and known to be, when a request comes. A stream that runs must not notice."""
+    """Send a request when the coordinator knows that every prefill worker is dead. A running stream must not be
+    affected."""
     stream = scene.house.ask(PROMPT, 4 * OUTPUT)
     scene.neighbours = [stream]
     scene.send(stream)
@@ -432,7 +440,7 @@ async def no_prefill(then: Literal["local", "wait", "reject"], scene: Scene) -> 
 
 
 async def no_decode(scene: Scene) -> Proof:
-    """Every decode worker is dead, and known to be, when a request comes."""
+    """Send a request when the coordinator knows that every decode worker is dead."""
     proof = await _without(scene, "decode")
     _struck(scene)
     scene.send(scene.ask)
@@ -453,7 +461,8 @@ async def _without(scene: Scene, role: str) -> Proof:
 
 
 async def _served_again(scene: Scene, role: str) -> None:
-    """The request is held until a worker of ``role`` is there; ``back_s``: from that one's being ready to a token."""
+    """Start workers of ``role`` again for a request that waits for one. ``back_s``: from their being ready to its first
+    token."""
 
     async def waits() -> bool:
         return (await scene.house.requests())["waiting"] == 1
@@ -468,7 +477,7 @@ async def _served_again(scene: Scene, role: str) -> None:
 
 
 async def refuse_stranger(scene: Scene) -> Proof:
-    """A worker of another model wants to join."""
+    """Start a worker of another model, which must be rejected."""
     _struck(scene)
     stranger, log = await scene.house.start_stranger()
     _let_go(scene)
@@ -479,8 +488,9 @@ async def refuse_stranger(scene: Scene) -> Proof:
 
 
 async def engine_fails(token: int, times: int, scene: Scene) -> Proof:
-    """The request has a ``token`` in its prompt on which engines fail, so many ``times``, each time another attempt;
-    beside it one that must not notice."""
+    """Send a request whose prompt contains ``token``, on which engines fail, and a neighbour that must not be affected.
+
+    Proof: ``times`` attempts failed, each a different one."""
     scene.ask.prompt[CHUNK // 2] = token
     scene.neighbours = [scene.house.ask(PROMPT, OUTPUT)]
     _struck(scene)
@@ -496,7 +506,7 @@ async def engine_fails(token: int, times: int, scene: Scene) -> Proof:
 
 
 async def poison(phase: Literal["D", "S"], scene: Scene) -> Proof:
-    """Whoever computes the seventh token of its answer dies: a decode worker, and then another."""
+    """Send a request that kills any worker that computes its seventh output token: both decode workers die."""
     scene.ask.prompt[0], scene.ask.stream = KILLS_LATE, phase == "S"
     _struck(scene)
     scene.send(scene.ask)
@@ -508,7 +518,7 @@ async def poison(phase: Literal["D", "S"], scene: Scene) -> Proof:
 
 
 async def deadline(scene: Scene) -> Proof:
-    """It passes by itself; a hand-off that was held back goes on only after it."""
+    """Let the request's deadline pass; a hand-off that is held back continues only after it."""
     scene.struck_at = scene.ask.started_at + DEADLINE_S
     await asyncio.wait([scene.task])
     _let_go(scene)
@@ -516,7 +526,7 @@ async def deadline(scene: Scene) -> Proof:
 
 
 async def overload(scene: Scene) -> Proof:
-    """One more than may wait."""
+    """Send one request more than may be queued."""
     _struck(scene)
     ask = scene.house.ask(64, 8)
     await ask.send(scene.session)
@@ -535,12 +545,12 @@ def _prefill_every(scene: Scene, token_s: float) -> None:
 
 
 def _parked_at(workers: Sequence[Worker]) -> list[float]:
-    """When one of ``workers`` had no block for a sequence that ran."""
+    """Return the times at which one of ``workers`` had no block for a running sequence."""
     return [event["at"] for worker in workers for event in worker.events if event["event"] == "parked"]
 
 
 async def fill_pool(scene: Scene) -> Proof:
-    """Streams that fit when they were placed and no longer when they have grown: some must be parked and resumed."""
+    """Run streams that fit when placed but not when they have grown, so that some must be parked and resumed."""
     _struck(scene)
     _decode_every(scene, FILLING_S)
     scene.neighbours = [scene.house.ask(PROMPT, scene.ask.max_tokens) for _ in range(3)]
@@ -550,7 +560,8 @@ async def fill_pool(scene: Scene) -> Proof:
 
 
 async def find_pool_full(slots: int, scene: Scene) -> Proof:
-    """All room is promised, of the ``slots`` not all: the request waits for room, and nobody is ever parked for it."""
+    """All blocks are promised though some of the ``slots`` are free. Proof: the request waits for blocks, and no
+    sequence is parked for it."""
     running = (await scene.house.requests())["running"]
     _struck(scene)
     _decode_every(scene, FILLING_S)
@@ -558,9 +569,11 @@ async def find_pool_full(slots: int, scene: Scene) -> Proof:
 
 
 async def fill_pool_beside(phase: Literal["P", "X", "D"], scene: Scene) -> Proof:
-    """Two streams on each decode worker take its last block while the request is in ``phase``. One that has its
-    reservation is decoded there, and one that decodes is parked, as it came last, and computed again."""
-    await scene.house.links()  # what their trials hold does not fill a pool
+    """Let two streams on each decode worker take its last block while the request is in ``phase``.
+
+    With a reservation (P, X) the request is decoded there. While decoding (D) it is parked, as the latest sequence, and
+    computed again."""
+    await scene.house.links()  # trials of links are over, so their blocks do not fill a pool
     setbacks, decodes = await scene.house.setbacks(), scene.house.by_role("decode")
     for worker in decodes:
         worker.command(step_s=FILLING_S, slows_at=ALMOST, slow_s=WAITING_S)
@@ -608,7 +621,7 @@ async def _cut(how: Callable[[Proxy], int], which: str, scene: Scene) -> Proof:
 
 
 async def reset_one_after_the_other(scene: Scene) -> Proof:
-    """The coordinator's connection to the decode worker that has the request, then that to whoever has got it."""
+    """Reset the coordinator's connection to the request's decode worker, then that to the one that took over."""
     proof = await _cut(Proxy.reset, "decode", scene)
     other = scene.other(scene.decode)
     await scene.house.until(
@@ -621,7 +634,8 @@ async def reset_one_after_the_other(scene: Scene) -> Proof:
 
 
 async def reset_all(scene: Scene) -> Proof:
-    """Every worker's connection to the coordinator, one after the other, as when something between forgets them all."""
+    """Reset every worker's connection to the coordinator, one after another, as when a device between them loses its
+    state."""
     proof = await _cut(Proxy.reset, "decode", scene)
     others = [worker for worker in scene.house.workers.values() if worker is not scene.decode]
     struck = 0
@@ -636,7 +650,7 @@ half_close = partial(_cut, Proxy.half_close)
 
 
 async def black_hole(which: str, scene: Scene) -> Proof:
-    """Between this pair (or worker and coordinator) everything vanishes, connections stay."""
+    """Lose everything between this pair (or between worker and coordinator), without breaking connections."""
     proxy = _line(scene, which)
     proof = _counted(proxy, "black_hole")
     if which == "data":
@@ -648,8 +662,7 @@ async def black_hole(which: str, scene: Scene) -> Proof:
 
 
 async def black_hole_next(scene: Scene) -> Proof:
-    """The first pair over which a hand-off is announced from now on: that which the request gets when its turn
-    comes."""
+    """Black-hole the first pair over which a hand-off is announced from now on, which is that of the queued request."""
     chosen: list[Proxy] = []
 
     def swallows(proxy: Proxy, parts: Parts) -> bool:
@@ -668,8 +681,10 @@ async def black_hole_next(scene: Scene) -> Proof:
 
 
 async def outlast_lease(role: str, scene: Scene) -> Proof:
-    """A partition from the coordinator that is longer than a lease: the worker lets go of all that it had when its own
-    lapses, and when the line is whole again it is the same process that joins and serves. ``back_s``: from then on."""
+    """Partition a worker from the coordinator for longer than a lease.
+
+    Proof: the worker drops everything when its lease expires, and the same process joins and serves after the partition
+    ends. ``back_s`` is counted from then."""
     worker: Worker = getattr(scene, role)
     process, incarnation, held = worker.process, worker.incarnation, worker.holds
     proof = await black_hole(role, scene)
@@ -684,7 +699,7 @@ async def outlast_lease(role: str, scene: Scene) -> Proof:
 
 
 async def fail_hand_off(scene: Scene) -> Proof:
-    """The only link swallows everything until one hand-off has failed for it. Then it is whole, and requests come."""
+    """Black-hole the only link until one hand-off has failed, then heal it and send requests, which must be served."""
     proxy, known = scene.decode.data, len(_coordinators_log(scene))
     _struck(scene)
     proxy.black_hole = True
@@ -714,7 +729,7 @@ async def slow(which: str, knob: str, value: float, counter: str, scene: Scene) 
 
 
 async def grant_lost(scene: Scene) -> Proof:
-    """The first grant of every hand-off; some are trials of a link, so the proof asks for the request's own."""
+    """Lose the first grant of every hand-off. Some are trials of a link, so the proof checks for the request's own."""
     dropped: set[str] = set()
 
     def first(parts: Parts) -> bool:
@@ -743,7 +758,7 @@ async def tamper(
 
 
 async def corrupt_every_frame(scene: Scene) -> Proof:
-    """Over every link, while all messages pass: the last resort is a prompt without a hand-off."""
+    """Corrupt every frame over every link, while all messages pass; the last resort is local prefill."""
     known = len(_coordinators_log(scene))
     proof = await tamper("corrupt", is_frame, "up", None, scene)
     await scene.over()

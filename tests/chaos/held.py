@@ -1,4 +1,4 @@
-"""How long workers kept something for nobody, by what they have told (``tests/chaos/worker.py``)."""
+"""Computes, from the workers' events (``tests/chaos/worker.py``), how long they held anything without a use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from tests.chaos.house import Worker
 
 Attempt = tuple[str, int]
-"""The request, in hex, and the number of the attempt to serve it."""
+"""A request id in hex, and the number of its attempt."""
 
 
 class Holding(NamedTuple):
-    """Blocks, or a place among the requests, that a worker had for ``attempt``. Times are monotonic seconds."""
+    """The period in which a worker held blocks or a slot for ``attempt``, in monotonic seconds."""
 
     attempt: Attempt
     since: float
@@ -20,7 +20,7 @@ class Holding(NamedTuple):
 
 
 def holdings(worker: Worker, now: float) -> Iterator[Holding]:
-    """Whatever ``worker`` held. What it still holds ends with its process, or ``now``."""
+    """Yield all holdings of ``worker``. One that has not ended is taken to end with the process, or ``now``."""
     held: dict[Attempt, float] = {}
     for event in worker.events:
         if event["event"] == "held":
@@ -33,18 +33,18 @@ def holdings(worker: Worker, now: float) -> Iterator[Holding]:
 
 
 def for_nobody(workers: Iterable[Worker], struck_at: float, answered: Mapping[int, float], now: float) -> float:
-    """The longest time, in seconds, that a worker which ran kept something after the fault for which nobody had a use.
+    """Return the longest time, in seconds, for which a running worker held anything useless after the fault.
 
-    Only the last attempt of a request that was answered is of use: on a prefill worker until decode computes with it,
-    on a decode worker until the end of the answer. ``answered`` has these ends by the requests' seeds. All others were
-    in vain, and count from the fault (``struck_at``): those that another attempt followed, those whose client has gone,
-    and trials of links. What a stopped or hanging worker holds counts from when it goes on.
+    Only the last attempt of an answered request is useful: on a prefill worker until decode computes with it, on a
+    decode worker until the end of the answer. ``answered`` maps the requests' seeds to these ends. Everything else is
+    useless from the fault (``struck_at``) on: attempts that were followed by another, those whose client has gone, and
+    trials of links. Holdings of a stopped or hung worker count from when it continues.
     """
     workers = list(workers)
     held = [(worker, holding) for worker in workers for holding in holdings(worker, now)]
     taken = [event for worker in workers for event in worker.events if event["event"] == "taken"]
     ends = {event["request"]: answered[event["seed"]] for event in taken if event["seed"] in answered}
-    last = dict(sorted(holding.attempt for _, holding in held))  # of each request, which is then written last
+    last = dict(sorted(holding.attempt for _, holding in held))  # sorted by attempt: the last one of each request wins
     decoded: dict[Attempt, float] = {}
     for worker in workers:
         if worker.role == "decode":

@@ -1,5 +1,6 @@
-"""What the host takes from this machine. A bound of time that was missed meanwhile says nothing about who was measured;
-a wrong answer always does."""
+"""Repeats measurements during which the hypervisor took CPU time from this machine (steal time).
+
+A time bound missed meanwhile says nothing about the code under test; a wrong answer always does."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from typing import TypeVar
 import psutil
 
 TAKEN, TRIES = 0.1, 3
-"""A share of the cores' time that makes a lateness the host's, and how often at most something is tried for that."""
+"""The fraction of CPU time taken by the host from which a missed bound is blamed on it, and the most tries."""
 CALM_S, CALM_WITHIN_S = 1.0, 60.0
-"""After so long without that the host is calm again, which is waited for so long at most."""
+"""The host counts as calm after ``CALM_S`` below that fraction; wait for that at most ``CALM_WITHIN_S``."""
 Found = TypeVar("Found")
 
 
 class Taken:
-    """From when it is made on."""
+    """Measures the CPU time that the host takes, from construction on."""
 
     def __init__(self) -> None:
         self._began = psutil.cpu_times()
 
     def share(self) -> float:
-        """Of the time for which somebody wanted a core, that in which the host gave it to another machine."""
+        """Return the steal time as a fraction of the CPU time that processes here wanted."""
         now, began = psutil.cpu_times(), self._began
         ours, stolen = (
             sum(getattr(now, name, 0.0) - getattr(began, name, 0.0) for name in names)
@@ -33,8 +34,10 @@ class Taken:
 
 
 async def undisturbed(play: Callable[[], Awaitable[Found]], late: Callable[[Found], str]) -> Found:
-    """What ``play`` finds. It plays again if that is only ``late`` (what was, in words, else "") and the host took the
-    cores meanwhile, when that has ended."""
+    """Return the result of ``play``, repeated if it is only late and the host took CPU time meanwhile.
+
+    ``late`` returns what was late in words, or "" if nothing was or something else is wrong. A repetition waits until
+    the host is calm."""
     for _ in range(TRIES - 1):
         taken = Taken()
         found = await play()

@@ -1,9 +1,9 @@
-"""A whole system of processes with a proxy on every connection, and clients that check what they get.
+"""A complete system of processes with a proxy on every connection, and clients that verify their answers.
 
     client ──► coordinator ◄──(proxy per worker)── workers        prefill ──(proxy per decode worker)──► decode
 
-A :class:`House` starts it, tells how it is (worker events, /admin/workers, /metrics), breaks it, repairs it between two
-cells, and at its end makes sure that no process, socket or shared memory of it is left.
+A :class:`House` starts the system, reports its state (worker events, /admin/workers, /metrics), breaks it, repairs it
+between cells, and at the end verifies that no process, socket or shared memory of it is left.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ clock = time.monotonic
 
 
 class Stuck(AssertionError):
-    """Something did not come in time; says what."""
+    """Raised when something did not happen in time; the message says what."""
 
 
 def maps_of(pid: int) -> str:
-    """What a process maps, as /proc has it; nothing if it is gone or somebody else's."""
+    """Return the memory maps of a process from /proc; empty if it is gone or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/maps").read_text()
     except OSError:
@@ -57,14 +57,14 @@ def maps_of(pid: int) -> str:
 
 
 def pools_of(pid: int) -> tuple[set[int], set[int]]:
-    """The inodes of the pools in shared memory that a process maps: its own, and those of others, which it may only
-    read."""
+    """Return the inodes of the shared-memory pools that a process maps: its own, and those of others, mapped
+    read-only."""
     found = [(may_write == "w", int(inode)) for may_write, inode in _POOL.findall(maps_of(pid))]
     return {inode for own, inode in found if own}, {inode for own, inode in found if not own}
 
 
 def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
-    """A checkpoint that the coordinator can open and whose vocabulary is the oracle's, and its fingerprint."""
+    """Make a checkpoint with the oracle's vocabulary that the coordinator can open; return its path and fingerprint."""
     fake_checkpoint(directory)
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCABULARY}))
@@ -76,8 +76,10 @@ def oracle_checkpoint(directory: Path) -> tuple[Path, str]:
 
 @dataclass
 class Ask:
-    """One request to POST /v1/completions and all that came back. Times are monotonic seconds. ``sent``: its body has
-    left; ``came``: set with each token. ``left``: in which phase its client hung up."""
+    """One request to POST /v1/completions and its answer. Times are monotonic seconds.
+
+    ``sent`` is set when the body has been sent, ``came`` with each token; ``left`` is the phase in which the client
+    disconnected, or empty."""
 
     prompt: list[int]
     max_tokens: int
@@ -101,8 +103,8 @@ class Ask:
         return oracle_stream(self.prompt, self.seed, 0, self.max_tokens)
 
     def verdict(self) -> str:
-        """``exact``, ``wrong`` (a token differs, whatever else), ``left WHEN`` (the client hung up), ``error CODE`` or
-        ``cut`` (ended without a word)."""
+        """Judge the answer: ``exact``, ``wrong`` (a token differs, whatever else happened), ``left WHEN`` (the client
+        disconnected), ``error CODE`` or ``cut`` (the stream ended without an end or an error)."""
         wanted = self.wanted
         if self.ids != wanted[: len(self.ids)]:
             return "wrong"
@@ -115,13 +117,13 @@ class Ask:
         return "exact" if len(self.ids) == len(wanted) else "wrong"
 
     def largest_gap(self, since: float) -> float:
-        """The longest time without a token from ``since`` (or the start) to the end, as the client sees it."""
+        """Return the longest time without a token from ``since`` (or the start, if later) to the end, in seconds."""
         since = max(since, self.started_at)
         marks = [since, *(at for at in self.arrivals if at > since), max(self.ended_at, since)]
         return max(after - before for before, after in itertools.pairwise(marks))
 
     def body(self) -> bytes:
-        """As JSON."""
+        """Return the request body as JSON."""
         return json.dumps({
             "model": "oracle", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed,
             "ignore_eos": True, "stream": self.stream, "return_token_ids": True, **self.extra,
@@ -163,7 +165,7 @@ class Ask:
 
 
 async def _note_sent(_: object, trace: Any, __: object) -> None:
-    """The body of a request has left for the coordinator."""
+    """Trace callback: the body of a request has been sent."""
     trace.trace_request_ctx.sent.set()
 
 
@@ -171,15 +173,17 @@ async def _note_sent(_: object, trace: Any, __: object) -> None:
 
 
 def state_of(pid: int) -> str:
-    """As /proc has it: T is stopped, R runs or would if it had a core."""
+    """Return the state of a process from /proc: T is stopped, R is running or runnable."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
 
 
 @dataclass
 class Worker:
-    """One worker process, the proxies in front of its sockets, and what it has told. ``awake_since``: when it last went
-    on after it had been stopped or had hung; ``ended_at``: when its process was seen to be gone."""
+    """One worker process, the proxies in front of its sockets, and its events.
+
+    ``awake_since`` is when it last continued after it was stopped or hung, ``ended_at`` when its process was found
+    gone, both in monotonic seconds. ``wanted`` is False while a fault keeps it away."""
 
     name: str
     role: str
@@ -201,18 +205,18 @@ class Worker:
 
     @property
     def holds(self) -> tuple[int, int]:
-        """(blocks, requests) as last told."""
+        """The numbers of blocks and requests it holds, as last reported."""
         told = [event for event in self.events if event["event"] == "held"]
         return (told[-1]["blocks"], told[-1]["requests"]) if told else (0, 0)
 
     @property
     def holders(self) -> set[str]:
-        """The requests, in hex, that it holds something for, as last told."""
+        """The ids, in hex, of the requests for which it holds anything, as last reported."""
         told = [event for event in self.events if event["event"] == "held"]
         return {request for request, _ in told[-1]["by"]} if told else set()
 
     def steps(self) -> Iterable[tuple[float, str, int, int, int, bool]]:
-        """(when, request, attempt, start, end, wants a token) of every segment computed."""
+        """Yield (time, request, attempt, start, end, wants a token) for every segment computed."""
         for event in self.events:
             if event["event"] == "step":
                 for segment in event["segments"]:
@@ -231,9 +235,10 @@ class Worker:
 
 
 class House:
-    """``prefills`` x ``decodes`` workers, or ``colocated`` ones, behind one coordinator. ``flags`` go to every worker,
-    ``door`` to it. ``planted`` is a bug of the coordinator (:mod:`tests.chaos.planted`) that the harness must
-    notice."""
+    """One coordinator with ``prefills`` and ``decodes`` workers, or with ``colocated`` ones.
+
+    ``flags`` are passed to every worker, ``door`` to the coordinator. ``planted`` is a bug of the coordinator
+    (:mod:`tests.chaos.planted`) that the harness must detect."""
 
     def __init__(
         self,
@@ -293,7 +298,7 @@ class House:
         self.model, self.fingerprint = oracle_checkpoint(self.directory / "model")
 
     async def start_coordinator(self) -> None:
-        """On the addresses of the last one, if there was one."""
+        """Start the coordinator, at the addresses of the previous one if there was one."""
         ports = ("0", "0")
         if self.url:
             ports = (self.url.rpartition(":")[2], self.control.rpartition(":")[2])
@@ -324,7 +329,7 @@ class House:
         worker.reading = asyncio.ensure_future(self._read(worker, worker.process))
 
     async def start_stranger(self) -> tuple[Process, Path]:
-        """A worker that serves something else, and its log."""
+        """Start a worker with another model; return its process and its log."""
         log = self.watched("stranger")
         with log.open("wb") as out:
             stranger = await self._spawn(
@@ -334,7 +339,8 @@ class House:
         return stranger, log
 
     def watched(self, name: str) -> Path:
-        """The log of one process, in which no key may be; of an earlier process of this name it is searched now."""
+        """Return the path of a process's log, which is checked at the end for leaked keys. What an earlier process of
+        this name has logged is checked now."""
         log = self.directory / f"{name}.log"
         leaked_keys.search(log)
         leaked_keys.watch(log)
@@ -373,7 +379,7 @@ class House:
         self._news = asyncio.Event()
 
     async def close(self) -> None:
-        """Stops everything by SIGTERM; AssertionError for whatever is not clean or does not go."""
+        """Stop everything with SIGTERM. Raises if a process does not exit, exits with an error, or leaves anything."""
         if self.beyond_repair:
             return
         for worker in self.workers.values():
@@ -397,7 +403,7 @@ class House:
         self.check_nothing_left()
 
     async def kill(self) -> None:
-        """Ends everything at once."""
+        """Kill every process, close the proxies, and check the logs for leaked keys."""
         processes = [worker.process for worker in self.workers.values()] + [self.coordinator]
         for process in processes:
             if process is not None and process.returncode is None:
@@ -428,12 +434,12 @@ class House:
         return [worker for worker in self.workers.values() if worker.role == role]
 
     def id_of(self, ask: Ask) -> str | None:
-        """The request's id in hex; None before a worker has taken it."""
+        """Return the request's id in hex; None before a worker has accepted it."""
         events = (event for worker in self.workers.values() for event in worker.events)
         return next((each["request"] for each in events if each["event"] == "taken" and each["seed"] == ask.seed), None)
 
     async def until(self, true: Callable[[], Any], within_s: float, what: str) -> Any:
-        """Waits for worker events until ``true()`` is; its value. Stuck after ``within_s``."""
+        """Wait, on worker events, until ``true()`` is truthy, and return its value. Raises Stuck after ``within_s``."""
         deadline = clock() + within_s
         while not (value := true()):
             if clock() > deadline:
@@ -446,7 +452,7 @@ class House:
         return value
 
     async def poll(self, true: Callable[[], Any], within_s: float, what: str) -> Any:
-        """The same for what has to be asked: ``true`` returns an awaitable."""
+        """As :meth:`until`, by polling: ``true`` returns an awaitable."""
         deadline = clock() + within_s
         while not (value := await true()):
             if clock() > deadline:
@@ -465,20 +471,20 @@ class House:
         return {worker["id"]: worker for worker in json.loads(text)["workers"]}
 
     async def requests(self) -> dict[str, int]:
-        """How many requests run and wait at the coordinator."""
+        """Return the numbers of requests that the coordinator reports as ``running`` and ``waiting``."""
         found = _GAUGE.findall((await self.get("/metrics"))[1])
         return {name: int(float(value)) for name, value in found}
 
     async def setbacks(self) -> float:
-        """Attempts that requests have lost so far."""
+        """Return the number of attempts lost so far: retries and migrations."""
         return sum(map(float, _SETBACKS.findall((await self.get("/metrics"))[1])))
 
     async def until_busy(self, worker: Worker, within_s: float = START_S) -> None:
-        """Until ``worker`` has a request; it has just told so."""
+        """Wait until ``worker`` reports that it has a request."""
         await self.until(lambda: worker.holds[1], within_s, f"{worker.name} has something to do")
 
     async def until_ready(self, within_s: float = START_S) -> None:
-        """Until every wanted worker has joined with the incarnation that runs now."""
+        """Wait until every wanted worker has joined with its current incarnation."""
 
         async def ready() -> bool:
             try:
@@ -497,7 +503,8 @@ class House:
         await self.poll(ready, within_s, f"every worker is ready (logs in {self.directory})")
 
     async def until_free(self, within_s: float = FREE_WITHIN_S) -> float:
-        """Until no request is left and no living worker holds anything; when the last one told so. Stuck if not."""
+        """Wait until no request is left and no living worker holds anything. Returns the time of the last such report
+        of a worker; raises Stuck after ``within_s``."""
         living = [worker for worker in self.workers.values() if worker.alive and not worker.stopped]
         await self.until(
             lambda: all(worker.holds == (0, 0) for worker in living if worker.alive),
@@ -509,7 +516,7 @@ class House:
         async def idle() -> bool:
             try:
                 shown = await self.admin()
-            except aiohttp.ClientError:  # gone meanwhile, and everything that it knew of
+            except aiohttp.ClientError:  # the coordinator is gone, and its requests with it
                 return True
             for name, worker in shown.items():
                 blocks = worker["kv_blocks"]
@@ -526,7 +533,7 @@ class House:
         return at
 
     async def links(self) -> set[str]:
-        """Over what every prefill worker reaches every decode worker, when all that has been tried."""
+        """Wait until every link between prefill and decode workers is measured; return the transports in use."""
         decodes = {worker.name for worker in self.by_role("decode")}
 
         async def tried() -> set[str]:
@@ -540,8 +547,10 @@ class House:
         return found
 
     async def until_unmapped(self, within_s: float) -> float:
-        """Until nobody maps the shared memory of a process that is gone, which would keep it; how long that took.
-        AssertionError if there is shared memory that has a name, and so outlives who made it."""
+        """Wait until no process maps the pool of a dead process, which would keep its memory allocated.
+
+        Returns the seconds waited. Raises AssertionError if a process maps named shared memory, which would outlive its
+        creator."""
         started = clock()
 
         async def unmapped() -> bool:
@@ -556,7 +565,7 @@ class House:
     # -- breaking and repairing ---------------------------------------------------------------------------------------
 
     def wake(self) -> bool:
-        """Every worker that is stopped goes on; whether there was one."""
+        """Continue every stopped worker; return whether there was one."""
         stopped = [worker for worker in self.workers.values() if worker.alive and worker.stopped]
         for worker in stopped:
             worker.wanted = True
@@ -564,7 +573,7 @@ class House:
         return bool(stopped)
 
     async def restore(self) -> None:
-        """No fault any more, and every process is there again; work may go on meanwhile."""
+        """End all faults and restart dead processes; requests may keep running meanwhile."""
         for worker in self.workers.values():
             worker.wanted = True
             worker.control.heal()
@@ -582,7 +591,7 @@ class House:
                 await self.start_worker(worker)
 
     async def repair(self) -> None:
-        """As it was at the start: no fault, every process there, nothing held, no pair avoided."""
+        """Return to the initial state: no fault, every process running, nothing held, no excluded pairs."""
         await self.restore()
         await self.until_ready()
         await self.until_free()
@@ -615,6 +624,6 @@ class House:
             yield session
 
     def ask(self, tokens: int, max_tokens: int, **options: Any) -> Ask:
-        """A request with a prompt of its own."""
+        """Return a request with a random prompt of ``tokens`` tokens."""
         prompt = [self.rng.randrange(FIRST_FAULT) for _ in range(tokens)]
         return Ask(prompt, max_tokens, self.rng.getrandbits(63), **options)

@@ -1,4 +1,4 @@
-"""Clients that hang up, each in a phase of its request's life that workers, proxies or the coordinator have told of."""
+"""Clients that disconnect, each in a phase of its request that a worker, a proxy or the coordinator has reported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.chaos.proxy import Parts, is_frame
 
 QUEUED, COMPUTED, SHIPPED, STREAMED = "while queued", "while computed", "while shipped", "while streamed"
 LONGEST_S = 60.0
-"""A request that waits for longer has another reason."""
+"""A longer wait has another cause than queueing, and fails."""
 
 
 class Leaving:
-    """How far the requests of ``house`` have come, and when their clients leave."""
+    """Tracks the phases of the requests in ``house``, for clients that disconnect in a given phase."""
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -30,7 +30,7 @@ class Leaving:
             worker.data.watch = self._passes
 
     def moments(self) -> list[Callable[[Ask], Awaitable[str]]]:
-        """What a client may wait for; each returns the phase in which the request then is."""
+        """Return the waits that a client may choose from; each returns the phase in which the request then is."""
         return [self._queued, partial(self._in, COMPUTED), partial(self._in, SHIPPED), self._streamed]
 
     def _told(self, worker: Worker, event: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Leaving:
         if is_frame(parts):
             try:
                 self._note(SHIPPED, FrameHeader.unpack(parts[0]).transfer.request.hex())
-            except WireError:  # broken before it came here
+            except WireError:  # broken on purpose before it reached this point
                 return
 
     def _note(self, phase: str, request: str) -> None:
@@ -53,7 +53,8 @@ class Leaving:
             event.set()
 
     async def _queued(self, ask: Ask) -> str:
-        """Somebody waits, the request has been sent before that was asked, and no worker has taken it."""
+        """Wait until the request is queued: it was sent, the coordinator then reports a waiting request, and no worker
+        has accepted it."""
         await ask.sent.wait()
 
         async def waits() -> bool:
@@ -65,7 +66,8 @@ class Leaving:
         return QUEUED
 
     async def _in(self, phase: str, ask: Ask) -> str:
-        """A prefill worker begins to compute the prompt, or a frame of its KV is on its way; no token has come."""
+        """Wait until a prefill worker begins to compute the prompt, or a frame of its KV passes the proxy. The phase is
+        ``STREAMED`` if a token has arrived already."""
         event = self._reached[phase, ask.seed] = asyncio.Event()
         try:
             await event.wait()

@@ -1,7 +1,7 @@
-"""Faults under load: many requests at once, things that break meanwhile, and figures of what clients noticed.
+"""Faults under load: many concurrent requests, one fault among them, and figures of what clients observed.
 
-Every answer is compared with the oracle's. Gaps are measured where a client sees them, those before a first token too:
-a prefill worker that breaks is noticed by nobody else. What was freed, and when, is what workers told.
+Every answer is compared with the oracle's. Gaps are measured at the clients, including the wait for a first token: only
+that one shows the failure of a prefill worker. The time at which blocks were freed comes from the workers' events.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from tests.chaos.proxy import Action, Rule, is_frame
 KILLED_S, STOPPED_S, DRAINED_S = 2.0, 3.5, 1.0
 Proof = Callable[[], Awaitable[bool]]
 Break = Callable[[House], Awaitable[tuple[float, Proof]]]
-"""Breaks something under load: when it did, and the proof, to be asked for at the end."""
+"""Breaks something under load; returns the time, and the proof, to be evaluated at the end."""
 
 
 @dataclass
 class Figures:
-    """What came of one run. Times in seconds. After a fault: ``gap_s`` is the largest between two tokens, ``first_s``
-    the longest wait for a first one, from the fault or from the request's sending. A first token may take ``queued_s``
-    longer, which is what it takes without a fault."""
+    """The outcome of one run. Times are in seconds.
+
+    After a fault, ``gap_s`` is the largest gap between two tokens, and ``first_s`` the longest wait for a first token,
+    from the fault or from sending the request. A first token may take ``queued_s`` longer than the allowed gap, its
+    time without a fault."""
 
     name: str
     verdicts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
-    """What took too long, and is not wrong for another reason."""
+    """Bounds of time that were missed; other failures are in ``wrong``."""
     gap_s: float = 0.0
     first_s: float = 0.0
     allowed_gap_s: float = 0.0
@@ -80,8 +82,9 @@ async def crowd(
     *,
     leave: Mapping[int, Callable[[Ask], Awaitable[str]]] | None = None,
 ) -> None:
-    """Sends all, ``at_once`` at a time. ``leave``: what a request's client, by its seed, waits for before it hangs up;
-    it says in which phase that was."""
+    """Send all requests, ``at_once`` at a time.
+
+    ``leave`` maps a request's seed to what its client waits for before it disconnects; that returns the phase."""
     waiting = iter(asks)
 
     async def client() -> None:
@@ -115,7 +118,7 @@ async def scenario(
     at_once: int,
     allowed_gap_s: float,
 ) -> Figures:
-    """One load of ``requests`` of the house's own with one fault in the middle of it; leaves it in need of repair."""
+    """Run a load of ``requests`` random requests with one fault in the middle; afterwards the house needs repair."""
     asks = [house.ask(house.rng.randrange(40, 120), house.rng.randrange(16, 40)) for _ in range(requests)]
     return await answered(house, asks, Figures(name, allowed_gap_s=allowed_gap_s), breaking, at_once)
 
@@ -123,7 +126,7 @@ async def scenario(
 async def answered(
     house: House, asks: Sequence[Ask], figures: Figures, breaking: Break | None, at_once: int
 ) -> Figures:
-    """The same for given requests; fills ``figures``."""
+    """As :func:`scenario`, for given requests; fills and returns ``figures``."""
     started = clock()
     load = asyncio.ensure_future(crowd(house, asks, at_once))
     struck_at, happened, setbacks = started, None, await house.setbacks()
@@ -140,14 +143,14 @@ async def answered(
     ended = clock()
     figures.seconds = ended - started
     figures.free_s = max(0.0, await house.until_free(FREE_WITHIN_S) - ended)
-    await asyncio.to_thread(judge, figures, asks)  # a model's take long, and the house's proxies run here
+    await asyncio.to_thread(judge, figures, asks)  # slow for a model, and the proxies run on this event loop
     figures.faults["attempts lost"] = round(await house.setbacks() - setbacks)
     _measure(figures, asks, struck_at, struck=breaking is not None)
     return figures
 
 
 def _measure(figures: Figures, asks: Sequence[Ask], struck_at: float, *, struck: bool) -> None:
-    """Every request that was there at ``struck_at`` or came later, from then on."""
+    """Measure the gaps, from ``struck_at`` on, of every request that was running then or came later."""
     there = [ask for ask in asks if ask.ended_at > struck_at]
     begun = [ask for ask in there if ask.arrivals]
     figures.gap_s = max((ask.largest_gap(max(struck_at, ask.arrivals[0])) for ask in begun), default=0.0)
@@ -168,13 +171,13 @@ def _measure(figures: Figures, asks: Sequence[Ask], struck_at: float, *, struck:
 
 
 def only_late(*figures: Figures) -> str:
-    """What was, in words, if nothing else is wrong."""
+    """Describe the missed bounds of time; empty if there are none or something else is wrong too."""
     late = [f"{each.name}: {what}" for each in figures for what in each.late]
     return "" if any(each.wrong for each in figures) else "; ".join(late)
 
 
 def judge(figures: Figures, asks: Sequence[Ask]) -> None:
-    """Compares every answer with the oracle's, to the last token that its client stayed for."""
+    """Compare every answer with the oracle's, up to the last token that its client waited for."""
     for ask in asks:
         verdict = ask.verdict()
         figures.verdicts[verdict] += 1
@@ -187,7 +190,7 @@ def judge(figures: Figures, asks: Sequence[Ask]) -> None:
 
 
 def signalled(name: str, number: int) -> Break:
-    """While the worker has something to do; somebody must lose an attempt by it."""
+    """Send a signal to a worker while it has work. Proof: some request lost an attempt."""
 
     async def strike(house: House) -> tuple[float, Proof]:
         worker: Worker = house.workers[name]
@@ -218,7 +221,7 @@ async def reset_links(house: House) -> tuple[float, Proof]:
 
 
 async def swallow_link(house: House) -> tuple[float, Proof]:
-    """One pair from now on: prefill-0 and decode-0."""
+    """Black-hole the pair prefill-0 and decode-0 from now on."""
     at = clock()
     proxy = house.workers["decode-0"].data
     proxy.only = f"{house.workers['prefill-0'].incarnation}|"
@@ -231,7 +234,7 @@ async def swallow_link(house: House) -> tuple[float, Proof]:
 
 
 async def rolling_restart(house: House) -> tuple[float, Proof]:
-    """Every worker leaves by SIGTERM and comes back, one after another."""
+    """Stop every worker with SIGTERM and start it again, one after another."""
     at, codes = clock(), []
     for worker in house.workers.values():
         process = worker.process
@@ -269,8 +272,7 @@ LINKS = {"zmq": "ZeroMQ", "shm": "shared memory"}
 
 
 async def load(directory: Path, *, requests: int, at_once: int, only: str = "") -> list[Figures]:
-    """Every scenario, one after another, in one house for each link and one of colocated workers, each of which is
-    repaired between them."""
+    """Run every scenario in turn: in one house per link and one with colocated workers, repaired between scenarios."""
     figures: list[Figures] = []
     knobs = {"requests": requests, "at_once": at_once}
     for link, name in LINKS.items():
@@ -292,7 +294,7 @@ async def _in_turn(
     async def once(name: str, breaking: Break | None, gap: float) -> Figures:
         for worker in house.workers.values():
             worker.command(step_s=0.01)
-        count = requests * (3 if breaking is rolling_restart else 1)  # it lasts as long as four restarts
+        count = requests * (3 if breaking is rolling_restart else 1)  # the load must outlast four restarts
         done = await scenario(house, name, breaking, requests=count, at_once=at_once, allowed_gap_s=gap)
         done.free_s += await house.until_unmapped(HELD_S)
         await house.repair()
@@ -306,7 +308,7 @@ async def _in_turn(
 
 
 async def tampered(directory: Path, *, requests: int, at_once: int, rate: float) -> list[Figures]:
-    """Frames corrupted, truncated, dropped, duplicated and reordered at ``rate`` each, all at once."""
+    """Run a load during which frames are corrupted, truncated, dropped, duplicated and reordered, at ``rate`` each."""
     actions: tuple[Action, ...] = ("corrupt", "truncate", "drop", "duplicate", "reorder")
     async with House.running(directory / "frames", flags=(*LOAD_FLAGS, "--kv-transport", "zmq")) as house:
         for worker in house.by_role("decode"):

@@ -1,4 +1,4 @@
-"""Runs cells: several houses side by side, each takes the next cell when it has been repaired."""
+"""Runs the cells in several houses side by side; a house takes the next cell after it has been repaired."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ FLAGS = ("--watched", "--kv-transport", "zmq", "--max-num-batched-tokens", str(C
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 HAPPENED_S = 12.0
-"""A process that drains may take so long to be gone after its last request."""
+"""The longest time for a draining process to exit after its last request."""
 
 
 @dataclass
 class Result:
-    """How a cell went: ``value`` is what it measures, ``turn_s`` how long a queued request then had no token,
-    ``freed_s`` from the fault to the last block given back, ``held_s`` the longest that something was kept for nobody
-    (see :func:`tests.chaos.held.for_nobody`)."""
+    """The outcome of a cell. Times are in seconds.
+
+    ``value`` is what the cell measures, ``turn_s`` the largest gap of a queued request, ``freed_s`` the time from the
+    fault to the last freed block, ``held_s`` the longest time for which anything was held without a use (see
+    :func:`tests.chaos.held.for_nobody`)."""
 
     cell: Cell
     value: float = float("nan")
@@ -40,9 +42,9 @@ class Result:
     held_s: float = float("nan")
     wrong: str = ""
     late: bool = False
-    """Whether nothing is wrong but how long something took."""
+    """Whether the only failure is a missed bound of time."""
     times: int = 1
-    """How often it was played: more than once if it was late while the host took the cores."""
+    """How often the cell was played: more than once if it was late while the host took CPU time."""
 
     @property
     def passed(self) -> bool:
@@ -50,7 +52,7 @@ class Result:
 
 
 async def run_cell(house: House, cell: Cell) -> Result:
-    """One cell in a house without faults, which may need repair afterwards."""
+    """Play one cell in a house without faults; it may need repair afterwards."""
     result = Result(cell)
     try:
         async with house.session() as session:
@@ -149,7 +151,8 @@ async def _play_and_repair(house: House, cell: Cell) -> Result:
 
 
 async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIterator[Result]:
-    """Plays all cells, ``houses`` at a time; results as they come. A house that cannot be repaired is replaced."""
+    """Play all cells in ``houses`` houses at a time, and yield the results as they complete. A house that cannot be
+    repaired is replaced."""
     shares = _shares(cells, houses)
     results: asyncio.Queue[Result | BaseException] = asyncio.Queue()
     lanes = iter(enumerate(shares))
@@ -165,8 +168,8 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
                     pools = {"prefills": kind.each, "decodes": kind.each}
                     flags = FLAGS + kind.flags
                     async with House.running(where, flags=flags, door=kind.door, seed=number, **pools) as house:
-                        await house.links()  # their trials hold blocks for nobody's request
-                        if not begun:  # a start takes the cores for seconds: no cell is played beside all of them
+                        await house.links()  # trials of links hold blocks; wait until they are over
+                        if not begun:  # starting a house takes the cores for seconds
                             await all_begin.wait()
                             begun = True
                         while share and not house.beyond_repair:
@@ -190,7 +193,7 @@ async def play(cells: Sequence[Cell], directory: Path, houses: int) -> AsyncIter
 
 
 def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
-    """What each house plays: cells that need the same kind of house, dealt out so that all are busy to the end."""
+    """Return the cells of each house: all need the same kind of house, and the load is balanced."""
     kinds: dict[Kind, list[Cell]] = {}
     for cell in cells:
         kinds.setdefault(cell.house, []).append(cell)
@@ -199,12 +202,12 @@ def _shares(cells: Sequence[Cell], houses: int) -> list[deque[Cell]]:
 
 
 def _longest(results: Iterable[Result]) -> float:
-    """Of what was held for nobody in cells that came to measure it; NaN if none did."""
+    """Return the largest ``held_s`` of the cells that measured it; NaN if none did."""
     return max((result.held_s for result in results if not math.isnan(result.held_s)), default=math.nan)
 
 
 def markdown(results: Sequence[Result], seconds: float) -> str:
-    """The matrix as a table, faults in the order of the cells by phases of a request."""
+    """Return the matrix as a Markdown table: faults in the order of the cells, by phases of a request."""
     held_s, again = _longest(results), sum(result.times > 1 for result in results)
     noise = f" {again} were played again, as the host took {TAKEN:.0%} of the cores or more when they were late."
     lines = [
@@ -227,7 +230,7 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
 
 
 def _entry(result: Result | None) -> str:
-    """What was measured, of what is allowed."""
+    """Return the measured value and its bound."""
     if result is None:
         return ""
     entry = f"{result.value:.2f} of {result.cell.bound_s:g}"
@@ -237,7 +240,7 @@ def _entry(result: Result | None) -> str:
 
 
 async def run(cells: Sequence[Cell], directory: Path, houses: int) -> list[Result]:
-    """Plays all cells and tells of each as it comes; the results in the order of ``cells``."""
+    """Play all cells, print each result as it completes, and return the results in the order of ``cells``."""
     done: dict[str, Result] = {}
     started = clock()
     async for result in play(cells, directory, houses):

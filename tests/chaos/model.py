@@ -1,10 +1,10 @@
-"""The same with a model: real ``tandem`` processes, torch, and a worker or a link that breaks under load.
+"""Faults under load with a real model: ``tandem`` processes with torch, and a worker or a link that breaks.
 
-Outputs are judged teacher-forced (:mod:`tests.reference`), since float32 differs in its last bits between the shapes in
-which prefill and decode compute, and bfloat16 in more. What a gap may last is what noticing takes, and what is
-measured: computing again the prompts of all streams that a worker had. For that, one client asks for a single token
-after prompts as long as the longest of those, one at a time, in the middle of the undisturbed load. A first token may
-take on top what it takes there at most.
+Outputs are judged teacher-forced (:mod:`tests.reference`): prefill and decode compute in different shapes, which
+changes the last bits in float32, and more of them in bfloat16. The allowed gap is the time to detect the fault plus the
+time to compute again the prompts of all streams of a worker. The latter is measured: during a load without faults, one
+client requests a single token after prompts as long as the longest of those, one at a time. A first token may take
+longer by the longest wait for one in that load.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.reference import BFLOAT16, FLOAT32, Reference, Tolerance
 BUILTIN = ROOT / "common" / "builtin" / "model"
 LOAD_S = 180.0
 NOTICED_S, SILENT_S = 0.2, 2.25
-"""A death or a reset is noticed so soon; silence, of a process or a link, after 2 s by a look every 0.25 s."""
+"""Time to detect a death or a reset; time to detect silence of a process or a link: 2 s, checked every 0.25 s."""
 IN_A_STEP_S = 0.005
-"""Steps compute for longer, a worker without work for less at a time."""
+"""A step computes for longer without a pause; an idle worker computes for less at a time."""
 PROMPTS, OUTPUTS = range(80, 120), range(32, 48)
 FLAGS = ("--threads", "1", "--num-kv-blocks", "600", "--max-model-len", "1024", "--no-enable-prefix-caching")
 _LISTENS = re.compile(r"^listens at (\S+) as (\S+)$", re.M)
@@ -40,7 +40,7 @@ TOLERANCE = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 @dataclass
 class ModelAsk(Ask):
-    """Greedy, judged by ``reference``."""
+    """A greedy request whose output is judged by ``reference``."""
 
     reference: Reference | None = None
     tolerance: Tolerance = FLOAT32
@@ -59,14 +59,14 @@ class ModelAsk(Ask):
 
 
 class ModelHouse(House):
-    """Workers as operators start them; they tell nothing beside what the coordinator shows of them."""
+    """Real workers, as operators start them. They emit no events, so their state comes from the coordinator."""
 
     def __init__(self, directory: Path, *, model: Path, dtype: str, **options: Any) -> None:
         super().__init__(directory, flags=(*FLAGS, "--dtype", dtype), **options)
         self.model, self.reference, self.tolerance = model, Reference(model), TOLERANCE[dtype]
 
     def find_model(self) -> None:
-        """It was given."""
+        """Do nothing: the model was given."""
 
     async def start_worker(self, worker: Worker, *flags: str) -> None:
         worker.control.aim(self.control)
@@ -83,7 +83,8 @@ class ModelHouse(House):
         worker.reading = asyncio.ensure_future(self._listen(worker, worker.process, path, known))
 
     async def _listen(self, worker: Worker, process: Process, log: Path, known: int) -> None:
-        """Learns from the log, ``known`` characters of which are old, where its proxy leads and who it is."""
+        """Read the worker's data address and incarnation from its log, of which ``known`` characters are old, and aim
+        its proxy."""
 
         async def listens() -> Any:
             return _LISTENS.search(log.read_text(), known) or process.returncode is not None
@@ -107,8 +108,8 @@ class ModelHouse(House):
         return clock()
 
     async def until_busy(self, worker: Worker, within_s: float = LOAD_S) -> None:
-        """It is in a step: its one thread computes without a pause, which it does for a moment only when it looks about
-        in vain."""
+        """Wait until ``worker`` is in a step: its only thread has computed for ``IN_A_STEP_S`` without waiting, which
+        an idle worker never does."""
         deadline, waits, since_s = clock() + within_s, -1, 0.0
         while True:
             computed_s, now_waits = _computed(worker.process.pid)  # type: ignore[union-attr]
@@ -126,14 +127,15 @@ class ModelHouse(House):
 
 
 def _computed(pid: int) -> tuple[float, int]:
-    """Seconds for which its main thread has had a core, and how often it gave one back to wait for something."""
+    """Return the CPU seconds of a process's main thread, and the number of its voluntary context switches."""
     task = Path(f"/proc/{pid}/task/{pid}")
     waits = task.joinpath("status").read_text().partition("\nvoluntary_ctxt_switches:")[2]
     return int(task.joinpath("schedstat").read_text().split()[0]) / 1e9, int(waits.split()[0])
 
 
 async def _prompts_alone(house: ModelHouse, load: Sequence[Ask]) -> float:
-    """Median seconds to the first token of a prompt as long as any that is computed again, while ``load`` runs."""
+    """Return the median time to first token, in seconds, of prompts as long as any that is computed again, while
+    ``load`` runs."""
     times = []
     async with house.session() as session:
         while not all(ask.ended_at for ask in load):
@@ -152,17 +154,16 @@ FAULTS: dict[str, tuple[Break | None, float]] = {
     "reset of every P-D link": (reset_links, NOTICED_S),
     "black hole between one pair": (swallow_link, SILENT_S),
 }
-"""What breaks, and how soon that is noticed."""
+"""Each fault, and the time to detect it in seconds."""
 
 
 async def load(
     directory: Path, model: Path, *, requests: int, at_once: int, dtype: str, only: str = ""
 ) -> list[Figures]:
-    """The same requests without a fault, twice, and with each fault whose name has ``only`` in it.
+    """Run the same requests twice without a fault, and once with each fault whose name contains ``only``.
 
-    In bfloat16 a stream that moved may go on otherwise than one that stayed, and so may one that was batched with
-    others: what is counted is how many answers differ from the first run's (the first-divergence rate), beside the
-    second undisturbed run, which shows how many differ without any fault.
+    In bfloat16 the tokens of a stream may depend on its worker's batches, also without a fault. Therefore the number of
+    answers that differ from the first run's is counted in each run; the second run without a fault is the baseline.
     """
     figures: list[Figures] = []
     faults = {name: fault for name, fault in FAULTS.items() if fault[0] is None or only in name}
@@ -175,7 +176,7 @@ async def load(
             nonlocal alone, first
             again = [replace(ask, ids=[], arrivals=[], done=False, ended_at=0.0) for ask in asks]
             queued = figures[0].first_s if figures else 0.0
-            # half of the streams move, and each prefill worker takes half of those
+            # half of the streams move, and each prefill worker recomputes half of these
             done = Figures(name, allowed_gap_s=noticed_s + alone * turns if breaking else 0.0, queued_s=queued)
             run = asyncio.ensure_future(answered(house, again, done, breaking, at_once))
             if not figures:

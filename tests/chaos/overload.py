@@ -1,7 +1,7 @@
-"""Two and three times what the house can take: who is served is served in time, and nearly as many as at its best.
+"""Overload at two and three times the peak: goodput stays near the peak, and served requests are served in time.
 
-Goodput is what ends exact and within the deadline, per second. The others are refused at the door at once, or time out.
-Who streams does not notice them: tokens follow one another as at the peak.
+Goodput is the number of requests per second that end correctly within the deadline. The others are rejected on arrival,
+at once, or time out. They do not affect running streams, whose inter-token latency stays as at the peak.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DEADLINE_S = 3.0
 SECONDS = 20.0
 SHARE = 0.9
 SLOWER = 1.5
-"""Times the gap between tokens at the peak (p99) that is allowed beyond it."""
+"""Allowed factor between the p99 inter-token latency in overload and that at the peak."""
 FLAGS = ("--max-num-seqs", "8", "--step-s", "0.02", "--blocks", "2048", "--max-num-batched-tokens", "256")
 DOOR = ("--request-timeout", str(DEADLINE_S))
 IN_FLIGHT = 24
-"""Clients that keep two decode workers of eight slots busy and wait for nobody's deadline."""
+"""Number of clients that keep two decode workers with eight slots each busy without any request timing out."""
 REFUSED = ("error server_is_overloaded", "error request_timeout")
 
 
@@ -35,7 +35,7 @@ def _asks(house: House, count: int) -> list[Ask]:
 
 
 async def _arriving(house: House, session: aiohttp.ClientSession, asks: Sequence[Ask], rate: float) -> None:
-    """Sends ``asks`` as a Poisson process of ``rate`` per second, however many are still there."""
+    """Send ``asks`` as a Poisson process of ``rate`` per second, however many are still running."""
     started, due = clock(), 0.0
     running = []
     for ask in asks:
@@ -48,7 +48,8 @@ async def _arriving(house: House, session: aiohttp.ClientSession, asks: Sequence
 async def overload(
     directory: Path, *, factors: Sequence[float] = (1.0, 2.0, 3.0), seconds: float = SECONDS
 ) -> list[Figures]:
-    """The peak, found with as many clients as are served at once, then open-loop arrivals at multiples of it."""
+    """Measure the peak goodput with ``IN_FLIGHT`` clients in a closed loop, then run open-loop arrivals at multiples of
+    it, ``seconds`` each."""
     figures = []
     async with House.running(directory / "overload", flags=FLAGS, door=DOOR) as house:
         peak = usual_s = 0.0
@@ -87,7 +88,7 @@ async def overload(
 
 
 def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None:
-    """How soon those were told who came in vain, as they see it; ``due``: there must have been some."""
+    """Judge the time until requests were rejected, as clients see it. With ``due``, some must have been rejected."""
     times = sorted(ask.ended_at - ask.started_at for ask in asks if ask.status in (429, 503))
     if not times:
         figures.wrong += ["nobody was refused at the door"] if due else []
@@ -99,8 +100,9 @@ def _judge_refusals(figures: Figures, asks: Sequence[Ask], *, due: bool) -> None
 
 
 def judge_gaps(figures: Figures, asks: Sequence[Ask], usual_s: float) -> float:
-    """How tokens followed one another, up to the end of a stream that had no time for all of them; returned is the p99,
-    which is compared with ``usual_s``, if any."""
+    """Judge the inter-token latencies, including the time from the last token to the end of a stream that timed out.
+
+    Returns their p99 in seconds, which is compared with ``usual_s`` unless that is 0."""
     begun = [ask for ask in asks if ask.arrivals]
     moments = [ask.arrivals if ask.done else [*ask.arrivals, ask.ended_at] for ask in begun]
     gaps = sorted(after - before for each in moments for before, after in itertools.pairwise(each))

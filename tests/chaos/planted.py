@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.planted BUG ...``: the ``tandem`` command with a bug, which the harness must notice."""
+"""``python -m tests.chaos.planted BUG ...``: the ``tandem`` command with a bug that the harness must detect."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A TCP proxy between two ZeroMQ sockets that breaks what passes through it, and counts what it broke.
+"""A TCP proxy between two ZeroMQ sockets that injects faults into the traffic and counts them.
 
 A :class:`Proxy` stands in front of one listening socket. Its switches act on bytes (hold, black hole, latency,
 bandwidth, slicing, severing, reset, half-close), its :class:`Rule` objects on whole ZeroMQ messages (drop, duplicate,
-reorder, corrupt, truncate). ``done`` counts what was done, by the name of the fault: a test that wants a fault looks
-that it happened. Everything can be limited to the connections of one dialling peer by its ZeroMQ identity.
+reorder, corrupt, truncate). ``done`` counts the injected faults by name, so that a test can verify that its fault
+happened. Faults can be limited to the connections of one peer by its ZeroMQ identity.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from kvtransfer.frames import MAGIC
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _ARRAY16 = b"\xdc"
-"""Begins a MessagePack array of more than 15 elements; their number follows."""
+"""First byte of a MessagePack array of more than 15 elements; a 16-bit length follows."""
 _RESET = struct.pack("ii", 1, 0)
 CHUNK = 1 << 16
 
 Parts = list[bytes]
 Direction = Literal["up", "down"]
-"""``up`` is from the side that dialled to the side that listens."""
+"""``up`` is from the connecting side to the listening side."""
 Action = Literal["drop", "duplicate", "reorder", "corrupt", "truncate"]
 
 
 def is_frame(parts: Parts) -> bool:
-    """A frame of KV: header and payload."""
+    """Return whether a message is a KV frame: header and payload."""
     return len(parts) == 2 and parts[0].startswith(MAGIC)
 
 
 def is_a(*tags: str) -> Callable[[Parts], bool]:
-    """A message of one of these types (its tag is the first element of a MessagePack array behind the digest)."""
+    """Return a predicate that matches messages with one of these tags. The tag is the first element of the MessagePack
+    array after the digest."""
     starts = tuple(bytes([0xA0 | len(tag)]) + tag.encode() for tag in tags)
 
     def match(parts: Parts) -> bool:
@@ -55,7 +56,7 @@ def is_a(*tags: str) -> Callable[[Parts], bool]:
 
 @dataclass
 class Rule:
-    """What happens to messages that ``match``: to each with probability ``rate``, at most ``limit`` times."""
+    """Applies ``action`` to messages that ``match``, with probability ``rate`` each and at most ``limit`` times."""
 
     action: Action
     match: Callable[[Parts], bool]
@@ -74,7 +75,7 @@ class Rule:
 
 
 class _Parser:
-    """Cuts one direction of a ZMTP 3 connection into messages; whatever is no message passes as it is."""
+    """Splits one direction of a ZMTP 3 connection into messages; everything else passes unchanged."""
 
     def __init__(self) -> None:
         self.identity = ""
@@ -83,9 +84,9 @@ class _Parser:
         self._parts: Parts = []
 
     def feed(self, data: bytes) -> Iterator[bytes | Parts]:
-        """Raw bytes (greeting and commands) or the parts of a message, in order."""
+        """Yield, in order, raw bytes (greeting and commands) or the parts of a message."""
         self._buffer += data
-        if self._greeting and self._buffer:  # in pieces as they come: each side waits for the other's first ones
+        if self._greeting and self._buffer:  # forwarded as it arrives: each side waits for the other's first bytes
             piece = self._take(min(self._greeting, len(self._buffer)))
             self._greeting -= len(piece)
             yield piece
@@ -102,7 +103,7 @@ class _Parser:
                 yield parts
 
     def _head(self) -> tuple[int, int, int] | None:
-        """(bytes before the body, bytes of the body, flags) of the next frame if it is here as a whole."""
+        """Return (bytes before the body, bytes of the body, flags) of the next frame; None if it is incomplete."""
         buffer = self._buffer
         if len(buffer) < 2:
             return None
@@ -125,7 +126,7 @@ class _Parser:
 
 
 def framed(parts: Parts) -> bytes:
-    """A message as ZMTP bytes."""
+    """Encode a message as ZMTP bytes."""
     out = bytearray()
     for index, part in enumerate(parts):
         more = _MORE if index + 1 < len(parts) else 0
@@ -139,7 +140,7 @@ def framed(parts: Parts) -> bytes:
 
 @dataclass(eq=False)
 class _Connection:
-    """One dialled connection and its twin to the target."""
+    """A connection from a peer, and the proxy's own connection to the target."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -147,7 +148,7 @@ class _Connection:
     target_writer: asyncio.StreamWriter
     identity: str = ""
     severed: Direction | None = None
-    """In which nothing of it arrives any more."""
+    """The direction in which everything is lost, if any."""
 
     def writers(self) -> tuple[asyncio.StreamWriter, asyncio.StreamWriter]:
         return self.writer, self.target_writer
@@ -161,11 +162,11 @@ class _Connection:
 
 @dataclass(eq=False)
 class Proxy:
-    """Listens on a free port of loopback; forwards to ``target`` (host:port) once it is known.
+    """Listens on a free loopback port and forwards to the target, once :meth:`aim` has set it.
 
-    ``hold``: bytes wait here (nothing is lost, connections stay). ``black_hole``: bytes are taken and vanish, those
-    of new connections. ``only``: switches and rules concern only peers whose identity begins so. ``watch`` is called
-    with each message that comes.
+    While :meth:`hold` is in effect, bytes wait; nothing is lost, and connections stay. With ``black_hole``, all bytes
+    are read and discarded, including those of new connections. Switches and rules apply only to peers whose identity
+    begins with ``only``. ``watch`` is called with each message that arrives.
     """
 
     rng: random.Random = field(default_factory=random.Random)
@@ -199,7 +200,7 @@ class Proxy:
         return f"127.0.0.1:{self.port}"
 
     def aim(self, target: str) -> None:
-        """Where connections go from now on: ``host:port`` or ``tcp://host:port``, IPv4."""
+        """Set the target of new connections: ``host:port`` or ``tcp://host:port``, IPv4."""
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = (host.strip("[]").removeprefix("::ffff:"), int(port))
         self._aimed.set()
@@ -219,7 +220,7 @@ class Proxy:
         self._go.clear()
 
     def hold_at(self, match: Callable[[Parts], bool]) -> asyncio.Event:
-        """Holds from the first message on that matches; the event tells when it has come."""
+        """Hold all bytes from the first matching message on. The returned event is set when that message arrives."""
         self._hold_at = match
         self._held_at = asyncio.Event()
         return self._held_at
@@ -229,7 +230,7 @@ class Proxy:
         self._go.set()
 
     def reset(self, peer: str = "") -> int:
-        """Resets every connection, or those of one dialling peer; how many there were."""
+        """Reset every connection, or those of one peer; return their number."""
         struck = [each for each in self._connections if each.identity.startswith(peer or self.only)]
         for connection in struck:
             connection.reset()
@@ -237,15 +238,16 @@ class Proxy:
         return len(struck)
 
     def sever(self, direction: Direction, *, beats: bool) -> int:
-        """From now on the connections over which hearts ``beats``, or over which all else is said, carry nothing in
-        ``direction``; whoever dials anew gets another. How many there were."""
+        """Lose everything in ``direction`` on the existing heartbeat connections (``beats``) or on the others.
+
+        New connections are not affected. Returns the number of severed connections."""
         struck = [each for each in self._connections if each.identity.endswith(BEAT_SUFFIX) is beats]
         for connection in struck:
             connection.severed = direction
         return len(struck)
 
     def half_close(self) -> int:
-        """Ends one direction of every connection: the listener reads end of file, its answers still pass."""
+        """Close one direction of every connection: the target reads end of file, and its answers still pass."""
         struck = [each for each in self._connections if each.identity.startswith(self.only)]
         for connection in struck:
             if connection.target_writer.can_write_eof() and not connection.target_writer.is_closing():
@@ -254,7 +256,7 @@ class Proxy:
         return len(struck)
 
     def heal(self) -> None:
-        """No faults any more. What vanished is lost, so connections are cut and dialled anew."""
+        """End all faults. If bytes were discarded, their connections are reset, so that the peers connect anew."""
         swallowed = self.black_hole or any(each.severed for each in self._connections)
         self.rules.clear()
         self.black_hole, self.only = False, ""
@@ -338,7 +340,8 @@ class Proxy:
     def _judge(
         self, connection: _Connection, parts: Parts, direction: Direction, late: bytes | None
     ) -> tuple[bytes, bytes | None]:
-        """The bytes to send in place of a message, and what waits until after the next one."""
+        """Apply the rules to a message. Returns the bytes to send in its place, and those to send after the next
+        message."""
         whole = framed(parts)
         for rule in self.rules if connection.identity.startswith(self.only) else ():
             if not rule.strikes(parts, direction, self.rng):
@@ -358,7 +361,7 @@ class Proxy:
         return whole + (late or b""), None
 
     def _spoilt(self, parts: Parts, spoil: Callable[[bytes], bytes]) -> Parts:
-        """With one of the parts, of a frame its header or its payload, as ``spoil`` makes it."""
+        """Return the parts with a random one (of a frame: header or payload) replaced by the result of ``spoil``."""
         at = self.rng.randrange(len(parts))
         return [*parts[:at], spoil(parts[at]), *parts[at + 1 :]]
 

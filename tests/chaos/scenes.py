@@ -1,14 +1,14 @@
-"""One request brought into one phase of its life, so that a fault can strike exactly there.
+"""Brings one request into a given phase, so that a fault can be injected exactly there.
 
-    Q  queued: every decode slot is taken, and the coordinator says that one request waits
+    Q  queued: every decode slot is taken, and the coordinator reports one waiting request
     P  prefilling: the second of five slow chunks is being computed
     X  transferring: the first frame of KV has reached the proxy, which holds it back
-    D  decoding, nothing told yet (not streaming): decode computes the fourth token or a later one; the client waits for
-       the rest of them, REST_S, and then has everything
+    D  decoding, not streaming: decode computes the fourth token or a later one; the client receives nothing until the
+       answer is complete, REST_S later
     S  streaming: the client has five tokens or more
 
-In an ``idle`` scene nothing runs: the fault itself sends the request when it has made what the request is to meet.
-Nothing sleeps and hopes: a scene is ready when a worker, a proxy, the coordinator or the client has said so.
+In an ``idle`` scene nothing runs: the fault itself sends the request after it has prepared the system. No scene relies
+on sleeping: it is ready when a worker, a proxy, the coordinator or the client has reported the phase.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Phase = Literal["Q", "P", "X", "D", "S"]
 Arranged = Phase | Literal["idle"]
 PROMPT, OUTPUT, CHUNK = 320, 60, 64
 TOKEN_S, STEP_S = 0.002, 0.03
-"""A chunk of a prompt then takes 0.13 s, a prompt 0.64 s, a decoded token 0.03 s."""
+"""Seconds per prompt token and per decode step: a chunk takes 0.13 s, a prompt 0.64 s, a decoded token 0.03 s."""
 REST_S, TURN_S = OUTPUT * STEP_S, 2 * OUTPUT * STEP_S
-"""What is left of an answer in phase D takes so long at most, and a neighbour of a request in phase Q to end."""
+"""The longest time for the rest of an answer in phase D, and for a neighbour of a request in phase Q to end."""
 BLOCKERS = 4
 ARRIVES_S = 20.0
 TRIES = 3
@@ -36,9 +36,11 @@ TRIES = 3
 
 @dataclass
 class Scene:
-    """``ask`` is the request in its phase, ``prefill`` and ``decode`` its workers (those it would get, if queued),
-    ``neighbours`` others that must not notice. ``struck_at`` is when the fault began, ``back_s`` how long a process
-    that came again took to be of use, ``unqueued_s`` how long a queued request was still counted."""
+    """A request in a phase, and its surroundings.
+
+    ``ask`` is the request, ``prefill`` and ``decode`` are its workers (arbitrary ones while it is queued), and
+    ``neighbours`` other requests that must not be affected. ``struck_at`` is when the fault began, ``back_s`` how long
+    a restarted process took to be used, ``unqueued_s`` how long an abandoned request was still counted as queued."""
 
     house: House
     session: aiohttp.ClientSession
@@ -60,7 +62,7 @@ class Scene:
         return self.tasks[id(self.ask)]
 
     async def over(self, within_s: float = 40.0) -> None:
-        """Until every request has ended, one way or another."""
+        """Wait until every request has ended, in whatever way."""
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
@@ -68,7 +70,7 @@ class Scene:
         return next(each for each in self.house.by_role(worker.role) if each is not worker)
 
     def steps(self, worker: Worker) -> list[tuple[float, int, int]]:
-        """(when, start, end) of every segment of the request that ``worker`` has computed."""
+        """Return (time, start, end) of every segment of the request that ``worker`` has computed."""
         request = self.house.id_of(self.ask)
         return [(at, start, end) for at, mine, _, start, end, _ in worker.steps() if mine == request]
 
@@ -76,7 +78,7 @@ class Scene:
 async def arrange(
     house: House, phase: Arranged, session: aiohttp.ClientSession, output: int = OUTPUT, *, stream: bool = True
 ) -> Scene:
-    """Brings a request for ``output`` tokens into ``phase``; Stuck if it does not get there."""
+    """Bring a request for ``output`` tokens into ``phase``. Raises Stuck if it does not get there."""
     ask = house.ask(PROMPT, output, stream=stream and phase != "D")
     scene = Scene(house, session, ask, house.by_role("prefill")[0], house.by_role("decode")[0])
     for worker in house.by_role("decode"):
@@ -87,7 +89,7 @@ async def arrange(
 
 
 async def bring(scene: Scene, phase: Phase) -> None:
-    """Sends the request of a scene in which others may run already, until it is in ``phase``."""
+    """Send the scene's request and wait until it is in ``phase``. Other requests may be running already."""
     await {"Q": _queued, "P": _prefilling, "X": _transferring, "D": _decoding, "S": _streaming}[phase](scene)
 
 
@@ -107,7 +109,7 @@ async def _queued(scene: Scene) -> None:
 
 
 async def _find(scene: Scene, role: str, position: int) -> Worker:
-    """The worker that computes a chunk of the request which begins at ``position`` or later."""
+    """Wait for a worker that computes a chunk of the request beginning at ``position`` or later, and return it."""
     workers = scene.house.by_role(role)
 
     def on() -> Worker | None:
@@ -118,7 +120,7 @@ async def _find(scene: Scene, role: str, position: int) -> Worker:
 
 
 async def _prefilling(scene: Scene) -> None:
-    """Another request takes the place of one that was past it when we saw that it had come there."""
+    """Bring the request into phase P. One that has left it before we saw it is replaced by another request."""
     for worker in scene.house.by_role("prefill"):
         worker.command(token_s=TOKEN_S)
     for _ in range(TRIES):
@@ -132,7 +134,7 @@ async def _prefilling(scene: Scene) -> None:
 
 
 async def _reserved(scene: Scene) -> None:
-    """A chunk of the request is computed, and it has its blocks on a decode worker."""
+    """Send the request and wait until its second chunk is computed and a decode worker has reserved blocks for it."""
     scene.send(scene.ask)
     scene.prefill = await _find(scene, "prefill", CHUNK)
     decodes, request = scene.house.by_role("decode"), scene.house.id_of(scene.ask)

@@ -1,8 +1,8 @@
-"""Long runs: many requests, clients that hang up in every phase, and a fault every so often. And how soon an abort
-frees blocks.
+"""Long runs with many requests, clients that disconnect in every phase, and periodic faults; and the time in which an
+abort frees blocks.
 
-A soak goes in legs. After each one everything must be free, no answer wrong, none failed, no stream have paused for
-long, and every fault have happened; its totals go to a file, from which a later run goes on.
+A soak consists of legs. After each leg, everything must be free, no answer may be wrong or failed, no stream may have
+paused for long, and every fault must have happened. The totals go to a file, from which a later run continues.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ABORTED = 0.1
 FLAGS = (*LOAD_FLAGS, "--watched")
 FREED_S = 0.1
 HAPPENED_S = 20.0
-"""A worker that drains may take so long to be gone."""
+"""The longest time until a fault has happened; a draining worker takes the longest."""
 LASTS_S = 3.0
 STEP_S = 0.12
-"""Slow enough that ten thousand requests last for a fault of every kind."""
+"""Slow enough that ten thousand requests last until every kind of fault has happened."""
 GAP_S = 10.0
-"""The longest pause of a stream: silence is noticed within 2 s, a hand-off that fails for it within 2 more; then it
-waits for a slot on the other worker, which is full, for as long as the longest answer there takes."""
+"""The longest pause of a stream: silence is detected within 2 s, a hand-off that then fails within 2 s more; then the
+stream waits for a slot on the other, full worker, up to the duration of the longest answer there."""
 MOST_FAULTS_MISSED = 0.2
-"""A fault falls only when everything is back from the one before."""
+"""Fraction of the scheduled faults that may be missing: each waits until the system has recovered from the last."""
 Proof = Callable[[], bool]
 Hit = Callable[[House], Awaitable[Proof]]
-"""Breaks something; the proof that it did, to be asked for while it lasts."""
+"""Breaks something; returns the proof, to be evaluated while the fault lasts."""
 
 
 def _killed(role: str) -> Hit:
@@ -127,8 +127,10 @@ HITS: dict[str, Hit] = {
 
 
 async def _break_things(house: House, faults: Counter[str], first: int, every_s: float, over: asyncio.Event) -> None:
-    """A fault every ``every_s`` until it is ``over``, in turn; each is proved, and healed (or its process started
-    again) after LASTS_S. Stuck if one did not happen."""
+    """Inject the faults in turn, one every ``every_s`` seconds, until ``over`` is set.
+
+    Each must be proved, and is repaired after ``LASTS_S`` (a process is restarted). Raises Stuck if one did not
+    happen."""
     names, due = list(HITS), clock() + every_s / 2
     while True:
         with contextlib.suppress(TimeoutError):
@@ -144,7 +146,7 @@ async def _break_things(house: House, faults: Counter[str], first: int, every_s:
             await house.until(proof, HAPPENED_S, f"{name}: it has happened")
             faults[name] += 1
         except Stuck:
-            if not over.is_set():  # where nothing travels any more, nothing can be lost on its way
+            if not over.is_set():  # without traffic, nothing can be lost on the way
                 raise
         await house.restore()
         await house.until_ready()
@@ -153,7 +155,8 @@ async def _break_things(house: House, faults: Counter[str], first: int, every_s:
 async def soak(
     directory: Path, *, requests: int, at_once: int, every_s: float, state: Path | None, seed: int
 ) -> Figures:
-    """Goes on from ``state`` (if it exists) up to ``requests`` in all, with a fault every ``every_s``."""
+    """Run up to ``requests`` requests in total with a fault every ``every_s`` seconds, continuing from the file
+    ``state`` if it exists."""
     total = Figures("soak", allowed_gap_s=GAP_S)
     if state is not None and state.exists():
         kept = json.loads(state.read_text())
@@ -177,7 +180,7 @@ async def soak(
 
 
 def _look(total: Figures, every_s: float) -> None:
-    """What the sum of all legs must show."""
+    """Judge the totals of all legs so far."""
     due = int(total.seconds / every_s)
     if total.faults.total() < (1 - MOST_FAULTS_MISSED) * due:
         total.wrong.append(f"{total.faults.total()} faults, {due} wanted")
@@ -195,7 +198,7 @@ async def _leg(house: House, leaving: Leaving, total: Figures, count: int, at_on
     moments = leaving.moments()
     leave = {ask.seed: house.rng.choice(moments) for ask in asks if house.rng.random() < ABORTED}
     for worker in house.workers.values():
-        worker.flags = (*FLAGS, "--step-s", str(STEP_S))  # also those that are started again
+        worker.flags = (*FLAGS, "--step-s", str(STEP_S))  # for workers that are restarted
         worker.command(step_s=STEP_S)
     faults: Counter[str] = Counter()
     started = clock()
@@ -217,14 +220,14 @@ async def _leg(house: House, leaving: Leaving, total: Figures, count: int, at_on
 
 
 def _gap(ask: Ask) -> float:
-    """The largest time between two tokens; waiting for the first is the queue's."""
+    """Return the largest gap between two tokens. The wait for the first token is not included: it is queueing."""
     return ask.largest_gap(ask.arrivals[0]) if ask.arrivals and not ask.left else 0.0
 
 
 @dataclass
 class HangUps:
-    """``times``: seconds from a client's hanging up while a step takes ``step_s`` to the last block given back, in
-    rising order."""
+    """Times from a client's disconnect to the last freed block: ``times``, ascending, in seconds, while a step takes
+    ``step_s``."""
 
     phase: str
     step_s: float
@@ -236,19 +239,19 @@ class HangUps:
 
     @property
     def allowed_s(self) -> float:
-        """The step that runs, and a tenth of a second."""
+        """The bound: the running step plus a tenth of a second."""
         return FREED_S + self.step_s
 
     @property
     def late(self) -> str:
-        """What took too long, in words, if anything did."""
+        """A description of a missed bound; empty if none was missed."""
         if self.p99_s <= self.allowed_s:
             return ""
         return f"{self.p99_s:.3f} s (p99) when a client hangs up while {self.phase}"
 
 
 async def aborts(directory: Path, *, count: int) -> list[HangUps]:
-    """``count`` clients hang up while their prompt is computed, and as many while it streams."""
+    """Let ``count`` clients disconnect while their prompt is computed, and as many while their answer streams."""
     prompt_step_s = CHUNK * TOKEN_S
     phases: dict[Phase, tuple[str, float]] = {
         "P": (f"its prompt is computed, {prompt_step_s:.2f} s a step", prompt_step_s),

@@ -1,4 +1,4 @@
-"""The core of the failure matrix with every test run; all of it, with the bounds as they are, is ``make chaos``."""
+"""Runs the core cells of the failure matrix with relaxed bounds; ``make chaos`` runs all cells with the real bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.chaos.cells import CELLS, CORE
 from tests.pace import scaled
 
 BUSY_S = scaled(1.5)
-"""Tests share their machine; what belongs to a bound is measured on a calm one."""
+"""Allowance on every bound, since tests share their machine; the bounds hold on a quiet one."""
 
 
 def test_every_cell_has_a_name_of_its_own() -> None:

@@ -1,5 +1,5 @@
-"""A harness that cannot fail proves nothing: a wrong token fails a cell and a load, a fault that never came a cell, a
-coordinator or a worker that does not do its part whatever is about that part."""
+"""Tests that the harness can fail: on a wrong token, on a fault that did not happen, and on a coordinator or a worker
+with a planted bug."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos.scenes import PROMPT, Scene
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 LATE_S = 8.0
 KEPT_S, OUTLASTS = 2.0, 150
-"""How long a worker keeps what it should drop, and tokens of a stream that takes longer (4.5 s)."""
+"""How long a worker keeps what it should drop, and the length in tokens of a stream that lasts longer (4.5 s)."""
 STALLS, FAILS, LEAVES, HANGS_UP, PREFILL_DIES, CUT_OFF = (
     next(cell for cell in CELLS if cell.id == name)
     for name in (
@@ -139,7 +139,7 @@ async def test_a_cell_fails_if_something_is_kept_for_who_has_gone_while_others_s
     async with House.running(tmp_path / "house", flags=matrix.FLAGS + cell.house.flags) as house:
         for worker in house.workers.values():
             worker.command(keeps=True)
-        await house.links()  # a trial of a link would be held for who has gone, too: for 5 s
+        await house.links()  # a trial of a link whose peer is gone would also be held, for 5 s
         result = await matrix.run_cell(house, beside)
         assert "held for nobody" in result.wrong
         assert KEPT_S <= result.held_s < result.freed_s - 0.5, "and the streams went on for longer"
@@ -151,7 +151,7 @@ async def test_a_cell_fails_if_something_is_kept_for_who_has_gone_while_others_s
 
 
 async def _beside_a_stream(fault: faults.Fault, scene: Scene) -> faults.Proof:
-    """While another stream runs; workers that keep what they are told to drop do it for KEPT_S."""
+    """Inject ``fault`` while another stream runs, and let workers keep what they should drop for ``KEPT_S``."""
     stream = scene.house.ask(PROMPT, OUTLASTS)
     scene.neighbours = [stream]
     scene.send(stream)
@@ -164,7 +164,7 @@ async def _beside_a_stream(fault: faults.Fault, scene: Scene) -> faults.Proof:
 
 
 def _lie(house: House) -> None:
-    """Each decode worker tells one wrong token, the next time that a request is at its eleventh."""
+    """Have each decode worker send one wrong token, the next time that a request is at its eleventh."""
     for worker in house.by_role("decode"):
         worker.command(lie_at=10)
 

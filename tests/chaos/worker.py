@@ -1,19 +1,19 @@
-"""A worker process around the oracle engine: the real loop, messages and links, without torch, there in 0.3 s.
+"""A worker process around the oracle engine: the real loop, messages and links, without torch, so that it starts fast.
 
     python -m tests.chaos.worker --role decode --coordinator 127.0.0.1:8001 --fingerprint F --advertise 127.0.0.1:9001
 
-Commands come as JSON lines on standard input ({"step_s": 0.05, "token_s": 0.001}), events leave as JSON lines on
-standard output, each with the monotonic time ``at``, which all processes of a machine share:
+It reads commands as JSON lines from standard input ({"step_s": 0.05, "token_s": 0.001}) and writes events as JSON lines
+to standard output, each with the monotonic time ``at``, which all processes of a machine share:
 
-    {"event": "listening", "address": "tcp://..."}             before it says Hello; "" for prefill
+    {"event": "listening", "address": "tcp://..."}             before it sends Hello; the address is "" for prefill
     {"event": "step", "segments": [[request, attempt, start, end, wants_token], ...]}   before the step is computed
-    {"event": "fault", "token": t, "request": r, "attempt": a} before a request fails as its prompt says
-    {"event": "stuck", "within": "step"}                       before a step ("turn": a turn) lasts so much longer
-    {"event": "unstuck"}                                       when it has
-    {"event": "taken", "request": r, "seed": s}                for each attempt that is taken; the seed names the client
-    {"event": "lie", "request": r, "position": p}              after a token was exchanged for a wrong one
-    {"event": "parked"}                                        after steps for which running sequences found no blocks
-    {"event": "held", "blocks": n, "requests": m, "by": [[request, attempt], ...]}      whenever one of them has changed
+    {"event": "fault", "token": t, "request": r, "attempt": a} before a request fails because of a token in its prompt
+    {"event": "stuck", "within": "step"}                       before it hangs in a step, or between steps ("turn")
+    {"event": "unstuck"}                                       when it continues
+    {"event": "taken", "request": r, "seed": s}                for each accepted attempt; the seed identifies the client
+    {"event": "lie", "request": r, "position": p}              after a token was replaced by a wrong one
+    {"event": "parked"}                                        after a step for which running sequences lacked blocks
+    {"event": "held", "blocks": n, "requests": m, "by": [[request, attempt], ...]}      whenever one of these changes
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ from prefill.role import PrefillWorker
 from tests.fakes.oracle import OracleEngine
 
 FAILS_ONCE, FAILS, OUT_OF_MEMORY, KILLS, KILLS_LATE, RAISES = 990, 991, 992, 993, 994, 995
-"""Prompts with such a token fail the first time or always, find no memory the first time, kill the worker, or kill it
-when LATE tokens of output are computed."""
+"""Tokens in a prompt that make its request fail the first time or always, run out of memory the first time, kill the
+worker, kill it when ``LATE`` output tokens are computed, or end it with an exception."""
 LATE = 6
 FIRST_FAULT = FAILS_ONCE
 ONLY_FIRST = {FAILS_ONCE, OUT_OF_MEMORY}
 
 
 def tell(event: str, **fields: Any) -> None:
-    """One line in one write, so that it is whole whenever the process dies."""
+    """Write an event as one line in one system call, so that it is complete even if the process dies afterwards."""
     line = json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n"
     os.write(sys.stdout.fileno(), line.encode())
 
 
 class ChaosEngine(OracleEngine):
-    """The oracle, with requests that fail as a model's do: by themselves, or with the whole process. And it can lie:
-    the next token at output position ``lie_at`` of any request is a wrong one, once."""
+    """The oracle engine with failures: a request can fail alone or with the whole process. With ``lie_at``, the next
+    token of any request at that output position is wrong, once."""
 
     def __init__(self, *args: Any, **knobs: Any) -> None:
         super().__init__(*args, **knobs)
         self.watched = False
         self.keeps = False
-        """Whether the worker keeps what it is told to drop."""
+        """Whether the worker ignores aborts (a planted bug)."""
         self.lie_at: int | None = None
         self.slows_at: int | None = None
         self.slow_s = 0.0
-        """What a step takes from when so many blocks are held on."""
+        """Once ``slows_at`` blocks are held, a step takes ``slow_s`` seconds."""
         self.stuck_s = self.jammed_s = 0.0
-        """What the next step, or the worker's next turn before any step, takes longer."""
+        """How much longer, in seconds, the next step takes, or the next turn of the worker loop before its step."""
 
     def step(self, batch: Batch) -> StepResult:
         if self.stuck_s:
@@ -113,12 +113,12 @@ class ChaosEngine(OracleEngine):
         if token in (KILLS, KILLS_LATE):
             os.kill(os.getpid(), signal.SIGKILL)
         if token == RAISES:
-            raise ArithmeticError("an invariant is broken")  # no fault of one request: the worker ends
+            raise ArithmeticError("an invariant is broken")  # not the failure of one request: the worker ends
         return "MemoryError" if token == OUT_OF_MEMORY else "RuntimeError: impossible numbers"
 
 
 def _stuck(within: str, seconds: float) -> float:
-    """Tells, does nothing for so long, and leaves nothing to do."""
+    """Report, sleep for ``seconds``, and return 0, the new value of the command."""
     tell("stuck", within=within)
     time.sleep(seconds)
     tell("unstuck")
@@ -126,7 +126,7 @@ def _stuck(within: str, seconds: float) -> float:
 
 
 class _Told:
-    """Mixed into both roles: tells its address before Hello, what it takes, and what it holds when that changes."""
+    """A mixin for both roles that reports its address before Hello, accepted requests, and changes of what it holds."""
 
     advertised = ""
     _last: tuple[int, int, list[tuple[str, int]]] = (0, 0, [])
@@ -164,7 +164,7 @@ class _Told:
         cache: KvCache = self.cache  # type: ignore[attr-defined]
         listed: set[TransferId] = self.holdings()  # type: ignore[attr-defined]
         by = {(transfer.request.hex(), transfer.attempt) for transfer in listed}
-        by |= {_transfer_of(holder) for holder in cache.tables}  # also of what the worker knows no more
+        by |= {_transfer_of(holder) for holder in cache.tables}  # also holders that the worker no longer knows
         now = (cache.pool.counts.held, len(listed), sorted(by))
         if now != self._last:
             self._last = now
@@ -175,7 +175,7 @@ class _Told:
 
 
 def _transfer_of(holder: Holder) -> tuple[str, int]:
-    """The request, in hex, and the attempt in the name of a block's holder."""
+    """Return the request in hex and the attempt from the name of a block's holder."""
     request, *_, attempt = holder.partition(":")[2].split("/")
     return request, int(attempt)
 
@@ -189,7 +189,7 @@ class ChaosDecode(_Told, DecodeWorker):
 
 
 def _obey(engine: ChaosEngine) -> None:
-    """Takes commands until the harness closes the pipe (or is gone: then this process has no business either)."""
+    """Apply commands until the harness closes the pipe or dies; then kill this process."""
     for line in sys.stdin:
         for name, value in json.loads(line).items():
             setattr(engine, name, value)

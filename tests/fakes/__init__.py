@@ -1,1 +1,1 @@
-"""Parts that stand in for real ones in tests: the oracle engine, workers without a model."""
+"""Stand-ins for real parts in tests: the oracle engine, workers without a model, a checkpoint without torch."""

@@ -1,6 +1,6 @@
-"""A checkpoint directory that the coordinator can open, made without torch: configuration, tokenizer, weights' header.
+"""A checkpoint directory that the coordinator can open, made without torch: configuration, tokenizer, weights header.
 
-Its tokenizer is byte-level BPE over the 256 bytes plus a few merges, so every text has tokens and every id has bytes.
+Its tokenizer is byte-level BPE with all 256 bytes and a few merges, so every text can be encoded and every id decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CORPUS = [
 
 
 def fake_checkpoint(directory: Path, **generation: Any) -> Path:
-    """Writes the directory; ``generation`` goes to generation_config.json."""
+    """Write the checkpoint into ``directory``; ``generation`` adds settings to generation_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": TEMPLATE}

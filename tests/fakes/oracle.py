@@ -1,10 +1,10 @@
-"""An engine without a model whose next token proves that every KV byte is right.
+"""An engine without a model whose next token verifies that every KV byte is correct.
 
-The KV of position p is a keyed rolling hash of tokens 0..p, different in every layer and in keys and values, as numbers
-that every element type holds exactly: what a pool of another type converts means the same. The next token is a
-function of *all* KV bytes of the sequence as read back from the pool, the seed, the choice and the output position. A
-stale, missing, swapped, foreign or misplaced byte anywhere changes the very next token, and the right stream is
-computable in a few lines (:func:`oracle_stream`). No torch: a process with it starts at once.
+The KV of position p is a keyed rolling hash of tokens 0..p, different in each layer and in keys and values. Its numbers
+are exact in every element type, so a conversion to a pool of another type keeps their values. The next token is a
+function of *all* KV bytes of the sequence, as read back from the pool, of the seed, the choice and the output position.
+A stale, missing, swapped, foreign or misplaced byte anywhere changes the next token. :func:`oracle_stream` computes the
+expected tokens. It does not need torch, so a process with this engine starts fast.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from common.net.messages import PROTOCOL, Hello
 
 LAYERS = (LayerLayout(2, 1, 3), LayerLayout(4, 1, 1))
 _WIDTHS = [layer.kv_heads * width for layer in LAYERS for width in (layer.k_dim, layer.v_dim)]
-"""How many elements keys and values of each layer have at one position."""
+"""Elements per position of each layer's keys and of its values, in that order."""
 _ELEMENTS = sum(_WIDTHS)
 VOCABULARY = 1000
 _NOISE, _SCALE = (int.from_bytes(bits.to_bytes(2, "little") * _ELEMENTS, "little") for bits in (0x87FF, 0x3800))
-"""Of all bfloat16 numbers of a position: what is random (sign, low exponent, mantissa) and what is fixed, so that each
-lies between 2^-15 and 2 and is a float16 number, too."""
+"""Bit masks over all bfloat16 numbers of a position: random bits (sign, low exponent bits, mantissa), and fixed bits.
+The magnitude of each number therefore lies between 2^-15 and 2, and it is exact in float16 too."""
 
 
 def oracle_layout(block_size: int = 16, dtype: KvDtype = "float32", head_shards: int = 1) -> KvLayout:
@@ -47,12 +47,12 @@ def _roll(before: int, token: int) -> int:
 
 @functools.lru_cache(1 << 13)
 def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
-    """Keys and values of each layer of the position with this rolling hash; made once for all that compute it."""
+    """Return the bytes of each layer's keys and values at the position with this rolling hash."""
     key, size, columns, at = struct.pack("<Q", rolled), ELEMENT_BYTES[dtype], [], 0
-    # two digests have bits enough for all of them
+    # two 128-bit digests are enough for all elements
     noise = xxhash.xxh3_128_intdigest(key, 0) | xxhash.xxh3_128_intdigest(key, 1) << 128
     numbers = (noise & _NOISE | _SCALE).to_bytes(2 * _ELEMENTS, "little")
-    if dtype == "float32":  # bfloat16 is its upper half; for so few numbers quicker than an array
+    if dtype == "float32":  # bfloat16 is the upper half of float32; for so few numbers faster than numpy
         wide = bytearray(4 * _ELEMENTS)
         wide[2::4], wide[3::4] = numbers[::2], numbers[1::2]
         numbers = bytes(wide)
@@ -65,14 +65,14 @@ def _columns(rolled: int, dtype: KvDtype) -> list[bytes]:
 
 
 def _choose(everything: bytes | Bytes, seed: int, choice: int, position: int) -> int:
-    """The next token after canonical bytes of float32 elements."""
+    """Return the next token after the KV in ``everything``: canonical bytes of float32 elements."""
     digest = xxhash.xxh3_64_intdigest(everything)
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<QQII", digest, seed & (2**64 - 1), choice, position))
     return mixed % VOCABULARY
 
 
 def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list[int]:
-    """The ``count`` output tokens that a request must get."""
+    """Return the first ``count`` output tokens that a request must get."""
     rolled = list(itertools.accumulate(prompt, _roll, initial=0))[1:]
     columns = [bytearray().join(rows) for rows in zip(*(_columns(each, "float32") for each in rolled), strict=True)]
     output: list[int] = []
@@ -86,7 +86,8 @@ def oracle_stream(prompt: list[int], seed: int, choice: int, count: int) -> list
 
 
 class OracleEngine:
-    """Implements :class:`common.worker.loop.Engine`. ``token_s`` and ``step_s`` make it as slow as a model."""
+    """Implements :class:`common.worker.loop.Engine`. A step takes at least ``step_s`` seconds, plus ``token_s`` per
+    token."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class OracleEngine:
         self.step_s, self.token_s = step_s, token_s
         self._rolled: dict[SequenceId, list[int]] = {}
         self._places: list[tuple[int, int]] = []
-        """Where keys and values of each layer begin in a shard, and how many bytes of them a position has there."""
+        """Offset in a shard, and bytes per position there, of each layer's keys and of its values."""
         for at, layer in zip(self.layout.layer_offsets, LAYERS, strict=True):
             heads = layer.kv_heads // head_shards
             keys, values = (heads * width * self.layout.element_bytes for width in (layer.k_dim, layer.v_dim))
@@ -118,7 +119,7 @@ class OracleEngine:
         started = time.perf_counter()
         self.steps += 1
         rolled = [self._roll_to(segment) for segment in batch.segments]
-        # layer by layer only for whoever wants each as soon as it is there
+        # layer by layer only if a hook wants each layer as soon as it is computed
         count = len(LAYERS) if self.on_layer is None else 1
         for first in range(0, len(LAYERS), count):
             layers = range(first, first + count)
@@ -134,8 +135,9 @@ class OracleEngine:
         return StepResult(tokens, logprobs, time.perf_counter() - started)
 
     def place(self, table: Table, tokens: range, layers: range, rolled: list[int]) -> None:
-        """Computes these positions in these layers, given the rolling hashes of all up to there. Writes as bytes: for
-        the few that a step has quicker than as arrays."""
+        """Write the KV of positions ``tokens`` in ``layers``, given the rolling hashes of all positions so far.
+
+        Copies bytes, which is faster than numpy for the few positions of a step."""
         pool, size, block_bytes, at = self._pool(), self.layout.block_size, self.layout.block_bytes, tokens.start
         while at < tokens.stop:
             block, row = divmod(at, size)
@@ -151,7 +153,7 @@ class OracleEngine:
             at = end
 
     def _read(self, table: Table, end: int) -> bytes:
-        """Canonical bytes of the positions before ``end``."""
+        """Return the canonical KV bytes of the positions before ``end``."""
         pool, size, block_bytes = self._pool(), self.layout.block_size, self.layout.block_bytes
         blocks = [block * block_bytes for block in table[: self.layout.blocks_for(end)]]
         if len(self._shards) > 1:
@@ -200,7 +202,7 @@ class OracleEngine:
 
 
 def hello_of(engine: OracleEngine) -> Hello:
-    """What a decode worker with this engine, for four sequences, says to a coordinator."""
+    """Return the Hello of a decode worker with this engine and four sequence slots."""
     return Hello(
         PROTOCOL, WorkerName("d"), Incarnation("i"), "decode", "m", engine.fingerprint, engine.layout.fingerprint, 1,
         "h", "h", "", ("zmq",), engine.memory.blocks, engine.layout.block_size, engine.max_model_len,

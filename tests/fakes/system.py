@@ -1,4 +1,4 @@
-"""What tests need of the system that they run on."""
+"""Skip conditions for tests that need certain features of the operating system."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-/* The tile registers of AMX in plain C, so that what is made for them can be tested on a core that has none.
+/* The AMX tile registers emulated in plain C, so that AMX kernels can be tested on a CPU without AMX.
  *
- * native.c is compiled with this header as FAKE_TILES (tests/unit/common/kernels/test_tiles.py). What a product adds up, and in which
- * order, is taken from the description of TDPBF16PS in Intel's Software Developer's Manual, volume 2. What a processor
- * would refuse ends the process: tiles without a shape, and products of tiles whose shapes do not fit.
+ * native.c is compiled with this header as FAKE_TILES (tests/unit/common/kernels/test_tiles.py). The order of the sums in
+ * a product follows the description of TDPBF16PS in Intel's Software Developer's Manual, volume 2. Operations on which a
+ * processor would fault abort the process: tiles without a shape, and products of tiles whose shapes do not match.
  */
 #include <stdio.h>
 
@@ -53,7 +53,7 @@ static void fake_store(int tile, void *to, long stride)
         memcpy((char *)to + r * stride, fake_tiles.data[tile][r], fake_tiles.bytes[tile]);
 }
 
-/* Numbers that have no leading one count as 0, before products and after them. */
+/* Denormal numbers are flushed to 0, in the inputs of a product and in its results. */
 static inline float fake_normal(float x)
 {
     return __builtin_fabsf(x) < FLT_MIN ? 0.0f : x;

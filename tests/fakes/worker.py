@@ -1,7 +1,7 @@
-"""A worker without an engine: the real messages over a real socket, tokens from a formula.
+"""A worker without an engine: it sends the real messages over a real socket and computes tokens by a formula.
 
-Runs in a thread, so that a test's event loop can hold the coordinator. Prefill, decode and colocated workers compute
-the same tokens from (prompt, choice, position), so a hand-off, retry or migration must not be visible in the output.
+It runs in a thread, so that the coordinator can run in the test's event loop. Prefill, decode and colocated workers
+compute the same tokens from (prompt, choice, position), so a hand-off, retry or migration must not change the output.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ FIRST_TEXT_TOKEN, TEXT_TOKENS = 40, 200
 
 
 def formula(request: Request, choice: int, position: int) -> int:
-    """The output token at ``position``: printable, never a special one, different for different prompts."""
+    """Return the output token at ``position``: printable, never a special token, dependent on the prompt."""
     return FIRST_TEXT_TOKEN + (sum(request.prompt) + 7 * choice + 13 * position) % TEXT_TOKENS
 
 
 @dataclass
 class Job:
-    """What the fake does for one (request, attempt): its sequences, the first token of this attempt first."""
+    """One (request, attempt) on the fake: its sequences. ``start`` is the output position at which the attempt begins,
+    ``due`` the time of the next token; with ``only_first`` the job ends after the first one, as in prefill."""
 
     transfer: TransferId
     sequences: list[Sequence]
@@ -71,9 +72,10 @@ class Job:
 
 @dataclass
 class FakeWorker:
-    """Knobs: ``step_s`` between tokens, ``delay_s`` before the first; ``script`` chooses tokens; ``drop`` names message
-    types that vanish on their way out; ``deaf``: whether all that comes over the control connection does; ``refuse``
-    answers every request with that failure."""
+    """A scripted worker. Tokens are ``step_s`` apart, the first comes after ``delay_s``, and ``script`` chooses them.
+
+    Outgoing messages of the types in ``drop`` are lost. With ``deaf``, all incoming messages on the control connection
+    are lost. With ``refuse``, every request is answered with that failure."""
 
     role: Role
     address: str
@@ -84,9 +86,9 @@ class FakeWorker:
     step_s: float = 0.002
     beat_s: float = 0.1
     answers: bool = True
-    """Whether it beats when it is asked to, or the question is lost."""
+    """Whether it answers a Ping with a heartbeat; otherwise Pings are lost."""
     rejoins: bool = True
-    """Whether it says Hello when it is told to, or hangs."""
+    """Whether it answers Rejoin with Hello; otherwise it ignores Rejoin, as a hung worker does."""
     turn_ms: int = -1
     drop: set[type[Message]] = field(default_factory=set)
     deaf: bool = False
@@ -134,12 +136,12 @@ class FakeWorker:
         return self
 
     def stop(self) -> None:
-        """Closes the connections without a word, as a process that dies does."""
+        """Close the connections without a Goodbye, as when the process dies."""
         self._stop.set()
         self._thread.join()
 
     def fall_silent(self) -> None:
-        """Stops in place, connected, as a process that hangs does."""
+        """Stop sending and receiving but stay connected, as a hung process does."""
         self._silent.set()
 
     def say(self, message: Message) -> None:
@@ -154,7 +156,7 @@ class FakeWorker:
 
     @property
     def busy(self) -> int:
-        """Requests that are held here."""
+        """Number of requests on this worker."""
         return len(self._jobs)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class FakeWorker:
         self._jobs[transfer] = Job(transfer, sequences, start, time.monotonic() + self.delay_s, only_first)
 
     def _step(self, control: zmq.Socket[Any], now: float) -> None:
-        """One token for every choice of every job that is due, in one message."""
+        """Send one token for every choice of every job that is due, in one message."""
         due = [job for job in self._jobs.values() if job.due <= now]
         spans = TokenSpanEncoder()
         for job in due:
