@@ -16,13 +16,13 @@
 
 #define STRIPE 64       /* bytes that are taken in at once, eight words */
 #define BLOCK_STRIPES 16 /* then the sums are stirred */
-#define AHEAD 1024      /* bytes from what is taken in to what is fetched */
-#define FAR 2           /* pieces from the one that is taken in to one of which a few lines are fetched: where its pages */
+#define PREFETCH_BYTES 1024      /* bytes from what is taken in to what is fetched */
+#define FAR_PIECES 2           /* pieces from the one that is taken in to one of which a few lines are fetched: where its pages */
 #define FAR_STEP 1024   /* are is known then, and the processor goes on with what it sees begun */
 #define FAR_BYTES 16384
-#define LAST_KEY 121    /* where in the secret the key of the last stripe is, those of a stir and of the end */
-#define STIR_KEY 128
-#define END_KEY 11
+#define LAST_STRIPE_KEY 121    /* where in the secret the key of the last stripe is, those of a stir and of the end */
+#define SCRAMBLE_KEY 128
+#define MERGE_KEY 11
 
 #define PRIME32_1 0x9E3779B1u
 #define PRIME32_2 0x85EBCA77u
@@ -32,10 +32,10 @@
 #define PRIME64_3 0x165667B19E3779F9u
 #define PRIME64_4 0x85EBCA77C2B2AE63u
 #define PRIME64_5 0x27D4EB2F165667C5u
-#define PRIME_END 0x165667919E3779F9u
+#define PRIME_AVALANCHE 0x165667919E3779F9u
 
 /* What was loaded once is hashed and stored; a compiler might load it again, from where somebody may change it. */
-#define KEEP(data) __asm__("" : "+m"(data))
+#define LOAD_ONCE(data) __asm__("" : "+m"(data))
 
 typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
 
@@ -63,7 +63,7 @@ struct pieces {
  * was there before need not be read. */
 typedef void store(uint8_t *to, const stripe *data);
 
-INLINE void absorb(stripe *sums, const stripe *data, const uint8_t *key)
+INLINE void accumulate(stripe *acc, const stripe *data, const uint8_t *key)
 {
 #if defined(__clang__) || __GNUC__ >= 12
     stripe neighbours = __builtin_shufflevector(*data, *data, 1, 0, 3, 2, 5, 4, 7, 6);
@@ -71,21 +71,21 @@ INLINE void absorb(stripe *sums, const stripe *data, const uint8_t *key)
     stripe neighbours = __builtin_shuffle(*data, (stripe){1, 0, 3, 2, 5, 4, 7, 6});
 #endif
     stripe mixed = *data ^ *(const stripe *)key;
-    *sums += neighbours + (mixed & 0xFFFFFFFFu) * (mixed >> 32);
+    *acc += neighbours + (mixed & 0xFFFFFFFFu) * (mixed >> 32);
 }
 
-INLINE void stir(stripe *sums)
+INLINE void scramble(stripe *acc)
 {
-    *sums = (*sums ^ (*sums >> 47) ^ *(const stripe *)(secret + STIR_KEY)) * PRIME32_1;
+    *acc = (*acc ^ (*acc >> 47) ^ *(const stripe *)(secret + SCRAMBLE_KEY)) * PRIME32_1;
 }
 
 /* Takes the ``number``-th stripe in. */
-INLINE void take_in(stripe *sums, const stripe *data, int64_t number)
+INLINE void accumulate_stripe(stripe *acc, const stripe *data, int64_t number)
 {
-    int64_t of_block = number % BLOCK_STRIPES;
-    absorb(sums, data, secret + 8 * of_block);
-    if (of_block == BLOCK_STRIPES - 1)
-        stir(sums);
+    int64_t in_block = number % BLOCK_STRIPES;
+    accumulate(acc, data, secret + 8 * in_block);
+    if (in_block == BLOCK_STRIPES - 1)
+        scramble(acc);
 }
 
 /* The last bytes of all, a stripe of them, from where they have been copied to. */
@@ -95,81 +95,83 @@ INLINE stripe last_stripe(const struct pieces *pieces)
     const int64_t *place = pieces->to ? pieces->to : pieces->from;
     int64_t missing = STRIPE;
     for (int64_t i = pieces->count - 1; missing; i--) {
-        int64_t some = pieces->bytes[i] < missing ? pieces->bytes[i] : missing;
-        missing -= some;
-        memcpy((uint8_t *)&last + missing, (const uint8_t *)place[i] + pieces->bytes[i] - some, some);
+        int64_t length = pieces->bytes[i] < missing ? pieces->bytes[i] : missing;
+        missing -= length;
+        memcpy((uint8_t *)&last + missing, (const uint8_t *)place[i] + pieces->bytes[i] - length, length);
     }
     return last;
 }
 
-INLINE uint64_t finished(const stripe *sums, uint64_t total)
+INLINE uint64_t merge_accumulators(const stripe *acc, uint64_t total)
 {
     uint64_t sum = total * PRIME64_1, key[2];
     for (int i = 0; i < 4; i++) {
-        memcpy(key, secret + END_KEY + 16 * i, sizeof key);
-        unsigned __int128 both = (unsigned __int128)((*sums)[2 * i] ^ key[0]) * ((*sums)[2 * i + 1] ^ key[1]);
+        memcpy(key, secret + MERGE_KEY + 16 * i, sizeof key);
+        unsigned __int128 both = (unsigned __int128)((*acc)[2 * i] ^ key[0]) * ((*acc)[2 * i + 1] ^ key[1]);
         sum += (uint64_t)both ^ (uint64_t)(both >> 64);
     }
-    sum = (sum ^ sum >> 37) * PRIME_END;
+    sum = (sum ^ sum >> 37) * PRIME_AVALANCHE;
     return sum ^ sum >> 32;
 }
 
 INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t alignment)
 {
-    stripe sums = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-    int64_t taken = 0, stripes = (pieces->total - 1) / STRIPE, held = 0; /* but for the last one */
-    stripe part;                                                         /* of which ``held`` bytes are there */
+    stripe acc = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    int64_t accumulated = 0, stripes = (pieces->total - 1) / STRIPE, buffered = 0; /* but for the last one */
+    stripe buffer;                                                         /* of which ``held`` bytes are there */
     for (int64_t i = 0; i < pieces->count; i++) {
         const uint8_t *from = (const uint8_t *)pieces->from[i];
         uint8_t *to = pieces->to ? (uint8_t *)pieces->to[i] : NULL;
         int64_t left = pieces->bytes[i];
-        const uint8_t *far = i + FAR < pieces->count ? (const uint8_t *)pieces->from[i + FAR] : from;
-        for (int64_t at = 0; i + FAR < pieces->count && at < pieces->bytes[i + FAR] && at < FAR_BYTES; at += FAR_STEP)
-            __builtin_prefetch(far + at, 0, 2);
+        const uint8_t *far_piece =
+            i + FAR_PIECES < pieces->count ? (const uint8_t *)pieces->from[i + FAR_PIECES] : from;
+        for (int64_t at = 0; i + FAR_PIECES < pieces->count && at < pieces->bytes[i + FAR_PIECES] && at < FAR_BYTES;
+             at += FAR_STEP)
+            __builtin_prefetch(far_piece + at, 0, 2);
         const uint8_t *next = i + 1 < pieces->count ? (const uint8_t *)pieces->from[i + 1] : from;
-        while (left && (held || left < STRIPE || taken == stripes)) {
-            int64_t some = left < STRIPE - held ? left : STRIPE - held;
-            memcpy((uint8_t *)&part + held, from, some);
-            KEEP(part);
+        while (left && (buffered || left < STRIPE || accumulated == stripes)) {
+            int64_t length = left < STRIPE - buffered ? left : STRIPE - buffered;
+            memcpy((uint8_t *)&buffer + buffered, from, length);
+            LOAD_ONCE(buffer);
             if (to) {
-                memcpy(to, (uint8_t *)&part + held, some);
-                to += some;
+                memcpy(to, (uint8_t *)&buffer + buffered, length);
+                to += length;
             }
-            from += some;
-            left -= some;
-            held += some;
-            if (held == STRIPE) {
-                held = 0;
-                if (taken < stripes)
-                    take_in(&sums, &part, taken++);
+            from += length;
+            left -= length;
+            buffered += length;
+            if (buffered == STRIPE) {
+                buffered = 0;
+                if (accumulated < stripes)
+                    accumulate_stripe(&acc, &buffer, accumulated++);
             }
         }
-        int64_t whole = left / STRIPE < stripes - taken ? left / STRIPE : stripes - taken;
+        int64_t whole_stripes = left / STRIPE < stripes - accumulated ? left / STRIPE : stripes - accumulated;
         int streams = to && (uintptr_t)to % alignment == 0;
-        for (int64_t s = 0; s < whole; s++, from += STRIPE) {
-            int64_t beyond = (s + 1) * STRIPE + AHEAD - left;
-            __builtin_prefetch(beyond > 0 ? next + beyond - STRIPE : from + AHEAD, 0, 3);
+        for (int64_t s = 0; s < whole_stripes; s++, from += STRIPE) {
+            int64_t beyond = (s + 1) * STRIPE + PREFETCH_BYTES - left;
+            __builtin_prefetch(beyond > 0 ? next + beyond - STRIPE : from + PREFETCH_BYTES, 0, 3);
             stripe data = *(const volatile stripe *)from; /* once, as above */
-            take_in(&sums, &data, taken++);
+            accumulate_stripe(&acc, &data, accumulated++);
             if (streams)
                 stream(to + s * STRIPE, &data);
             else if (to)
                 *(stripe *)(to + s * STRIPE) = data;
         }
-        left -= whole * STRIPE;
+        left -= whole_stripes * STRIPE;
         if (left) { /* less than a stripe, or the last one */
             if (to)
-                to += whole * STRIPE;
-            memcpy(&part, from, left);
-            KEEP(part);
+                to += whole_stripes * STRIPE;
+            memcpy(&buffer, from, left);
+            LOAD_ONCE(buffer);
             if (to)
-                memcpy(to, &part, left);
-            held = left < STRIPE ? left : 0;
+                memcpy(to, &buffer, left);
+            buffered = left < STRIPE ? left : 0;
         }
     }
     stripe last = last_stripe(pieces);
-    absorb(&sums, &last, secret + LAST_KEY);
-    return finished(&sums, pieces->total);
+    accumulate(&acc, &last, secret + LAST_STRIPE_KEY);
+    return merge_accumulators(&acc, pieces->total);
 }
 
 #ifdef X86

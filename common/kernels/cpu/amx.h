@@ -1,4 +1,4 @@
-/* Products of bfloat16 in the tile registers of AMX: what the loop of tiles.h is for the other variants.
+/* Products of bfloat16 in the tile registers of AMX: what the loop of micro_kernel.h is for the other variants.
  *
  * A tile of the panel is 16 steps of a vector of columns where they lie, one of rows 16 words of up to 16 rows where
  * these lie. Up to 32 rows meet two vectors at a time, so that each loaded tile is used twice. Sums of a row are added
@@ -7,26 +7,26 @@
 
 #define AMX_ROWS 16  /* of a tile */
 #define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
-#define BLOCK_ROWS (2 * AMX_ROWS)
-#define AHEAD (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
-#define MADE_AHEAD (8 << 10) /* the same of a panel that becomes words, into the second */
-#define MADE_NEAR (2 << 10)  /* and from there into the first */
+#define AMX_MR (2 * AMX_ROWS)
+#define PREFETCH_BYTES (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
+#define CONVERT_PREFETCH_L2 (8 << 10) /* the same of a panel that becomes words, into the second */
+#define CONVERT_PREFETCH_L1 (2 << 10) /* and from there into the first */
 
 /* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
-struct NAME(tiles) {
+struct NAME(tile_config) {
     int rows, steps;
 };
 
 /* What meets a panel: rows of words, ``row`` apart. A float32 is the sum of ``parts`` bfloat16 (see split_row): all
  * first ones of a row, then all second ones, ``part`` words behind these, and so on. */
-struct NAME(rows) {
+struct NAME(a_block) {
     const uint32_t *words;
     long row;
     int parts; /* 1 of bfloat16; a constant wherever it matters how fast it is */
     long part;
 };
 
-struct NAME(panel) {
+struct NAME(b_panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
     int parts; /* as of rows: 1, or FLOAT_PARTS of both */
@@ -40,7 +40,7 @@ struct NAME(panel) {
 /* Loads and stores of tiles name no memory to the compiler. */
 #define AMX_FENCE() __asm__ volatile("" ::: "memory")
 
-INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
+INLINE void NAME(configure_tiles)(struct NAME(tile_config) *now, int rows, int steps)
 {
     if (now->rows == rows && now->steps == steps)
         return;
@@ -61,18 +61,18 @@ INLINE void NAME(set_up)(struct NAME(tiles) *now, int rows, int steps)
         shape.bytes[5] = (uint16_t)(steps * 4);
     }
     LOAD_TILE_SHAPE(shape);
-    *now = (struct NAME(tiles)){rows, steps};
+    *now = (struct NAME(tile_config)){rows, steps};
 }
 
-INLINE void NAME(tear_down)(void) { _tile_release(); }
+INLINE void NAME(release_tiles)(void) { _tile_release(); }
 
 /* Something that the vector units do meanwhile; a constant wherever it is called, so that it is inlined. */
-typedef void NAME(part)(void *of, long i);
+typedef void NAME(side_work)(void *of, long i);
 
-INLINE void NAME(nothing)(void *, long) {}
+INLINE void NAME(no_op)(void *, long) {}
 
 /* Sums of up to 16 rows, or up to 32 if ``high``, and one vector or two, into their tiles and back. */
-INLINE void NAME(take_sums)(int high, int width, const float *sums, long sums_row, int add)
+INLINE void NAME(load_c)(int high, int width, const float *sums, long sums_row, int add)
 {
     const float *below = sums + AMX_ROWS * sums_row;
     if (add) {
@@ -91,7 +91,7 @@ INLINE void NAME(take_sums)(int high, int width, const float *sums, long sums_ro
     }
 }
 
-INLINE void NAME(put_sums)(int high, int width, float *sums, long sums_row)
+INLINE void NAME(store_c)(int high, int width, float *sums, long sums_row)
 {
     float *below = sums + AMX_ROWS * sums_row;
     _tile_stored(0, sums, sums_row * 4);
@@ -107,11 +107,11 @@ INLINE void NAME(put_sums)(int high, int width, float *sums, long sums_row)
  * Where rows and panel are in parts the products of their last ones, below the last bit of a float32, are left out.
  * ``count`` parts of something else stand between the products of one tile of steps and the next: neither waits for the
  * other, and the processor does both at once. */
-INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) rows, struct NAME(panel) panel,
-                             long tiles, float *sums, long sums_row, int add, NAME(part) *do_part, void *of,
-                             long count)
+INLINE void NAME(amx_micro_kernel)(int high, int width, int level, struct NAME(a_block) rows,
+                                   struct NAME(b_panel) panel, long tiles, float *sums, long sums_row, int add,
+                                   NAME(side_work) *side_work, void *of, long count)
 {
-    NAME(take_sums)(high, width, sums, sums_row, add);
+    NAME(load_c)(high, width, sums, sums_row, add);
     const uint32_t *row = rows.words, *words = panel.words;
     const char *next = panel.next;
     long parts = count < 2 * tiles ? count : 2 * tiles;
@@ -128,12 +128,12 @@ INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) r
                 if (p == 0 && width > 1)
                     _tile_loadd(7, there + LANES, panel.row * 4);
                 if (first && 2 * t < parts)
-                    do_part(of, 2 * t);
+                    side_work(of, 2 * t);
                 _tile_dpbf16ps(0, 4, 6);
                 if (width > 1)
                     _tile_dpbf16ps(1, 4, 7);
                 if (first && 2 * t + 1 < parts)
-                    do_part(of, 2 * t + 1);
+                    side_work(of, 2 * t + 1);
                 if (high)
                     _tile_dpbf16ps(2, 5, 6);
                 if (first) /* behind the loads, which wait for the same places in which lines are waited for */
@@ -143,53 +143,54 @@ INLINE void NAME(amx_square)(int high, int width, int level, struct NAME(rows) r
                     _tile_dpbf16ps(3, 5, 7);
             }
     }
-    NAME(put_sums)(high, width, sums, sums_row);
+    NAME(store_c)(high, width, sums, sums_row);
     for (long i = parts; i < count; i++)
-        do_part(of, i);
+        side_work(of, i);
 }
 
-INLINE void NAME(amx_some)(int count, int width, struct NAME(rows) rows, struct NAME(panel) panel, long tiles,
-                           float *sums, long sums_row, int add, NAME(part) *do_part, void *of, long parts)
+INLINE void NAME(amx_micro_kernel_any)(int count, int width, struct NAME(a_block) rows, struct NAME(b_panel) panel,
+                                       long tiles, float *sums, long sums_row, int add, NAME(side_work) *side_work,
+                                       void *of, long parts)
 {
     if (count > AMX_ROWS && width > 1)
-        NAME(amx_square)(1, 2, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_micro_kernel)(1, 2, 2, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
     else if (count > AMX_ROWS)
-        NAME(amx_square)(1, 1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_micro_kernel)(1, 1, 2, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
     else if (width > 1 && panel.soon)
-        NAME(amx_square)(0, 2, 1, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_micro_kernel)(0, 2, 1, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
     else if (width > 1)
-        NAME(amx_square)(0, 2, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_micro_kernel)(0, 2, 2, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
     else
-        NAME(amx_square)(0, 1, 2, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(amx_micro_kernel)(0, 1, 2, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
 }
 
 /* The steps behind the last whole tile: fewer than AMX_STEPS. */
-static void NAME(amx_rest)(struct NAME(tiles) *now, int count, int width, struct NAME(rows) rows,
-                           struct NAME(panel) panel, int steps, float *sums, long sums_row, int add)
+static void NAME(amx_k_tail)(struct NAME(tile_config) *now, int count, int width, struct NAME(a_block) rows,
+                             struct NAME(b_panel) panel, int steps, float *sums, long sums_row, int add)
 {
-    NAME(set_up)(now, count, steps);
+    NAME(configure_tiles)(now, count, steps);
     panel.lines = 0;
-    NAME(amx_some)(count, width, rows, panel, 1, sums, sums_row, add, NAME(nothing), NULL, 0);
+    NAME(amx_micro_kernel_any)(count, width, rows, panel, 1, sums, sums_row, add, NAME(no_op), NULL, 0);
 }
 
-/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most BLOCK_ROWS, and two vectors, or with ``add`` that
+/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most AMX_MR, and two vectors, or with ``add`` that
  * more; rows of sums are ``sums_row`` apart. */
-INLINE void NAME(amx_pair)(struct NAME(tiles) *now, int count, int width, struct NAME(rows) rows,
-                           struct NAME(panel) panel, long steps, float *sums, long sums_row, int add,
-                           NAME(part) *do_part, void *of, long parts)
+INLINE void NAME(amx_block)(struct NAME(tile_config) *now, int count, int width, struct NAME(a_block) rows,
+                            struct NAME(b_panel) panel, long steps, float *sums, long sums_row, int add,
+                            NAME(side_work) *side_work, void *of, long parts)
 {
     long tiles = steps / AMX_STEPS, whole = tiles * AMX_STEPS;
     AMX_FENCE();
     if (tiles) {
-        NAME(set_up)(now, count, AMX_STEPS);
-        NAME(amx_some)(count, width, rows, panel, tiles, sums, sums_row, add, do_part, of, parts);
+        NAME(configure_tiles)(now, count, AMX_STEPS);
+        NAME(amx_micro_kernel_any)(count, width, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
     } else
         for (long i = 0; i < parts; i++)
-            do_part(of, i);
+            side_work(of, i);
     rows.words += whole;
     panel.words += panel.parts * whole * panel.row;
     if (whole < steps)
-        NAME(amx_rest)(now, count, width, rows, panel, (int)(steps - whole), sums, sums_row, add || tiles);
+        NAME(amx_k_tail)(now, count, width, rows, panel, (int)(steps - whole), sums, sums_row, add || tiles);
     AMX_FENCE();
 }
 
@@ -214,13 +215,13 @@ static void NAME(split_row)(const float *from, long in, uint16_t *to)
 
 /* Two rows of float32 of a panel, ``row`` apart, to words of the same parts, ``part`` behind one another; of what is
  * infinite the second and third are no number. */
-INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *to, long part)
+INLINE void NAME(split_panel_step)(const float *from, long row, int width, uint32_t *to, long part)
 {
     const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
     UNROLL for (int v = 0; v < width; v++, from += LANES, to += LANES) {
         for (int two = 0; two < 2; two++) {
-            __builtin_prefetch((const char *)(from + two * row) + MADE_NEAR, 0, 3);
-            __builtin_prefetch((const char *)(from + two * row) + MADE_AHEAD, 0, 2);
+            __builtin_prefetch((const char *)(from + two * row) + CONVERT_PREFETCH_L1, 0, 3);
+            __builtin_prefetch((const char *)(from + two * row) + CONVERT_PREFETCH_L2, 0, 2);
         }
         __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + row);
         UNROLL for (int p = 0; p < FLOAT_PARTS; p++) {
@@ -236,7 +237,7 @@ INLINE void NAME(split_step)(const float *from, long row, int width, uint32_t *t
 
 /* A panel that becomes words while it is met: of ``as`` FLOATS in FLOAT_PARTS, of BYTES each int8 as the bfloat16 that
  * it equals. A tile of steps goes to one of ``ring`` places at ``to``, in turn. */
-struct NAME(made) {
+struct NAME(converted_panel) {
     const char *from;  /* [2 * steps][columns] of float32, or [steps][columns][2] of int8 */
     const char *after; /* the next one, whose first tile is made behind the last of this one; NULL if it is not */
     uint32_t *to;
@@ -245,40 +246,41 @@ struct NAME(made) {
 };
 
 /* Two elements of each of its columns, which are ``width`` vectors; parts are ``part`` words behind one another. */
-INLINE void NAME(make_step)(enum words_as as, const char *from, int width, uint32_t *to, long part)
+INLINE void NAME(convert_step)(enum word_format as, const char *from, int width, uint32_t *to, long part)
 {
     if (as == FLOATS)
-        NAME(split_step)((const float *)from, width * LANES, width, to, part);
+        NAME(split_panel_step)((const float *)from, width * LANES, width, to, part);
     else {
-        __builtin_prefetch(from + MADE_NEAR, 0, 3);
-        __builtin_prefetch(from + MADE_AHEAD, 0, 2);
-        NAME(words_of_line)(from, width, to);
+        __builtin_prefetch(from + CONVERT_PREFETCH_L1, 0, 3);
+        __builtin_prefetch(from + CONVERT_PREFETCH_L2, 0, 2);
+        NAME(int8_line_to_bf16)(from, width, to);
     }
 }
 
 /* A tile's ``steps``. */
-INLINE void NAME(make_tile)(enum words_as as, const char *from, int width, long steps, uint32_t *to)
+INLINE void NAME(convert_tile)(enum word_format as, const char *from, int width, long steps, uint32_t *to)
 {
     const long row = width * LANES, step = 2 * row * (as == FLOATS ? 4 : 1);
     for (long s = 0; s < steps; s++)
-        NAME(make_step)(as, from + s * step, width, to + s * row, AMX_STEPS * row);
+        NAME(convert_step)(as, from + s * step, width, to + s * row, AMX_STEPS * row);
 }
 
-/* amx_square for a panel of which each tile is made while the one before is multiplied. The first has been made. */
-INLINE void NAME(amx_made)(enum words_as as, int high, int width, struct NAME(rows) rows, struct NAME(made) *made,
-                           long tiles, float *sums, long sums_row, int add)
+/* amx_micro_kernel for a panel of which each tile is made while the one before is multiplied. The first has been made. */
+INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, struct NAME(a_block) rows,
+                                     struct NAME(converted_panel) *converted, long tiles, float *sums, long sums_row,
+                                     int add)
 {
     const int theirs = as == FLOATS ? FLOAT_PARTS : 1, products = as == FLOATS ? 6 : rows.parts;
     const long row = width * LANES, tile = theirs * AMX_STEPS * row, step_bytes = 2 * row * (as == FLOATS ? 4 : 1);
     AMX_FENCE();
-    NAME(take_sums)(high, width, sums, sums_row, add);
+    NAME(load_c)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
     for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
         AMX_FENCE(); /* what has been made is loaded now */
-        const uint32_t *here = made->to + made->at * tile;
-        made->at = made->at + 1 < made->ring ? made->at + 1 : 0;
-        uint32_t *next = made->to + made->at * tile;
-        const char *from = t + 1 < tiles ? made->from + (t + 1) * AMX_STEPS * step_bytes : made->after;
+        const uint32_t *here = converted->to + converted->at * tile;
+        converted->at = converted->at + 1 < converted->ring ? converted->at + 1 : 0;
+        uint32_t *next = converted->to + converted->at * tile;
+        const char *from = t + 1 < tiles ? converted->from + (t + 1) * AMX_STEPS * step_bytes : converted->after;
         int step = 0;
         UNROLL for (int q = 0; q < theirs; q++)
             UNROLL for (int p = 0; p < rows.parts - q; p++) {
@@ -300,52 +302,53 @@ INLINE void NAME(amx_made)(enum words_as as, int high, int width, struct NAME(ro
                 if (from)
                     UNROLL16 for (int i = 0; i < (AMX_STEPS + products - 1) / products; i++, step++)
                         if (step < AMX_STEPS)
-                            NAME(make_step)(as, from + step * step_bytes, width, next + step * row, AMX_STEPS * row);
+                            NAME(convert_step)(as, from + step * step_bytes, width, next + step * row, AMX_STEPS * row);
             }
     }
-    NAME(put_sums)(high, width, sums, sums_row);
+    NAME(store_c)(high, width, sums, sums_row);
     AMX_FENCE();
 }
 
-/* amx_pair for the first block of rows that meets such a panel; ``panel`` is where its words come to lie. */
-INLINE void NAME(amx_first)(enum words_as as, struct NAME(tiles) *now, int count, struct NAME(rows) rows,
-                            struct NAME(panel) panel, struct NAME(made) *made, long steps, float *sums, long sums_row,
-                            int add)
+/* amx_block for the first block of rows that meets such a panel; ``panel`` is where its words come to lie. */
+INLINE void NAME(amx_first_block)(enum word_format as, struct NAME(tile_config) *now, int count,
+                                  struct NAME(a_block) rows, struct NAME(b_panel) panel,
+                                  struct NAME(converted_panel) *converted, long steps, float *sums, long sums_row,
+                                  int add)
 {
     const long tiles = steps / AMX_STEPS, rest = steps % AMX_STEPS, tile = panel.parts * panel.part;
     AMX_FENCE();
     if (tiles) {
-        NAME(set_up)(now, count, AMX_STEPS);
-        if (!made->has_first)
-            NAME(make_tile)(as, made->from, panel.width, AMX_STEPS, made->to + made->at * tile);
+        NAME(configure_tiles)(now, count, AMX_STEPS);
+        if (!converted->has_first)
+            NAME(convert_tile)(as, converted->from, panel.width, AMX_STEPS, converted->to + converted->at * tile);
         if (count > AMX_ROWS && panel.width > 1)
-            NAME(amx_made)(as, 1, 2, rows, made, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(as, 1, 2, rows, converted, tiles, sums, sums_row, add);
         else if (count > AMX_ROWS)
-            NAME(amx_made)(as, 1, 1, rows, made, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(as, 1, 1, rows, converted, tiles, sums, sums_row, add);
         else if (panel.width > 1)
-            NAME(amx_made)(as, 0, 2, rows, made, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(as, 0, 2, rows, converted, tiles, sums, sums_row, add);
         else
-            NAME(amx_made)(as, 0, 1, rows, made, tiles, sums, sums_row, add);
+            NAME(amx_convert_kernel)(as, 0, 1, rows, converted, tiles, sums, sums_row, add);
     }
     if (rest) {
-        panel.words = made->to + made->at * tile;
+        panel.words = converted->to + converted->at * tile;
         rows.words += tiles * AMX_STEPS;
-        NAME(make_tile)(as, made->from + tiles * 2 * panel.part * (as == FLOATS ? 4 : 1), panel.width, rest,
-                        made->to + made->at * tile);
+        NAME(convert_tile)(as, converted->from + tiles * 2 * panel.part * (as == FLOATS ? 4 : 1), panel.width, rest,
+                           converted->to + converted->at * tile);
         AMX_FENCE();
-        NAME(amx_rest)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
+        NAME(amx_k_tail)(now, count, panel.width, rows, panel, (int)rest, sums, sums_row, add || tiles);
     }
     AMX_FENCE();
 }
 
 #define AMX_FIRST(name, as, each)                                                                                      \
     static __attribute__((noinline)) void NAME(first_##name)(                                                          \
-        struct NAME(tiles) *now, int count, struct NAME(rows) rows, struct NAME(panel) panel, struct NAME(made) *made, \
-        long steps, float *sums, long sums_row, int add)                                                               \
+        struct NAME(tile_config) *now, int count, struct NAME(a_block) rows, struct NAME(b_panel) panel,               \
+        struct NAME(converted_panel) *converted, long steps, float *sums, long sums_row, int add)                      \
     {                                                                                                                  \
         rows.parts = each;                                                                                             \
         panel.parts = as == FLOATS ? FLOAT_PARTS : 1;                                                                  \
-        NAME(amx_first)(as, now, count, rows, panel, made, steps, sums, sums_row, add);                                \
+        NAME(amx_first_block)(as, now, count, rows, panel, converted, steps, sums, sums_row, add);                     \
     }
 AMX_FIRST(floats, FLOATS, FLOAT_PARTS)
 AMX_FIRST(bytes, BYTES, 1)

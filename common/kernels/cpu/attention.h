@@ -1,19 +1,19 @@
 /* Attention of a few query rows over a block table, one tile of positions after the other, with an online softmax.
  *
  * A tile's keys and values are packed as panels in a scratch that stays in cache, once for all query rows of the
- * key-value head, and multiplied by the loop of tiles.h; scores, weights' sums and outputs are float32. Decode is
+ * key-value head, and multiplied by the loop of micro_kernel.h; scores, weights' sums and outputs are float32. Decode is
  * the case of one row per sequence: its rows are the query heads of the group; when these are few nothing is
  * packed. While a tile is worked on, the next one is brought nearer, so that memory is read without a pause.
  */
 
 /* Where the groups of a tile lie, of head 0; ``next_keys`` and ``next_values`` those of the tile after it, or NULL. */
-struct NAME(places) {
+struct NAME(kv_addresses) {
     const char *keys[TOKENS / GROUP], *values[TOKENS / GROUP], *next_keys[TOKENS / GROUP], *next_values[TOKENS / GROUP];
 };
 
 /* The task that is worked on ``*position`` positions behind its first one, whole tiles, which becomes a position of
  * it: ``task`` or, where that ends before, the one after it. NULL if there is none. */
-INLINE const struct task *NAME(seek)(const struct task *task, long *position)
+INLINE const struct task *NAME(task_at)(const struct task *task, long *position)
 {
     long end = ROUND_UP(task->last - task->first, TOKENS);
     if (*position >= end) {
@@ -25,38 +25,39 @@ INLINE const struct task *NAME(seek)(const struct task *task, long *position)
     return task && *position < task->last ? task : NULL;
 }
 
-static void NAME(find)(const struct layer *layer, const struct task *task, long first, struct NAME(places) *at)
+static void NAME(locate_tile)(const struct layer *layer, const struct task *task, long first,
+                              struct NAME(kv_addresses) *at)
 {
     /* pages of the tile after the next: finding out where in memory they are takes as long as reading a line of them */
     long keys = (long)GROUP * layer->kv_heads * layer->k_dim * layer->element_bytes;
     long values = (long)GROUP * layer->kv_heads * layer->v_dim * layer->element_bytes;
     long next = first - task->first + TOKENS, far = next + TOKENS;
-    const struct task *then = NAME(seek)(task, &next), *later = NAME(seek)(task, &far);
-    if (later && later->heads == layer->kv_heads)
-        for (long end = far + TOKENS < later->last ? far + TOKENS : later->last; far < end; far += GROUP) {
+    const struct task *next_task = NAME(task_at)(task, &next), *far_task = NAME(task_at)(task, &far);
+    if (far_task && far_task->heads == layer->kv_heads)
+        for (long end = far + TOKENS < far_task->last ? far + TOKENS : far_task->last; far < end; far += GROUP) {
             for (long page = 0; page < keys; page += PAGE)
-                __builtin_prefetch(key_row(layer, later->table, far, 0) + page, 0, 3);
+                __builtin_prefetch(key_row(layer, far_task->table, far, 0) + page, 0, 3);
             for (long page = 0; page < values; page += PAGE)
-                __builtin_prefetch(value_row(layer, later->table, far, 0) + page, 0, 3);
+                __builtin_prefetch(value_row(layer, far_task->table, far, 0) + page, 0, 3);
         }
     for (int g = 0; g < TOKENS / GROUP; g++, next += GROUP) {
         long here = first + g * GROUP;
-        int more = then && next < then->last;
+        int more = next_task && next < next_task->last;
         at->keys[g] = here < task->last ? key_row(layer, task->table, here, task->head) : NULL;
         at->values[g] = here < task->last ? value_row(layer, task->table, here, task->head) : NULL;
-        at->next_keys[g] = more ? key_row(layer, then->table, next, then->head) : NULL;
-        at->next_values[g] = more ? value_row(layer, then->table, next, then->head) : NULL;
+        at->next_keys[g] = more ? key_row(layer, next_task->table, next, next_task->head) : NULL;
+        at->next_values[g] = more ? value_row(layer, next_task->table, next, next_task->head) : NULL;
     }
 }
 
-INLINE void NAME(bring)(const char *row, long bytes)
+INLINE void NAME(prefetch_row)(const char *row, long bytes)
 {
     if (row)
         for (long line = 0; line < bytes; line += 64)
             __builtin_prefetch(row + line, 0, 3);
 }
 
-/* A group's keys as words, [steps][PANEL] each panel; positions are the columns. */
+/* A group's keys as words, [steps][NR] each panel; positions are the columns. */
 INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const char *next, int pairs, uint32_t *panel)
 {
     long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
@@ -67,21 +68,21 @@ INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const c
             if (next)
                 for (int t = 0; t < GROUP; t++)
                     __builtin_prefetch(next + t * stride + s * 4, 0, 2);
-            NAME(transpose_words)(from + s * 4, stride, panel + s * PANEL, PANEL);
+            NAME(transpose_words)(from + s * 4, stride, panel + s * NR, NR);
         }
         return;
     }
 #endif
     for (int t = 0; t < GROUP; t++, from += stride) {
-        uint32_t *column = panel + (t / PANEL) * PANEL * steps + t % PANEL;
-        NAME(bring)(next ? next + t * stride : NULL, dim * layer->element_bytes);
+        uint32_t *column = panel + (t / NR) * NR * steps + t % NR;
+        NAME(prefetch_row)(next ? next + t * stride : NULL, dim * layer->element_bytes);
         if (!pairs)
             for (long s = 0; s < steps; s++)
-                column[s * PANEL] = NAME(float_word)(NAME(load)(from, s, layer->type));
+                column[s * NR] = NAME(float_bits)(NAME(load)(from, s, layer->type));
         else
             for (long s = 0; s < steps; s++) {
                 const uint16_t *two = (const uint16_t *)from + 2 * s;
-                column[s * PANEL] = two[0] | (2 * s + 1 < dim ? (uint32_t)two[1] << 16 : 0);
+                column[s * NR] = two[0] | (2 * s + 1 < dim ? (uint32_t)two[1] << 16 : 0);
             }
     }
 }
@@ -97,7 +98,7 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
     if (pairs && dim % 32 == 0) {
         for (int t = 0; t < GROUP; t += 2)
             for (long d = 0; d < dim; d += 32) {
-                long column = d / PANEL * PANEL, width = dim - column < PANEL ? dim - column : PANEL;
+                long column = d / NR * NR, width = dim - column < NR ? dim - column : NR;
                 if (next) {
                     __builtin_prefetch(next + t * stride + d * 2, 0, 2);
                     __builtin_prefetch(next + (t + 1) * stride + d * 2, 0, 2);
@@ -110,9 +111,9 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
 #endif
     for (int t = 0; t < GROUP; t += per_step, step++, from += per_step * stride) {
         for (int each = 0; each < per_step; each++)
-            NAME(bring)(next ? next + (t + each) * stride : NULL, dim * layer->element_bytes);
-        for (long column = 0; column < padded; column += PANEL) {
-            long width = padded - column < PANEL ? padded - column : PANEL;
+            NAME(prefetch_row)(next ? next + (t + each) * stride : NULL, dim * layer->element_bytes);
+        for (long column = 0; column < padded; column += NR) {
+            long width = padded - column < NR ? padded - column : NR;
             uint32_t *row = to + column * value_steps + step * width;
             long here = dim - column < width ? dim - column : width;
             const uint16_t *own = (const uint16_t *)from + column, *below = (const uint16_t *)(from + stride) + column;
@@ -120,7 +121,7 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
                 memset(row, 0, width * 4);
             else if (!pairs)
                 for (long d = 0; d < here; d++)
-                    row[d] = NAME(float_word)(NAME(load)(from, column + d, layer->type));
+                    row[d] = NAME(float_bits)(NAME(load)(from, column + d, layer->type));
             else if (live > t + 1)
                 for (long d = 0; d < here; d++)
                     row[d] = own[d] | (uint32_t)below[d] << 16;
@@ -136,8 +137,8 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
 /* A tile's keys and values of one head, ``head`` behind the first of the task: the ``start``-th positions and those
  * after it of what is packed. Panels of values have ``value_steps`` steps; values behind the ``valid``-th become
  * zero. */
-INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at, int head, long start, long valid,
-                       long value_steps, int pairs, const struct scratch *s)
+INLINE void NAME(pack_kv_tile)(const struct layer *layer, const struct NAME(kv_addresses) *at, int head, long start,
+                               long valid, long value_steps, int pairs, const struct scratch *s)
 {
     long steps = KEY_STEPS(layer, pairs), end = start + TOKENS < valid ? start + TOKENS : valid;
     long key_head = (long)head * layer->k_dim * layer->element_bytes;
@@ -147,19 +148,19 @@ INLINE void NAME(pack)(const struct layer *layer, const struct NAME(places) *at,
         int g = (int)((group - start) / GROUP);
         if (group < end)
             NAME(pack_keys)(layer, at->keys[g] + key_head, at->next_keys[g] ? at->next_keys[g] + key_head : NULL,
-                            pairs, s->keys + group / PANEL * PANEL * steps + group % PANEL);
+                            pairs, s->keys + group / NR * NR * steps + group % NR);
         NAME(pack_values)(layer, at->values[g] + value_head,
                           at->next_values[g] ? at->next_values[g] + value_head : NULL, (int)(valid - group), pairs,
                           value_steps, pairs ? group / 2 : group, s->values);
     }
 }
 
-#if HAS_DOT
+#if HAS_BF16_DOT
 /* 2^x with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
-INLINE floats NAME(rough_power)(floats x)
+INLINE floats NAME(exp2_bf16)(floats x)
 {
     floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    floats p = NAME(splat)(0.0780244f);
+    floats p = NAME(broadcast)(0.0780244f);
     p = p * rest + 0.22606733f;
     p = p * rest + 0.69583348f;
     p = p * rest + 0.99992522f;
@@ -171,20 +172,20 @@ INLINE floats NAME(rough_power)(floats x)
 /* A weight: as exact as the type in which it is multiplied deserves. */
 INLINE floats NAME(weight)(floats x, int pairs)
 {
-#if HAS_DOT
+#if HAS_BF16_DOT
     if (pairs)
-        return NAME(rough_power)(x);
+        return NAME(exp2_bf16)(x);
 #endif
-    return NAME(power)(x);
+    return NAME(exp2)(x);
 }
 
 /* One row's scores [tokens] to weights: capped, masked outside [low, high), as powers of two against the highest score
  * so far; ``sums`` get theirs by lane. Returns the factor by which what was summed before shrinks. */
-INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights, long tokens, long low, long high,
-                         int pairs, float *highest, float *sums)
+INLINE float NAME(softmax_row)(const struct layer *layer, float *scores, void *weights, long tokens, long low,
+                               long high, int pairs, float *highest, float *sums)
 {
     float scale = (layer->softcap > 0 ? 1 : layer->scaling) * LOG2_E;
-    floats best = NAME(splat)(-INFINITY), sum = {};
+    floats best = NAME(broadcast)(-INFINITY), sum = {};
     ints lane;
     for (int i = 0; i < LANES; i++)
         lane[i] = i;
@@ -194,15 +195,15 @@ INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights
             *(floats *)(scores + t) = x = NAME(tanh)(x * (layer->scaling / layer->softcap)) * layer->softcap;
         if (t < low || t + LANES > high) {
             ints within = (lane + (int)t >= (int)low) & (lane + (int)t < (int)high);
-            *(floats *)(scores + t) = x = NAME(select)(within, x, NAME(splat)(-INFINITY));
+            *(floats *)(scores + t) = x = NAME(select)(within, x, NAME(broadcast)(-INFINITY));
         }
-        best = NAME(larger)(x, best);
+        best = NAME(max)(x, best);
     }
     float shrink = 1, top = *highest;
     best *= scale;
     if (NAME(any_above)(best, top)) {
-        top = NAME(largest)(best);
-        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
+        top = NAME(reduce_max)(best);
+        shrink = NAME(exp2)(NAME(broadcast)(*highest - top))[0];
         *highest = top;
     }
     for (long t = 0; t < tokens; t += LANES) {
@@ -218,7 +219,7 @@ INLINE float NAME(weigh)(const struct layer *layer, float *scores, void *weights
 }
 
 /* Copies the group's query rows as words, rows of all heads of ``head`` behind one another. */
-INLINE void NAME(copy_queries)(const struct layer *layer, const struct task *task, int head, int pairs, uint32_t *to)
+INLINE void NAME(pack_queries)(const struct layer *layer, const struct task *task, int head, int pairs, uint32_t *to)
 {
     long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
     for (long row = 0; row < task->rows; row++)
@@ -229,13 +230,14 @@ INLINE void NAME(copy_queries)(const struct layer *layer, const struct task *tas
                 memcpy(to, (const uint16_t *)task->call->query + at, dim * 2);
             } else
                 for (long d = 0; d < dim; d++)
-                    to[d] = NAME(float_word)(NAME(load)(task->call->query, at + d, layer->type));
+                    to[d] = NAME(float_bits)(NAME(load)(task->call->query, at + d, layer->type));
         }
 }
 
 /* How many of ``tokens`` positions from ``first`` on are not behind the last of ``rows`` rows from ``row`` on; 0 if
  * these see none of them. */
-INLINE long NAME(seen)(const struct layer *layer, const struct task *task, long row, int rows, long first, long tokens)
+INLINE long NAME(visible_tokens)(const struct layer *layer, const struct task *task, long row, int rows, long first,
+                                 long tokens)
 {
     long first_position = task->position + row / layer->group;
     long end = task->position + (row + rows - 1) / layer->group + 1 - first;
@@ -251,35 +253,35 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
     long value_steps = pairs ? tokens / 2 : tokens;
     const uint32_t *query = s->query + (long)head * count * steps;
     float *out = s->out + (long)head * count * padded;
-    for (long row = 0; row < count; row += TILE_ROWS) {
-        int rows = count - row < TILE_ROWS ? (int)(count - row) : TILE_ROWS;
-        long here = ROUND_UP(NAME(seen)(layer, task, row, rows, first, tokens), GROUP);
+    for (long row = 0; row < count; row += MR) {
+        int rows = count - row < MR ? (int)(count - row) : MR;
+        long here = ROUND_UP(NAME(visible_tokens)(layer, task, row, rows, first, tokens), GROUP);
         if (!here)
             continue;
-        for (long column = 0; column < here; column += PANEL)
-            /* the panel is TILE_VECTORS wide in memory, also where fewer are filled */
-            NAME(tile_of_words)(rows, TILE_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps,
-                                s->scores + column, TOKENS, NULL, NULL, 0);
+        for (long column = 0; column < here; column += NR)
+            /* the panel is NR_VECTORS wide in memory, also where fewer are filled */
+            NAME(gemm_tile)(rows, NR_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps,
+                            s->scores + column, TOKENS, NULL, NULL, 0);
         for (int r = 0; r < rows; r++) {
             long position = task->position + (row + r) / layer->group, place = head * count + row + r;
             long low = layer->window ? position - layer->window + 1 - first : 0;
             long high = position + 1 - first < valid ? position + 1 - first : valid;
             void *weights = (char *)s->weights + r * TOKENS * 4;
-            s->shrink[r] = NAME(weigh)(layer, s->scores + r * TOKENS, weights, here, low, high, pairs,
-                                       s->highest + place, s->sums + place * LANES);
+            s->shrink[r] = NAME(softmax_row)(layer, s->scores + r * TOKENS, weights, here, low, high, pairs,
+                                             s->highest + place, s->sums + place * LANES);
         }
-        for (long column = 0; column < padded; column += PANEL) {
-            int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
-            NAME(tile_of_words)(rows, width, pairs, (const uint32_t *)s->weights, TOKENS,
-                                s->values + column * value_steps, pairs ? here / 2 : here, out + row * padded + column,
-                                padded, s->shrink, NULL, 0);
+        for (long column = 0; column < padded; column += NR) {
+            int width = (int)((padded - column < NR ? padded - column : NR) / LANES);
+            NAME(gemm_tile)(rows, width, pairs, (const uint32_t *)s->weights, TOKENS,
+                            s->values + column * value_steps, pairs ? here / 2 : here, out + row * padded + column,
+                            padded, s->shrink, NULL, 0);
         }
     }
 }
 
 #if HAS_AMX
 /* Up to SPAN_ROWS rows of one head on their way through SPAN positions. */
-struct NAME(block) {
+struct NAME(row_block) {
     const struct layer *layer;
     const struct task *task;
     const struct scratch *s;
@@ -291,15 +293,15 @@ struct NAME(block) {
 };
 
 /* Scores of one row to weights; what was summed before shrinks. */
-static __attribute__((noinline)) void NAME(weigh_row)(const struct NAME(block) *block, long r, long place, long low,
-                                                      long high)
+static __attribute__((noinline)) void NAME(softmax_block_row)(const struct NAME(row_block) *block, long r, long place,
+                                                              long low, long high)
 {
     const struct layer *layer = block->layer;
     long padded = ROUND_UP(layer->v_dim, LANES), some = ROUND_UP(high > 0 ? high : 0, LANES);
     float *scores = block->scores + r * SPAN, *out = block->out + r * padded, shrink;
     float *highest = block->s->highest + place, *sums = block->s->sums + place * LANES;
     uint16_t *weights = block->weights + r * SPAN;
-    shrink = NAME(weigh)(layer, scores, weights, some, low, high, 1, highest, sums);
+    shrink = NAME(softmax_row)(layer, scores, weights, some, low, high, 1, highest, sums);
     if (some < block->here)
         memset(weights + some, 0, (block->here - some) * 2);
     if (shrink != 1)
@@ -307,17 +309,17 @@ static __attribute__((noinline)) void NAME(weigh_row)(const struct NAME(block) *
             *(floats *)(out + d) *= shrink;
 }
 
-#define MOST 0x1p60f /* that weights of a row may add up to: sums of many such are still finite */
+#define MAX_WEIGHT_SUM 0x1p60f /* that weights of a row may add up to: sums of many such are still finite */
 
 /* Weights of ``count`` positions, whole pairs of vectors: all of them are within, or only those before ``high``.
  * Returns their sum. */
-INLINE floats NAME(weigh_against)(const float *scores, uint16_t *weights, long count, long high, int all, float scale,
-                                  float highest)
+INLINE floats NAME(exp_row)(const float *scores, uint16_t *weights, long count, long high, int all, float scale,
+                            float highest)
 {
     floats sum = {};
     UNROLL for (long t = 0; t < count; t += 2 * LANES) {
-        floats first = NAME(rough_power)(*(const floats *)(scores + t) * scale - highest);
-        floats second = NAME(rough_power)(*(const floats *)(scores + t + LANES) * scale - highest);
+        floats first = NAME(exp2_bf16)(*(const floats *)(scores + t) * scale - highest);
+        floats second = NAME(exp2_bf16)(*(const floats *)(scores + t + LANES) * scale - highest);
         if (!all) {
             uint32_t within = high >= t + 2 * LANES ? ~0u : high > t ? ~(~0u << (high - t)) : 0;
             first = (floats)_mm512_maskz_mov_ps((__mmask16)within, (__m512)first);
@@ -331,7 +333,7 @@ INLINE floats NAME(weigh_against)(const float *scores, uint16_t *weights, long c
 
 /* The next row of scores to weights. These are powers against the highest score of the spans before, or against the
  * first score of all, so that nobody has to look for the highest first: they are as exact above 1 as below. */
-INLINE void NAME(weigh_next)(struct NAME(block) *block)
+INLINE void NAME(softmax_next_row)(struct NAME(row_block) *block)
 {
     const struct layer *layer = block->layer;
     long r = block->done++, position = block->position;
@@ -350,49 +352,51 @@ INLINE void NAME(weigh_next)(struct NAME(block) *block)
         if (*highest == -FLT_MAX && fabsf(scores[0] * scale) < FLT_MAX)
             *highest = scores[0] * scale;
         if (high >= SPAN)
-            sum = NAME(weigh_against)(scores, weights, SPAN, high, 1, scale, *highest);
+            sum = NAME(exp_row)(scores, weights, SPAN, high, 1, scale, *highest);
         else
-            sum = NAME(weigh_against)(scores, weights, block->here, high, 0, scale, *highest);
-        if (!NAME(any_above)(sum, MOST)) {
+            sum = NAME(exp_row)(scores, weights, block->here, high, 0, scale, *highest);
+        if (!NAME(any_above)(sum, MAX_WEIGHT_SUM)) {
             *(floats *)(block->s->sums + place * LANES) += sum;
             return;
         }
     }
-    NAME(weigh_row)(block, r, place, low, high);
+    NAME(softmax_block_row)(block, r, place, low, high);
 }
 
-static void NAME(weigh_some)(void *of, long)
+static void NAME(softmax_some_rows)(void *of, long)
 {
-    struct NAME(block) *block = of;
+    struct NAME(row_block) *block = of;
     for (int i = 0; i < block->each && block->done < block->rows; i++)
-        NAME(weigh_next)(block);
+        NAME(softmax_next_row)(block);
 }
 
 /* Scores of a block; meanwhile ``other``, if not NULL, gets weights. */
-static void NAME(score_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
+static void NAME(score_block)(struct NAME(tile_config) *now, const struct NAME(row_block) *block,
+                              struct NAME(row_block) *other)
 {
     long steps = KEY_STEPS(block->layer, 1), count = block->task->rows * block->layer->group;
-    struct NAME(rows) query = {.words = block->s->query + (block->head * count + block->row) * steps, .row = steps,
+    struct NAME(a_block) query = {.words = block->s->query + (block->head * count + block->row) * steps, .row = steps,
                                .parts = 1};
     for (long column = 0; column < block->here; column += 2 * LANES) {
-        struct NAME(panel) keys = {.words = block->s->keys + column / PANEL * PANEL * steps + column % PANEL,
-                                   .row = PANEL, .parts = 1};
-        NAME(amx_pair)(now, block->rows, 2, query, keys, steps, block->scores + column, SPAN, 0, NAME(weigh_some),
-                       other, other ? steps / AMX_STEPS * 2 : 0);
+        struct NAME(b_panel) keys = {.words = block->s->keys + column / NR * NR * steps + column % NR,
+                                   .row = NR, .parts = 1};
+        NAME(amx_block)(now, block->rows, 2, query, keys, steps, block->scores + column, SPAN, 0,
+                        NAME(softmax_some_rows), other, other ? steps / AMX_STEPS * 2 : 0);
     }
 }
 
 /* Adds the values of a block by their weights; meanwhile ``other``, if not NULL, gets weights. */
-static void NAME(add_block)(struct NAME(tiles) *now, const struct NAME(block) *block, struct NAME(block) *other)
+static void NAME(add_block)(struct NAME(tile_config) *now, const struct NAME(row_block) *block,
+                            struct NAME(row_block) *other)
 {
     long padded = ROUND_UP(block->layer->v_dim, LANES), steps = block->here / 2;
-    struct NAME(rows) weights = {.words = (const uint32_t *)block->weights, .row = SPAN / 2, .parts = 1};
+    struct NAME(a_block) weights = {.words = (const uint32_t *)block->weights, .row = SPAN / 2, .parts = 1};
     for (long column = 0; column < padded; column += 2 * LANES) {
-        long start = column / PANEL * PANEL;
-        struct NAME(panel) values = {.words = block->s->values + start * (SPAN / 2) + column - start,
-                                     .row = padded - start < PANEL ? padded - start : PANEL, .parts = 1};
-        NAME(amx_pair)(now, block->rows, (int)((padded - column) / LANES), weights, values, steps, block->out + column,
-                       padded, 1, NAME(weigh_some), other, other ? steps / AMX_STEPS * 2 : 0);
+        long start = column / NR * NR;
+        struct NAME(b_panel) values = {.words = block->s->values + start * (SPAN / 2) + column - start,
+                                     .row = padded - start < NR ? padded - start : NR, .parts = 1};
+        NAME(amx_block)(now, block->rows, (int)((padded - column) / LANES), weights, values, steps, block->out + column,
+                        padded, 1, NAME(softmax_some_rows), other, other ? steps / AMX_STEPS * 2 : 0);
     }
 }
 
@@ -401,18 +405,18 @@ static void NAME(add_block)(struct NAME(tiles) *now, const struct NAME(block) *b
 static void NAME(attend_span)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
                               long valid, int head)
 {
-    struct NAME(tiles) now = {};
-    struct NAME(block) blocks[3], *scored = NULL, *weighed = NULL;
+    struct NAME(tile_config) now = {};
+    struct NAME(row_block) blocks[3], *scored = NULL, *weighed = NULL;
     long padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group, steps = KEY_STEPS(layer, 1), n = 0;
     for (long row = 0; row < count || scored || weighed; row += SPAN_ROWS) {
-        struct NAME(block) *block = NULL;
+        struct NAME(row_block) *block = NULL;
         if (row < count) {
             int rows = count - row < SPAN_ROWS ? (int)(count - row) : SPAN_ROWS;
-            long here = ROUND_UP(NAME(seen)(layer, task, row, rows, first, valid), 2 * AMX_STEPS);
+            long here = ROUND_UP(NAME(visible_tokens)(layer, task, row, rows, first, valid), 2 * AMX_STEPS);
             if (!here)
                 continue;
             block = blocks + n % 3;
-            *block = (struct NAME(block)){
+            *block = (struct NAME(row_block)){
                 .layer = layer, .task = task, .s = s, .row = row, .first = first, .valid = valid, .here = here,
                 .head = head, .rows = rows, .position = task->position + row / layer->group - first,
                 .query = row % layer->group, .scores = s->scores + n % 2 * SPAN_ROWS * SPAN,
@@ -430,23 +434,23 @@ static void NAME(attend_span)(const struct layer *layer, const struct task *task
         if (weighed)
             NAME(add_block)(&now, weighed, scored);
         while (scored && scored->done < scored->rows)
-            NAME(weigh_some)(scored, 0);
+            NAME(softmax_some_rows)(scored, 0);
         weighed = scored;
         scored = block;
     }
-    NAME(tear_down)();
+    NAME(release_tiles)();
 }
 
 /* SPAN positions for all query rows of all heads of a task. */
 static void NAME(attend_heads)(const struct layer *layer, const struct task *task, const struct scratch *s, long first)
 {
     long valid = task->last - first < SPAN ? task->last - first : SPAN;
-    struct NAME(places) at[SPAN / TOKENS];
+    struct NAME(kv_addresses) at[SPAN / TOKENS];
     for (long t = 0; t < valid; t += TOKENS)
-        NAME(find)(layer, task, first + t, at + t / TOKENS);
+        NAME(locate_tile)(layer, task, first + t, at + t / TOKENS);
     for (int head = 0; head < task->heads; head++) {
         for (long t = 0; t < valid; t += TOKENS)
-            NAME(pack)(layer, at + t / TOKENS, head, t, valid, SPAN / 2, 1, s);
+            NAME(pack_kv_tile)(layer, at + t / TOKENS, head, t, valid, SPAN / 2, 1, s);
         NAME(attend_span)(layer, task, s, first, valid, head);
     }
 }
@@ -465,17 +469,17 @@ static void NAME(attend_heads)(const struct layer *layer, const struct task *tas
  * order, and again when it is nearer: the processor drops what it is asked for while too much is under way, and the
  * more of it the more it is asked for at once. */
 
-#undef FETCHES
-#if AHEAD_IN_L2
-#define FETCHES 3
+#undef PREFETCH_DISTANCES
+#if PREFETCH_TO_L2
+#define PREFETCH_DISTANCES 3
 #else
-#define FETCHES 2
+#define PREFETCH_DISTANCES 2
 #endif
-#define FEW_PAIRS (HAS_DOT && !HAS_AMX) /* whether bfloat16 comes here too */
+#define UNPACKED_BF16 (HAS_BF16_DOT && !HAS_AMX) /* whether bfloat16 comes here too */
 
 /* Bytes from what is worked on to what is fetched, little enough to wait in the cache that it comes to. */
-static const long NAME(ahead)[FETCHES] = {
-#if AHEAD_IN_L2
+static const long NAME(prefetch_distance)[PREFETCH_DISTANCES] = {
+#if PREFETCH_TO_L2
     48 << 10,
 #endif
     24 << 10, 8 << 10};
@@ -483,17 +487,17 @@ static const long NAME(ahead)[FETCHES] = {
 /* The pieces of a tile in the order in which they are read, then those of the next tile. */
 struct NAME(pieces) {
     const char *at[4 * TOKENS / GROUP];
-    long heads, whole[FETCHES], rest[FETCHES]; /* what is fetched: so many pieces and heads of one ahead */
+    long heads, whole[PREFETCH_DISTANCES], rest[PREFETCH_DISTANCES]; /* what is fetched: so many pieces and heads of one ahead */
 };
 
-static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *at, long groups,
-                          struct NAME(pieces) *pieces)
+static void NAME(order_pieces)(const struct layer *layer, const struct NAME(kv_addresses) *at, long groups,
+                               struct NAME(pieces) *pieces)
 {
     long head = (long)GROUP * layer->k_dim * layer->element_bytes, heads = layer->kv_heads;
     long most = heads * 2 * TOKENS / GROUP;
     pieces->heads = heads;
-    for (int i = 0; i < FETCHES; i++) {
-        long ahead = NAME(ahead)[i] / head < most ? NAME(ahead)[i] / head : most;
+    for (int i = 0; i < PREFETCH_DISTANCES; i++) {
+        long ahead = NAME(prefetch_distance)[i] / head < most ? NAME(prefetch_distance)[i] / head : most;
         pieces->whole[i] = ahead / heads;
         pieces->rest[i] = ahead % heads;
     }
@@ -508,39 +512,40 @@ static void NAME(line_up)(const struct layer *layer, const struct NAME(places) *
 }
 
 /* What work on a head's part of a piece still has to fetch. */
-struct NAME(fetch) {
-    const char *from[FETCHES];
+struct NAME(prefetch_cursor) {
+    const char *from[PREFETCH_DISTANCES];
 };
 
 /* Of ``head``'s part of ``piece``, which is ``bytes`` long. */
-INLINE struct NAME(fetch) NAME(fetch_from)(const struct NAME(pieces) *pieces, long piece, long head, long bytes)
+INLINE struct NAME(prefetch_cursor) NAME(prefetch_cursor_at)(const struct NAME(pieces) *pieces, long piece, long head,
+                                                             long bytes)
 {
-    struct NAME(fetch) fetch;
-    UNROLL for (int i = 0; i < FETCHES; i++) {
+    struct NAME(prefetch_cursor) cursor;
+    UNROLL for (int i = 0; i < PREFETCH_DISTANCES; i++) {
         long ahead = head + pieces->rest[i], next = ahead >= pieces->heads;
-        fetch.from[i] = pieces->at[piece + pieces->whole[i] + next] + (next ? ahead - pieces->heads : ahead) * bytes;
+        cursor.from[i] = pieces->at[piece + pieces->whole[i] + next] + (next ? ahead - pieces->heads : ahead) * bytes;
     }
-    return fetch;
+    return cursor;
 }
 
-INLINE void NAME(fetch_line)(struct NAME(fetch) *fetch)
+INLINE void NAME(prefetch_line)(struct NAME(prefetch_cursor) *cursor)
 {
-    UNROLL for (int i = 0; i < FETCHES; i++) {
-        __builtin_prefetch(fetch->from[i], 0, AHEAD_IN_L2 ? 2 : 3);
-        fetch->from[i] += 64;
+    UNROLL for (int i = 0; i < PREFETCH_DISTANCES; i++) {
+        __builtin_prefetch(cursor->from[i], 0, PREFETCH_TO_L2 ? 2 : 3);
+        cursor->from[i] += 64;
     }
 }
 
-INLINE void NAME(fetch_lines)(struct NAME(fetch) *fetch, long lines)
+INLINE void NAME(prefetch_lines)(struct NAME(prefetch_cursor) *cursor, long lines)
 {
     for (long line = 0; line < lines; line++)
-        NAME(fetch_line)(fetch);
+        NAME(prefetch_line)(cursor);
 }
 
 /* -- of float32 */
 
 /* The lanes of four vectors added up, to four floats. */
-INLINE void NAME(sum_of_four)(const floats *a, float *to)
+INLINE void NAME(reduce_add_4)(const floats *a, float *to)
 {
 #if LANES == 8
     __m256 low = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]), high = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
@@ -548,19 +553,19 @@ INLINE void NAME(sum_of_four)(const floats *a, float *to)
     _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
 #else
     for (int i = 0; i < 4; i++)
-        to[i] = NAME(sum)(a[i]);
+        to[i] = NAME(reduce_add)(a[i]);
 #endif
 }
 
 /* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
  * into registers. */
 INLINE void NAME(score_floats)(const float *query, const char *keys, long stride, long dim, float *scores, int rows,
-                               struct NAME(fetch) fetch)
+                               struct NAME(prefetch_cursor) cursor)
 {
     for (int t = 0; t < GROUP; t += 4, keys += 4 * stride) {
-        floats sums[FEW_ROWS][4] = {};
+        floats sums[MAX_UNPACKED_ROWS][4] = {};
         for (long d = 0; d < dim; d += LANES) {
-            NAME(fetch_lines)(&fetch, LANES / 4);
+            NAME(prefetch_lines)(&cursor, LANES / 4);
             UNROLL for (int i = 0; i < 4; i++) {
                 floats key = *(const floats *)((const float *)(keys + i * stride) + d);
                 UNROLL for (int r = 0; r < rows; r++)
@@ -568,21 +573,21 @@ INLINE void NAME(score_floats)(const float *query, const char *keys, long stride
             }
         }
         UNROLL for (int r = 0; r < rows; r++)
-            NAME(sum_of_four)(sums[r], scores + r * GROUP + t);
+            NAME(reduce_add_4)(sums[r], scores + r * GROUP + t);
     }
 }
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for ``width`` vectors of dimensions and the first
  * ``live`` positions of a group. */
 INLINE void NAME(add_floats)(const char *values, long stride, int live, const float *weights, const float *shrink,
-                             float *out, long padded, int rows, int width, struct NAME(fetch) *fetch)
+                             float *out, long padded, int rows, int width, struct NAME(prefetch_cursor) *cursor)
 {
-    floats sums[FEW_ROWS][4];
+    floats sums[MAX_UNPACKED_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < width; v++)
             sums[r][v] = *(const floats *)(out + r * padded + v * LANES) * shrink[r];
     for (int t = 0; t < live; t++, values += stride) {
-        NAME(fetch_lines)(fetch, (width * LANES + 15) / 16);
+        NAME(prefetch_lines)(cursor, (width * LANES + 15) / 16);
         UNROLL for (int v = 0; v < width; v++) {
             floats value = *(const floats *)((const float *)values + v * LANES);
             UNROLL for (int r = 0; r < rows; r++)
@@ -594,11 +599,11 @@ INLINE void NAME(add_floats)(const char *values, long stride, int live, const fl
             *(floats *)(out + r * padded + v * LANES) = sums[r][v];
 }
 
-#if FEW_PAIRS
+#if UNPACKED_BF16
 /* -- of bfloat16 */
 
 /* Four vectors, each added up to its 128-bit lanes, as the elements of every lane of one. */
-INLINE __m512 NAME(sums_of_4)(const __m512 *a)
+INLINE __m512 NAME(reduce_4_to_lanes)(const __m512 *a)
 {
     __m512 low = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]);
     __m512 high = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
@@ -607,7 +612,7 @@ INLINE __m512 NAME(sums_of_4)(const __m512 *a)
 }
 
 /* The lanes of four vectors added up: each becomes a lane of one. */
-INLINE __m512 NAME(sums_of_lanes)(const __m512 *a)
+INLINE __m512 NAME(reduce_lanes_4)(const __m512 *a)
 {
     __m512 low = _mm512_shuffle_f32x4(a[0], a[1], 0x88) + _mm512_shuffle_f32x4(a[0], a[1], 0xDD);
     __m512 high = _mm512_shuffle_f32x4(a[2], a[3], 0x88) + _mm512_shuffle_f32x4(a[2], a[3], 0xDD);
@@ -617,43 +622,43 @@ INLINE __m512 NAME(sums_of_lanes)(const __m512 *a)
 /* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
  * into registers. */
 INLINE void NAME(score_pairs)(const uint16_t *query, const char *keys, long stride, long dim, float *scores, int rows,
-                              struct NAME(fetch) fetch)
+                              struct NAME(prefetch_cursor) cursor)
 {
-    __m512 fours[FEW_ROWS][4];
+    __m512 fours[MAX_UNPACKED_ROWS][4];
     UNROLL for (int i = 0; i < 4; i++, keys += 4 * stride) {
-        __m512 sums[FEW_ROWS][4] = {};
+        __m512 sums[MAX_UNPACKED_ROWS][4] = {};
         for (long d = 0; d < dim; d += 32)
             UNROLL for (int t = 0; t < 4; t++) {
-                NAME(fetch_line)(&fetch);
+                NAME(prefetch_line)(&cursor);
                 __m512bh key = (__m512bh)_mm512_loadu_si512(keys + t * stride + d * 2);
                 UNROLL for (int r = 0; r < rows; r++)
                     sums[r][t] =
                         _mm512_dpbf16_ps(sums[r][t], key, (__m512bh)_mm512_loadu_si512(query + r * dim + d));
             }
         UNROLL for (int r = 0; r < rows; r++)
-            fours[r][i] = NAME(sums_of_4)(sums[r]);
+            fours[r][i] = NAME(reduce_4_to_lanes)(sums[r]);
     }
     UNROLL for (int r = 0; r < rows; r++)
-        _mm512_storeu_ps(scores + r * GROUP, NAME(sums_of_lanes)(fours[r]));
+        _mm512_storeu_ps(scores + r * GROUP, NAME(reduce_lanes_4)(fours[r]));
 }
 
 /* out[r][d] = out[r][d] * shrink[r] + weights[r] . values[.][d] for 32 * ``parts`` dimensions and the first ``live``
  * positions of a group. */
 INLINE void NAME(add_pairs)(const char *values, long stride, int live, const int *weights, const float *shrink,
-                            float *out, long padded, int rows, int parts, struct NAME(fetch) *fetch)
+                            float *out, long padded, int rows, int parts, struct NAME(prefetch_cursor) *cursor)
 {
-    __m512 sums[FEW_ROWS][4];
+    __m512 sums[MAX_UNPACKED_ROWS][4];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2 * parts; v++)
             sums[r][v] = _mm512_loadu_ps(out + r * padded + v * 16) * shrink[r];
     for (int t = 0; t < live; t += 2) {
         __m512i pairs[4];
         UNROLL for (int p = 0; p < parts; p++) {
-            NAME(fetch_line)(fetch);
+            NAME(prefetch_line)(cursor);
             NAME(interleave)(values + t * stride + p * 64, stride, live - t, pairs + p * 2, pairs + p * 2 + 1);
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            NAME(fetch_lines)(fetch, parts * (r + 1) / rows - parts * r / rows);
+            NAME(prefetch_lines)(cursor, parts * (r + 1) / rows - parts * r / rows);
             __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[r * GROUP / 2 + t / 2]);
             UNROLL for (int v = 0; v < 2 * parts; v++)
                 sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
@@ -667,50 +672,51 @@ INLINE void NAME(add_pairs)(const char *values, long stride, int live, const int
 
 /* score_floats, or the same of bfloat16. */
 INLINE void NAME(score_group)(const uint32_t *query, const char *keys, long stride, long dim, float *scores, int rows,
-                              int pairs, struct NAME(fetch) fetch)
+                              int pairs, struct NAME(prefetch_cursor) cursor)
 {
-#if FEW_PAIRS
+#if UNPACKED_BF16
     if (pairs) {
-        NAME(score_pairs)((const uint16_t *)query, keys, stride, dim, scores, rows, fetch);
+        NAME(score_pairs)((const uint16_t *)query, keys, stride, dim, scores, rows, cursor);
         return;
     }
 #endif
-    NAME(score_floats)((const float *)query, keys, stride, dim, scores, rows, fetch);
+    NAME(score_floats)((const float *)query, keys, stride, dim, scores, rows, cursor);
 }
 
 /* add_floats, or the same of bfloat16, for all dimensions of a head. */
 INLINE void NAME(add_head)(const struct layer *layer, const char *values, int live, const float *weights,
-                           const float *shrink, float *out, int rows, int pairs, struct NAME(fetch) fetch)
+                           const float *shrink, float *out, int rows, int pairs, struct NAME(prefetch_cursor) cursor)
 {
     long dim = layer->v_dim, stride = layer->kv_heads * dim * layer->element_bytes, column = 0;
     long padded = ROUND_UP(dim, LANES);
-#if FEW_PAIRS
+#if UNPACKED_BF16
     if (pairs) {
         const int *pair = (const int *)weights;
         for (; column + 64 <= dim; column += 64)
-            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 2, &fetch);
+            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 2, &cursor);
         if (column < dim)
-            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 1, &fetch);
+            NAME(add_pairs)(values + column * 2, stride, live, pair, shrink, out + column, padded, rows, 1, &cursor);
         return;
     }
 #endif
     for (; column + 4 * LANES <= dim; column += 4 * LANES)
-        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 4, &fetch);
+        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 4, &cursor);
     for (; column < dim; column += LANES)
-        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 1, &fetch);
+        NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 1, &cursor);
 }
 
 /* One tile of positions for the few rows of all heads of a task: what attend_tile does, without packing, 16 positions
  * at a time. */
-INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                             const struct NAME(places) *at, long first, long tokens, long valid, int rows, int pairs)
+INLINE void NAME(attend_unpacked)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                  const struct NAME(kv_addresses) *at, long first, long tokens, long valid, int rows,
+                                  int pairs)
 {
     long bytes = layer->element_bytes, key_bytes = layer->k_dim * bytes, value_bytes = layer->v_dim * bytes;
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), heads = task->heads;
     long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
     struct NAME(pieces) pieces;
-    NAME(line_up)(layer, at, groups, &pieces);
-    long positions[FEW_ROWS]; /* of a head's rows, so that none of the groups divides */
+    NAME(order_pieces)(layer, at, groups, &pieces);
+    long positions[MAX_UNPACKED_ROWS]; /* of a head's rows, so that none of the groups divides */
     for (long row = 0; row < rows; row++)
         positions[row] = task->position + row / layer->group;
     for (long g = 0; g < groups; g++) {
@@ -718,72 +724,74 @@ INLINE void NAME(attend_few)(const struct layer *layer, const struct task *task,
         for (long head = 0; head < heads; head++)
             NAME(score_group)(s->query + head * rows * steps, at->keys[g] + head * key_bytes,
                               layer->kv_heads * key_bytes, layer->k_dim, s->scores + head * rows * GROUP, rows, pairs,
-                              NAME(fetch_from)(&pieces, 2 * g, head, GROUP * key_bytes));
+                              NAME(prefetch_cursor_at)(&pieces, 2 * g, head, GROUP * key_bytes));
         for (long row = 0; row < count; row++) {
             long position = positions[row % rows];
             long low = layer->window ? position - layer->window + 1 - start : 0;
             long high = position + 1 - start < live ? position + 1 - start : live;
-            s->shrink[row] = NAME(weigh)(layer, s->scores + row * GROUP, s->weights + row * words, GROUP, low, high,
-                                         pairs, s->highest + row, s->sums + row * LANES);
+            s->shrink[row] = NAME(softmax_row)(layer, s->scores + row * GROUP, s->weights + row * words, GROUP, low,
+                                               high, pairs, s->highest + row, s->sums + row * LANES);
         }
         for (long head = 0; head < heads; head++) {
             const char *values = at->values[g] + head * value_bytes;
-            struct NAME(fetch) fetch = NAME(fetch_from)(&pieces, 2 * g + 1, head, GROUP * value_bytes);
+            struct NAME(prefetch_cursor) cursor = NAME(prefetch_cursor_at)(&pieces, 2 * g + 1, head,
+                                                                           GROUP * value_bytes);
             const float *weights = s->weights + head * rows * words, *shrink = s->shrink + head * rows;
             float *out = s->out + head * rows * padded;
             if (live == GROUP)
-                NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, pairs, fetch);
+                NAME(add_head)(layer, values, GROUP, weights, shrink, out, rows, pairs, cursor);
             else
-                NAME(add_head)(layer, values, (int)live, weights, shrink, out, rows, pairs, fetch);
+                NAME(add_head)(layer, values, (int)live, weights, shrink, out, rows, pairs, cursor);
         }
     }
 }
 
-/* Whether attend_few can: dimensions are whole vectors. */
-INLINE int NAME(are_few)(const struct layer *layer, long count, int pairs)
+/* Whether attend_unpacked can: dimensions are whole vectors. */
+INLINE int NAME(fits_unpacked)(const struct layer *layer, long count, int pairs)
 {
-    if (count > FEW_ROWS)
+    if (count > MAX_UNPACKED_ROWS)
         return 0;
-#if FEW_PAIRS
+#if UNPACKED_BF16
     if (pairs)
         return layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0;
 #endif
     return layer->type == FLOAT32 && layer->k_dim % LANES == 0 && layer->v_dim % LANES == 0;
 }
 
-static void NAME(attend_few_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                                  const struct NAME(places) *at, long first, long valid, long rows, int pairs)
+static void NAME(attend_unpacked_rows)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                       const struct NAME(kv_addresses) *at, long first, long valid, long rows,
+                                       int pairs)
 {
     long tokens = ROUND_UP(valid, GROUP);
-#if FEW_PAIRS
+#if UNPACKED_BF16
     if (pairs)
         switch (rows) {
-            case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1, 1); return;
-            case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2, 1); return;
-            case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3, 1); return;
-            case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4, 1); return;
+            case 1: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 1, 1); return;
+            case 2: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 2, 1); return;
+            case 3: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 3, 1); return;
+            case 4: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 4, 1); return;
         }
 #endif
     switch (rows) {
-        case 1: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 1, 0); break;
-        case 2: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 2, 0); break;
-        case 3: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 3, 0); break;
-        case 4: NAME(attend_few)(layer, task, s, at, first, tokens, valid, 4, 0); break;
+        case 1: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 1, 0); break;
+        case 2: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 2, 0); break;
+        case 3: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 3, 0); break;
+        case 4: NAME(attend_unpacked)(layer, task, s, at, first, tokens, valid, 4, 0); break;
     }
 }
 
-INLINE void NAME(attend_words)(const struct layer *layer, const struct task *task, const struct scratch *s, int pairs)
+INLINE void NAME(attend_typed)(const struct layer *layer, const struct task *task, const struct scratch *s, int pairs)
 {
     long steps = KEY_STEPS(layer, pairs), padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;
-    struct NAME(places) at;
+    struct NAME(kv_addresses) at;
 #if HAS_AMX
-    if (pairs && count <= MAX_TILE_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
-        NAME(attend_in_tiles)(layer, task, s);
+    if (pairs && count <= MAX_AMX_UNPACKED_ROWS && layer->k_dim % 32 == 0 && layer->v_dim % 32 == 0) {
+        NAME(attend_amx)(layer, task, s);
         return;
     }
 #endif
     for (int head = 0; head < task->heads; head++)
-        NAME(copy_queries)(layer, task, task->head + head, pairs, s->query + (long)head * count * steps);
+        NAME(pack_queries)(layer, task, task->head + head, pairs, s->query + (long)head * count * steps);
     for (long i = 0; i < task->heads * count; i++)
         s->highest[i] = -FLT_MAX;
     memset(s->sums, 0, task->heads * count * LANES * sizeof(float));
@@ -796,27 +804,27 @@ INLINE void NAME(attend_words)(const struct layer *layer, const struct task *tas
 #endif
     for (; first < task->last; first += TOKENS) {
         long valid = task->last - first < TOKENS ? task->last - first : TOKENS;
-        NAME(find)(layer, task, first, &at);
-        if (NAME(are_few)(layer, count, pairs)) {
-            NAME(attend_few_rows)(layer, task, s, &at, first, valid, count, pairs);
+        NAME(locate_tile)(layer, task, first, &at);
+        if (NAME(fits_unpacked)(layer, count, pairs)) {
+            NAME(attend_unpacked_rows)(layer, task, s, &at, first, valid, count, pairs);
             continue;
         }
         for (int head = 0; head < task->heads; head++) {
-            NAME(pack)(layer, &at, head, 0, valid, ROUND_UP(valid, GROUP) / (pairs ? 2 : 1), pairs, s);
+            NAME(pack_kv_tile)(layer, &at, head, 0, valid, ROUND_UP(valid, GROUP) / (pairs ? 2 : 1), pairs, s);
             NAME(attend_tile)(layer, task, s, first, ROUND_UP(valid, GROUP), valid, head, pairs);
         }
     }
     for (long i = 0; i < task->heads * count; i++)
-        s->total[i] = NAME(sum)(*(floats *)(s->sums + i * LANES));
+        s->total[i] = NAME(reduce_add)(*(floats *)(s->sums + i * LANES));
 }
 
 /* A task's rows and heads over its positions; leaves sums, highest scores and outputs in the scratch. */
 static void NAME(attend_rows)(const struct layer *layer, const struct task *task, const struct scratch *s)
 {
     if (layer->type == BFLOAT16)
-        NAME(attend_words)(layer, task, s, 1);
+        NAME(attend_typed)(layer, task, s, 1);
     else
-        NAME(attend_words)(layer, task, s, 0);
+        NAME(attend_typed)(layer, task, s, 0);
 }
 
 /* Outputs of a task that saw all of its positions: divided by the weights' sum, sinks included. */

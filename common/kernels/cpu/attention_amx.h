@@ -9,46 +9,46 @@
  * positions ahead is fetched, in the order in which it lies in memory and evenly, into second-level cache: the first
  * level has no room for it. */
 
-#define MAX_TILE_ROWS 8 /* query rows times heads of a group: half of a tile's */
+#define MAX_AMX_UNPACKED_ROWS 8 /* query rows times heads of a group: half of a tile's */
 
 /* Tile registers of [16][rows] words, of [2 * rows][16] and of [16][16]; compilers want digits. */
-#define NARROW 0
-#define NARROW_2 1
-#define NARROW_QUERY 2
-#define FLAT 3
-#define FLAT_2 4
-#define FLAT_WEIGHTS 5
-#define WHOLE 6
-#define WHOLE_2 7
+#define TMM_SCORES 0
+#define TMM_SCORES_2 1
+#define TMM_QUERY 2
+#define TMM_OUT 3
+#define TMM_OUT_2 4
+#define TMM_WEIGHTS 5
+#define TMM_KV 6
+#define TMM_KV_2 7
 
-static void NAME(shape_tiles)(int rows)
+static void NAME(configure_attention_tiles)(int rows)
 {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } __attribute__((aligned(64))) shape = {.palette = 1};
-    for (int tile = NARROW; tile <= WHOLE_2; tile++) {
-        shape.rows[tile] = (uint8_t)(tile >= FLAT && tile <= FLAT_WEIGHTS ? 2 * rows : 16);
-        shape.row_bytes[tile] = (uint16_t)(tile <= NARROW_QUERY ? rows * 4 : 64);
+    for (int tile = TMM_SCORES; tile <= TMM_KV_2; tile++) {
+        shape.rows[tile] = (uint8_t)(tile >= TMM_OUT && tile <= TMM_WEIGHTS ? 2 * rows : 16);
+        shape.row_bytes[tile] = (uint16_t)(tile <= TMM_QUERY ? rows * 4 : 64);
     }
     LOAD_TILE_SHAPE(shape);
 }
 
 /* What is to be fetched: keys and values of GROUP positions after one another, ``share`` bytes at a time. */
-struct NAME(ahead) {
+struct NAME(prefetch_stream) {
     const char *at[2 * TOKENS / GROUP + 1], *next, *end; /* NULL behind the last */
     long bytes[2], piece, share;
 };
 
-INLINE void NAME(next_piece)(struct NAME(ahead) *ahead)
+INLINE void NAME(next_piece)(struct NAME(prefetch_stream) *ahead)
 {
     ahead->next = ahead->at[ahead->piece];
     ahead->end = ahead->next + ahead->bytes[ahead->piece++ % 2];
 }
 
-static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places) *at, long shares,
-                             struct NAME(ahead) *ahead)
+static void NAME(plan_prefetch)(const struct layer *layer, const struct NAME(kv_addresses) *at, long shares,
+                                struct NAME(prefetch_stream) *ahead)
 {
     long pieces = 0;
     for (long g = 0; g < TOKENS / GROUP && at->next_keys[g]; g++) {
@@ -63,7 +63,7 @@ static void NAME(look_ahead)(const struct layer *layer, const struct NAME(places
     NAME(next_piece)(ahead);
 }
 
-INLINE void NAME(fetch_ahead)(struct NAME(ahead) *ahead)
+INLINE void NAME(prefetch_share)(struct NAME(prefetch_stream) *ahead)
 {
     for (long left = ahead->share; left > 0 && ahead->next;) {
         const char *line = ahead->next, *stop = line + left < ahead->end ? line + left : ahead->end;
@@ -77,7 +77,7 @@ INLINE void NAME(fetch_ahead)(struct NAME(ahead) *ahead)
 }
 
 /* The group's query rows as tiles [k_dim / 32][16][rows] of words for each head. */
-static void NAME(copy_query_tiles)(const struct layer *layer, const struct task *task, uint32_t *to)
+static void NAME(pack_query_tiles)(const struct layer *layer, const struct task *task, uint32_t *to)
 {
     long rows = task->rows * layer->group, steps = layer->k_dim / 2;
     for (long i = 0; i < task->heads * rows; i++) {
@@ -92,26 +92,26 @@ static void NAME(copy_query_tiles)(const struct layer *layer, const struct task 
 
 /* Scores of a head's rows against ``groups`` groups of positions, 1 or 2, to [16 * groups][stride]. */
 INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys, long inside, const uint32_t *query,
-                              long rows, int groups, float *to, long stride, struct NAME(ahead) *ahead)
+                              long rows, int groups, float *to, long stride, struct NAME(prefetch_stream) *ahead)
 {
     long row_bytes = (long)layer->kv_heads * layer->k_dim * 2;
-    _tile_zero(NARROW);
+    _tile_zero(TMM_SCORES);
     if (groups > 1)
-        _tile_zero(NARROW_2);
+        _tile_zero(TMM_SCORES_2);
     for (long d = 0; d < layer->k_dim; d += 32) {
-        _tile_loadd(NARROW_QUERY, query + d / 2 * rows, rows * 4);
-        _tile_loadd(WHOLE, keys[0] + inside + d * 2, row_bytes);
-        _tile_dpbf16ps(NARROW, WHOLE, NARROW_QUERY);
-        NAME(fetch_ahead)(ahead);
+        _tile_loadd(TMM_QUERY, query + d / 2 * rows, rows * 4);
+        _tile_loadd(TMM_KV, keys[0] + inside + d * 2, row_bytes);
+        _tile_dpbf16ps(TMM_SCORES, TMM_KV, TMM_QUERY);
+        NAME(prefetch_share)(ahead);
         if (groups > 1) {
-            _tile_loadd(WHOLE_2, keys[1] + inside + d * 2, row_bytes);
-            _tile_dpbf16ps(NARROW_2, WHOLE_2, NARROW_QUERY);
-            NAME(fetch_ahead)(ahead);
+            _tile_loadd(TMM_KV_2, keys[1] + inside + d * 2, row_bytes);
+            _tile_dpbf16ps(TMM_SCORES_2, TMM_KV_2, TMM_QUERY);
+            NAME(prefetch_share)(ahead);
         }
     }
-    _tile_stored(NARROW, to, stride * 4);
+    _tile_stored(TMM_SCORES, to, stride * 4);
     if (groups > 1)
-        _tile_stored(NARROW_2, to + 16 * stride, stride * 4);
+        _tile_stored(TMM_SCORES_2, to + 16 * stride, stride * 4);
 }
 
 /* The last values of a sequence, of one head, with rows that may hold anything made zero: [GROUP][v_dim]. */
@@ -126,48 +126,48 @@ static const char *NAME(copy_values)(const struct layer *layer, const char *valu
 
 /* out [2 * rows][v_dim / 2] += weights [2 * rows][TOKENS] . values of one head, 32 or 64 dimensions from ``d`` on. */
 INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *row_bytes, long groups, long d,
-                             int both, const float *weights, float *out, struct NAME(ahead) *ahead)
+                             int both, const float *weights, float *out, struct NAME(prefetch_stream) *ahead)
 {
-    _tile_loadd(FLAT, out + d / 2, v_dim * 2);
+    _tile_loadd(TMM_OUT, out + d / 2, v_dim * 2);
     if (both)
-        _tile_loadd(FLAT_2, out + d / 2 + 16, v_dim * 2);
+        _tile_loadd(TMM_OUT_2, out + d / 2 + 16, v_dim * 2);
     for (long g = 0; g < groups; g++) {
-        _tile_loadd(FLAT_WEIGHTS, weights + g * GROUP, TOKENS * 4);
-        _tile_loadd(WHOLE, values[g] + d * 2, row_bytes[g]);
-        _tile_dpbf16ps(FLAT, FLAT_WEIGHTS, WHOLE);
-        NAME(fetch_ahead)(ahead);
+        _tile_loadd(TMM_WEIGHTS, weights + g * GROUP, TOKENS * 4);
+        _tile_loadd(TMM_KV, values[g] + d * 2, row_bytes[g]);
+        _tile_dpbf16ps(TMM_OUT, TMM_WEIGHTS, TMM_KV);
+        NAME(prefetch_share)(ahead);
         if (both) {
-            _tile_loadd(WHOLE_2, values[g] + d * 2 + 64, row_bytes[g]);
-            _tile_dpbf16ps(FLAT_2, FLAT_WEIGHTS, WHOLE_2);
-            NAME(fetch_ahead)(ahead);
+            _tile_loadd(TMM_KV_2, values[g] + d * 2 + 64, row_bytes[g]);
+            _tile_dpbf16ps(TMM_OUT_2, TMM_WEIGHTS, TMM_KV_2);
+            NAME(prefetch_share)(ahead);
         }
     }
-    _tile_stored(FLAT, out + d / 2, v_dim * 2);
+    _tile_stored(TMM_OUT, out + d / 2, v_dim * 2);
     if (both)
-        _tile_stored(FLAT_2, out + d / 2 + 16, v_dim * 2);
+        _tile_stored(TMM_OUT_2, out + d / 2 + 16, v_dim * 2);
 }
 
 /* weigh for a tile of positions that are all within, with no cap. */
-INLINE float NAME(weigh_all)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
+INLINE float NAME(softmax_full_tile)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
 {
     floats x[TOKENS / LANES];
     UNROLL16 for (int v = 0; v < TOKENS / LANES; v++)
         x[v] = *(const floats *)(scores + v * LANES);
-    floats best = NAME(larger)(x[0], x[1]), other = NAME(larger)(x[2], x[3]);
+    floats best = NAME(max)(x[0], x[1]), other = NAME(max)(x[2], x[3]);
     UNROLL16 for (int v = 4; v < TOKENS / LANES; v += 2) {
-        best = NAME(larger)(x[v], best);
-        other = NAME(larger)(x[v + 1], other);
+        best = NAME(max)(x[v], best);
+        other = NAME(max)(x[v + 1], other);
     }
-    best = NAME(larger)(best, other) * scale;
+    best = NAME(max)(best, other) * scale;
     float shrink = 1, top = *highest;
     if (NAME(any_above)(best, top)) {
-        top = NAME(largest)(best);
-        shrink = NAME(power)(NAME(splat)(*highest - top))[0];
+        top = NAME(reduce_max)(best);
+        shrink = NAME(exp2)(NAME(broadcast)(*highest - top))[0];
         *highest = top;
     }
     floats sum = *(floats *)sums * shrink, more = {};
     UNROLL16 for (int v = 0; v < TOKENS / LANES; v += 2) {
-        floats low = NAME(rough_power)(x[v] * scale - top), high = NAME(rough_power)(x[v + 1] * scale - top);
+        floats low = NAME(exp2_bf16)(x[v] * scale - top), high = NAME(exp2_bf16)(x[v + 1] * scale - top);
         _mm512_storeu_si512(weights + v * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
         sum += low;
         more += high;
@@ -187,15 +187,15 @@ INLINE void NAME(spread_weights)(const uint16_t *weights, long tokens, float *ev
 }
 
 /* One tile of positions for the rows of all heads of a task. */
-static void NAME(attend_tiles)(const struct layer *layer, const struct task *task, const struct scratch *s,
-                               const struct NAME(places) *at, long first, long valid)
+static void NAME(attend_amx_tile)(const struct layer *layer, const struct task *task, const struct scratch *s,
+                                  const struct NAME(kv_addresses) *at, long first, long valid)
 {
     long rows = task->rows * layer->group, heads = task->heads, count = heads * rows, wide = ROUND_UP(count, 16);
     long groups = (valid + GROUP - 1) / GROUP, v_dim = layer->v_dim, half = v_dim / 2;
     float *by_position = s->weights; /* until there are weights */
-    struct NAME(ahead) ahead;
+    struct NAME(prefetch_stream) ahead;
     AMX_FENCE();
-    NAME(look_ahead)(layer, at, heads * groups * (layer->k_dim + v_dim) / 32 + count, &ahead);
+    NAME(plan_prefetch)(layer, at, heads * groups * (layer->k_dim + v_dim) / 32 + count, &ahead);
     for (long head = 0; head < heads; head++)
         for (long g = 0; g < groups; g += 2) {
             const uint32_t *query = s->query + head * rows * layer->k_dim / 2;
@@ -219,9 +219,9 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
         float *even = s->out + place * half, *odd = even + rows * half;
         float *scores = s->scores + row * TOKENS, *highest = s->highest + row, *sums = s->sums + row * LANES, shrink;
         if (low <= 0 && high >= TOKENS && layer->softcap <= 0)
-            shrink = NAME(weigh_all)(layer->scaling * LOG2_E, scores, weights, highest, sums);
+            shrink = NAME(softmax_full_tile)(layer->scaling * LOG2_E, scores, weights, highest, sums);
         else
-            shrink = NAME(weigh)(layer, scores, weights, groups * GROUP, low, high, 1, highest, sums);
+            shrink = NAME(softmax_row)(layer, scores, weights, groups * GROUP, low, high, 1, highest, sums);
         NAME(spread_weights)(weights, groups * GROUP, s->weights + place * TOKENS,
                              s->weights + (place + rows) * TOKENS);
         if (shrink != 1)
@@ -229,7 +229,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
                 *(floats *)(even + d) *= shrink;
                 *(floats *)(odd + d) *= shrink;
             }
-        NAME(fetch_ahead)(&ahead);
+        NAME(prefetch_share)(&ahead);
     }
     for (long head = 0, d; head < heads; head++) {
         const char *values[TOKENS / GROUP];
@@ -253,7 +253,7 @@ static void NAME(attend_tiles)(const struct layer *layer, const struct task *tas
 }
 
 /* Outputs with their dimensions in order: of each head [2][rows][v_dim / 2] becomes [rows][v_dim]. */
-static void NAME(order_outputs)(const struct scratch *s, long heads, long rows, long v_dim)
+static void NAME(interleave_outputs)(const struct scratch *s, long heads, long rows, long v_dim)
 {
     const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -271,22 +271,22 @@ static void NAME(order_outputs)(const struct scratch *s, long heads, long rows, 
 }
 
 /* attend_rows for few rows of bfloat16. */
-static void NAME(attend_in_tiles)(const struct layer *layer, const struct task *task, const struct scratch *s)
+static void NAME(attend_amx)(const struct layer *layer, const struct task *task, const struct scratch *s)
 {
     long rows = task->rows * layer->group, count = task->heads * rows;
-    struct NAME(places) at;
+    struct NAME(kv_addresses) at;
     for (long i = 0; i < count; i++)
         s->highest[i] = -FLT_MAX;
     memset(s->sums, 0, count * LANES * sizeof(float));
     memset(s->out, 0, count * layer->v_dim * sizeof(float));
-    NAME(copy_query_tiles)(layer, task, s->query);
-    NAME(shape_tiles)((int)rows);
+    NAME(pack_query_tiles)(layer, task, s->query);
+    NAME(configure_attention_tiles)((int)rows);
     for (long first = task->first; first < task->last; first += TOKENS) {
-        NAME(find)(layer, task, first, &at);
-        NAME(attend_tiles)(layer, task, s, &at, first, task->last - first < TOKENS ? task->last - first : TOKENS);
+        NAME(locate_tile)(layer, task, first, &at);
+        NAME(attend_amx_tile)(layer, task, s, &at, first, task->last - first < TOKENS ? task->last - first : TOKENS);
     }
-    NAME(tear_down)();
-    NAME(order_outputs)(s, task->heads, rows, layer->v_dim);
+    NAME(release_tiles)();
+    NAME(interleave_outputs)(s, task->heads, rows, layer->v_dim);
     for (long i = 0; i < count; i++)
-        s->total[i] = NAME(sum)(*(floats *)(s->sums + i * LANES));
+        s->total[i] = NAME(reduce_add)(*(floats *)(s->sums + i * LANES));
 }

@@ -14,16 +14,16 @@
  */
 
 #define BORROWING_ROWS 16      /* of which work takes long enough to share it, in a step of fewer a core is soon done */
-#define LEAST_PARTS 32         /* of a product: a part is much less than the whole, and much more than taking it */
-#define PARTS_OF_EACH 4        /* of whoever works on a product, at least */
-#define PART_PRODUCTS 50000000 /* multiplications of a part: a quarter of a millisecond, or a few */
-#define LOOKING_NS 300000      /* how long a helper without work looks for some before it sleeps */
-#define LOOKS 64               /* between two looks at the clock */
-#define WAITING_TURNS 2000     /* turns of a loop in which who shared its work waits for its last parts; then it sleeps */
+#define MIN_PARTS 32           /* of a product: a part is much less than the whole, and much more than taking it */
+#define PARTS_PER_WORKER 4     /* of whoever works on a product, at least */
+#define PART_MULTIPLICATIONS 50000000 /* multiplications of a part: a quarter of a millisecond, or a few */
+#define SPIN_NS 300000         /* how long a helper without work looks for some before it sleeps */
+#define SPINS_PER_CLOCK_READ 64 /* between two looks at the clock */
+#define JOIN_SPINS 2000        /* turns of a loop in which who shared its work waits for its last parts; then it sleeps */
 
 enum core { KEPT, LENT, BORROWED };
 
-typedef void do_part(void *work, long part);
+typedef void part_fn(void *work, long part);
 
 #ifdef __linux__
 #include <errno.h>
@@ -45,13 +45,13 @@ static struct {
     uint8_t *cores; /* enum core, by number */
     struct helper *helpers;
     int count;
-    do_part *part;
+    part_fn *part;
     void *work;
     long parts, next;  /* next: the part that nobody has taken yet */
     uint32_t turn;     /* odd while parts are there to be taken */
-    uint32_t inside;   /* helpers that may be at a part */
+    uint32_t in_flight; /* helpers that may be at a part */
     uint32_t waiting;  /* whether somebody sleeps until none is */
-    uint32_t taken;    /* whether a thread shares its work now: no other does */
+    uint32_t busy;     /* whether a thread shares its work now: no other does */
     uint32_t ending;
     uint64_t nanoseconds; /* of processor time that helpers worked in all */
 } borrowed;
@@ -68,20 +68,20 @@ static uint64_t time_ns(clockid_t clock)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static void pause_a_little(void)
+static void cpu_pause(void)
 {
 #ifdef X86
     _mm_pause();
 #endif
 }
 
-static int is(const struct helper *helper, enum core state)
+static int core_is(const struct helper *helper, enum core state)
 {
     return __atomic_load_n(borrowed.cores + helper->core, __ATOMIC_RELAXED) == state;
 }
 
 /* Makes the helper's core, if it is ``from``, ``to``; whether it was. */
-static int change(const struct helper *helper, enum core from, enum core to)
+static int cas_core_state(const struct helper *helper, enum core from, enum core to)
 {
     uint8_t expected = from;
     return __atomic_compare_exchange_n(borrowed.cores + helper->core, &expected, to, 0, __ATOMIC_SEQ_CST,
@@ -89,27 +89,27 @@ static int change(const struct helper *helper, enum core from, enum core to)
 }
 
 /* The turn that has parts for this helper, which it has not ``seen``; 0 for none. */
-static uint32_t turn_for(const struct helper *helper, uint32_t seen)
+static uint32_t open_turn(const struct helper *helper, uint32_t seen)
 {
     uint32_t turn = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
-    return turn % 2 && turn != seen && is(helper, LENT) ? turn : 0;
+    return turn % 2 && turn != seen && core_is(helper, LENT) ? turn : 0;
 }
 
 /* Looks for work, then sleeps until there is some; 0 at the end of all. */
-static uint32_t find_work(struct helper *helper, uint32_t seen)
+static uint32_t wait_for_work(struct helper *helper, uint32_t seen)
 {
     for (;;) {
         uint32_t turn;
         uint64_t since = time_ns(CLOCK_MONOTONIC);
-        for (long looks = 1; is(helper, LENT) && !__atomic_load_n(&borrowed.ending, __ATOMIC_SEQ_CST); looks++) {
-            if ((turn = turn_for(helper, seen)))
+        for (long looks = 1; core_is(helper, LENT) && !__atomic_load_n(&borrowed.ending, __ATOMIC_SEQ_CST); looks++) {
+            if ((turn = open_turn(helper, seen)))
                 return turn;
-            if (looks % LOOKS == 0 && time_ns(CLOCK_MONOTONIC) - since > LOOKING_NS)
+            if (looks % SPINS_PER_CLOCK_READ == 0 && time_ns(CLOCK_MONOTONIC) - since > SPIN_NS)
                 break;
-            pause_a_little();
+            cpu_pause();
         }
         __atomic_store_n(&helper->asleep, 1, __ATOMIC_SEQ_CST);
-        turn = turn_for(helper, seen);
+        turn = open_turn(helper, seen);
         int ending = __atomic_load_n(&borrowed.ending, __ATOMIC_SEQ_CST);
         if (!turn && !ending)
             futex(&helper->asleep, FUTEX_WAIT, 1);
@@ -120,7 +120,7 @@ static uint32_t find_work(struct helper *helper, uint32_t seen)
 }
 
 /* The part that is to be done next; whether there is one. */
-static int take_part(long *part)
+static int next_part(long *part)
 {
     return (*part = __atomic_fetch_add(&borrowed.next, 1, __ATOMIC_SEQ_CST)) < borrowed.parts;
 }
@@ -129,51 +129,51 @@ static void wake_helpers(void)
 {
     for (int i = 0; i < borrowed.count; i++) {
         struct helper *helper = borrowed.helpers + i;
-        if (__atomic_load_n(&helper->asleep, __ATOMIC_SEQ_CST) && is(helper, LENT) &&
+        if (__atomic_load_n(&helper->asleep, __ATOMIC_SEQ_CST) && core_is(helper, LENT) &&
             __atomic_exchange_n(&helper->asleep, 0, __ATOMIC_SEQ_CST))
             futex(&helper->asleep, FUTEX_WAKE, 1);
     }
 }
 
-static void *help(void *of)
+static void *helper_main(void *of)
 {
     struct helper *helper = of;
     uint32_t turn = 0;
-    while ((turn = find_work(helper, turn))) {
-        __atomic_fetch_add(&borrowed.inside, 1, __ATOMIC_SEQ_CST);
+    while ((turn = wait_for_work(helper, turn))) {
+        __atomic_fetch_add(&borrowed.in_flight, 1, __ATOMIC_SEQ_CST);
         /* who shares its work waits for those inside, and lets nobody else in: one of us sees the other */
         uint32_t open = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
-        if (open == turn && change(helper, LENT, BORROWED)) {
+        if (open == turn && cas_core_state(helper, LENT, BORROWED)) {
             uint64_t since = time_ns(CLOCK_THREAD_CPUTIME_ID);
             long part;
             int more = 1;
-            while (is(helper, BORROWED) && (more = take_part(&part)))
+            while (core_is(helper, BORROWED) && (more = next_part(&part)))
                 borrowed.part(borrowed.work, part);
             if (more)
                 turn = 0; /* it had to leave, and comes back if it may */
-            change(helper, BORROWED, LENT);
+            cas_core_state(helper, BORROWED, LENT);
             __atomic_fetch_add(&borrowed.nanoseconds, time_ns(CLOCK_THREAD_CPUTIME_ID) - since, __ATOMIC_RELAXED);
         }
-        __atomic_fetch_sub(&borrowed.inside, 1, __ATOMIC_SEQ_CST);
+        __atomic_fetch_sub(&borrowed.in_flight, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&borrowed.waiting, __ATOMIC_SEQ_CST))
-            futex(&borrowed.inside, FUTEX_WAKE, 1);
+            futex(&borrowed.in_flight, FUTEX_WAKE, 1);
     }
     free(thread_memory);
     return NULL;
 }
 
-/* Whether a core can be borrowed now, by this thread; then share_parts has to follow. */
-static int may_borrow(int64_t rows)
+/* Whether a core can be borrowed now, by this thread; then run_shared has to follow. */
+static int acquire_helpers(int64_t rows)
 {
     int lent = 0;
     if (rows >= BORROWING_ROWS)
         for (int i = 0; i < borrowed.count && !lent; i++)
-            lent = is(borrowed.helpers + i, LENT);
-    return lent && !__atomic_exchange_n(&borrowed.taken, 1, __ATOMIC_SEQ_CST);
+            lent = core_is(borrowed.helpers + i, LENT);
+    return lent && !__atomic_exchange_n(&borrowed.busy, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Does ``parts`` parts of ``work`` with ``threads`` threads of our own and all helpers whose cores are lent. */
-static void share_parts(do_part *part, void *work, long parts, int threads)
+static void run_shared(part_fn *part, void *work, long parts, int threads)
 {
     borrowed.part = part;
     borrowed.work = work;
@@ -183,21 +183,21 @@ static void share_parts(do_part *part, void *work, long parts, int threads)
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (long i;;) {
         wake_helpers(); /* before each part: a core may have been lent since the one before */
-        if (!take_part(&i))
+        if (!next_part(&i))
             break;
         part(work, i);
     }
     __atomic_fetch_add(&borrowed.turn, 1, __ATOMIC_SEQ_CST);
-    uint32_t inside;
-    for (long turns = 0; (inside = __atomic_load_n(&borrowed.inside, __ATOMIC_SEQ_CST)); turns++)
-        if (turns < WAITING_TURNS)
-            pause_a_little();
+    uint32_t in_flight;
+    for (long turns = 0; (in_flight = __atomic_load_n(&borrowed.in_flight, __ATOMIC_SEQ_CST)); turns++)
+        if (turns < JOIN_SPINS)
+            cpu_pause();
         else {
             __atomic_store_n(&borrowed.waiting, 1, __ATOMIC_SEQ_CST);
-            futex(&borrowed.inside, FUTEX_WAIT, inside);
+            futex(&borrowed.in_flight, FUTEX_WAIT, in_flight);
         }
     __atomic_store_n(&borrowed.waiting, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&borrowed.taken, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&borrowed.busy, 0, __ATOMIC_SEQ_CST);
 }
 
 /* Ends all helpers; not while another thread computes. */
@@ -239,7 +239,7 @@ EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
         helper->core = cores[i];
         pthread_attr_init(&attributes);
         if (!pthread_attr_setaffinity_np(&attributes, sizeof only, &only) &&
-            !pthread_create(&helper->thread, &attributes, help, helper))
+            !pthread_create(&helper->thread, &attributes, helper_main, helper))
             borrowed.count++;
         pthread_attr_destroy(&attributes);
     }
@@ -248,7 +248,7 @@ EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
 }
 
 /* Threads of our own, and cores that could be borrowed. */
-static long hands(int threads) { return threads + borrowed.count; }
+static long max_workers(int threads) { return threads + borrowed.count; }
 
 /* Seconds of processor time that helpers have worked in all. */
 EXPORT double tandem_borrowed_s(void)
@@ -256,14 +256,14 @@ EXPORT double tandem_borrowed_s(void)
     return (double)__atomic_load_n(&borrowed.nanoseconds, __ATOMIC_RELAXED) / 1e9;
 }
 #else
-static int may_borrow(int64_t rows) { return (void)rows, 0; }
-static void share_parts(do_part *part, void *work, long parts, int threads)
+static int acquire_helpers(int64_t rows) { return (void)rows, 0; }
+static void run_shared(part_fn *part, void *work, long parts, int threads)
 {
     (void)threads;
     for (long i = 0; i < parts; i++)
         part(work, i);
 }
-static long hands(int threads) { return threads; }
+static long max_workers(int threads) { return threads; }
 EXPORT void tandem_give_back(void) {}
 EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
 {

@@ -10,15 +10,15 @@ INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
 
-#define AMX_PANEL (2 * LANES) /* columns that tiles of rows meet at a time */
+#define AMX_NR (2 * LANES) /* columns that tiles of rows meet at a time */
 
 /* The weight [columns, in] as panels of words or halves, [in words][width] each; columns behind the last are zero. */
-static void NAME(pack_weight)(const void *weight, long columns, long in, enum words_as as, void *to)
+static void NAME(pack_b)(const void *weight, long columns, long in, enum word_format as, void *to)
 {
     if (HAS_AMX && as == HALVES)
         as = PAIRS;
     long steps = as == PAIRS ? in / 2 : in, padded = ROUND_UP(columns, LANES);
-    long most = HAS_AMX ? AMX_PANEL : PANEL;
+    long most = HAS_AMX ? AMX_NR : NR;
     for (long first = 0; first < padded; first += most) {
         long width = padded - first < most ? padded - first : most, panel = first * steps;
         for (long c = 0; c < width; c++)
@@ -33,10 +33,10 @@ static void NAME(pack_weight)(const void *weight, long columns, long in, enum wo
 }
 
 /* The same of int8, one for each element of a word. */
-static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
+static void NAME(pack_b_int8)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
 {
     long each = pairs ? 2 : 1, steps = in / each, padded = ROUND_UP(columns, LANES);
-    long most = HAS_AMX ? AMX_PANEL : PANEL;
+    long most = HAS_AMX ? AMX_NR : NR;
     for (long first = 0; first < padded; first += most) {
         long width = padded - first < most ? padded - first : most;
         int8_t *panel = to + first * steps * each;
@@ -48,17 +48,17 @@ static void NAME(pack_bytes)(const int8_t *weight, long columns, long in, int pa
     }
 }
 
-INLINE floats NAME(activate)(floats x, enum activation activation)
+INLINE floats NAME(apply_activation)(floats x, enum activation activation)
 {
     if (activation == SILU)
-        return x / (NAME(exp)(NAME(select)(x < -80.0f, NAME(splat)(80.0f), -x)) + 1.0f);
+        return x / (NAME(exp)(NAME(select)(x < -80.0f, NAME(broadcast)(80.0f), -x)) + 1.0f);
     return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
 }
 
 /* A tile's sums, rows of them ``sums_row`` apart, finished and written: bias, then either the gate of neighbouring
  * vectors or what was there before. */
-INLINE void NAME(finish_tile)(const struct linear *linear, const struct product *product, long row, int rows,
-                              long column, int width, const float *sums, long sums_row)
+INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct product *product, long row, int rows,
+                                long column, int width, const float *sums, long sums_row)
 {
     int step = linear->activation ? 2 : 1;
     for (int r = 0; r < rows; r++, sums += sums_row)
@@ -75,7 +75,7 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
                     up *= *(const floats *)(linear->scale + at + LANES);
                 if (linear->bias)
                     up += *(const floats *)(linear->bias + at + LANES);
-                x = NAME(activate)(x, linear->activation) * up;
+                x = NAME(apply_activation)(x, linear->activation) * up;
                 at /= 2;
             }
             long to = (row + r) * product->out_row + at;
@@ -90,12 +90,12 @@ INLINE void NAME(finish_tile)(const struct linear *linear, const struct product 
         }
 }
 
-#if HAS_DOT
-/* Two neighbouring vectors of bfloat16, without bias and scale, finished as finish_tile does it. */
-INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
+#if HAS_BF16_DOT
+/* Two neighbouring vectors of bfloat16, without bias and scale, finished as epilogue_tile does it. */
+INLINE void NAME(epilogue_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
 {
     if (activation) {
-        NAME(store_bf16)(to, NAME(activate)(x, activation) * y);
+        NAME(store_bf16)(to, NAME(apply_activation)(x, activation) * y);
         return;
     }
     if (add) {
@@ -106,43 +106,43 @@ INLINE void NAME(finish_two)(floats x, floats y, const uint16_t *add, uint16_t *
 }
 
 #if !HAS_AMX
-INLINE void NAME(finish_pairs)(const struct product *product, long row, int rows, long column, int width,
-                               const float *sums, long sums_row, const uint16_t *add, enum activation activation)
+INLINE void NAME(epilogue_pairs)(const struct product *product, long row, int rows, long column, int width,
+                                 const float *sums, long sums_row, const uint16_t *add, enum activation activation)
 {
     for (int r = 0; r < rows; r++, sums += sums_row)
         for (int v = 0; v < width; v += 2) {
             long at = (row + r) * product->out_row + column + v * LANES / (activation ? 2 : 1);
             const floats *two = (const floats *)(sums + v * LANES);
-            NAME(finish_two)(two[0], two[1], add ? add + at : NULL, (uint16_t *)product->to + at, activation);
+            NAME(epilogue_two)(two[0], two[1], add ? add + at : NULL, (uint16_t *)product->to + at, activation);
         }
 }
 
-/* finish_tile for pairs of vectors of bfloat16 that are all within the results, which begin at ``column``. */
-static __attribute__((noinline)) void NAME(finish_plain)(const struct linear *linear, const struct product *product,
-                                                         long row, int rows, long column, int width,
-                                                         const float *sums, long sums_row)
+/* epilogue_tile for pairs of vectors of bfloat16 that are all within the results, which begin at ``column``. */
+static __attribute__((noinline)) void NAME(epilogue_plain)(const struct linear *linear, const struct product *product,
+                                                           long row, int rows, long column, int width,
+                                                           const float *sums, long sums_row)
 {
     if (linear->activation == SILU)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, SILU);
+        NAME(epilogue_pairs)(product, row, rows, column, width, sums, sums_row, NULL, SILU);
     else if (linear->activation == GELU_TANH)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, GELU_TANH);
+        NAME(epilogue_pairs)(product, row, rows, column, width, sums, sums_row, NULL, GELU_TANH);
     else if (product->add)
-        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, product->add, NONE);
+        NAME(epilogue_pairs)(product, row, rows, column, width, sums, sums_row, product->add, NONE);
     else
-        NAME(finish_pairs)(product, row, rows, column, width, sums, sums_row, NULL, NONE);
+        NAME(epilogue_pairs)(product, row, rows, column, width, sums, sums_row, NULL, NONE);
 }
 #endif
 #endif
 
 /* Whether these are the last of the elements that are summed: then the sums are finished. */
-INLINE int NAME(is_last)(const struct linear *linear, const struct product *product)
+INLINE int NAME(is_last_kc)(const struct linear *linear, const struct product *product)
 {
     return product->first + product->in == linear->in;
 }
 
 #if HAS_AMX
 /* A block of sums that is still to be finished, while the next one is computed. */
-struct NAME(finish) {
+struct NAME(epilogue) {
     const struct linear *linear;
     const struct product *product;
     const float *sums;
@@ -153,7 +153,8 @@ struct NAME(finish) {
 };
 
 /* Its row ``r``: whole vectors of bfloat16 without bias. */
-INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum activation activation, int add, int scaled)
+INLINE void NAME(epilogue_row)(const struct NAME(epilogue) *block, long r, enum activation activation, int add,
+                               int scaled)
 {
     long at = r * block->out_row;
     const floats *two = (const floats *)(block->sums + r * block->sums_row);
@@ -164,99 +165,103 @@ INLINE void NAME(finish_row)(const struct NAME(finish) *block, long r, enum acti
         y *= scale[1];
     }
     __builtin_prefetch(block->next + at, 1, 3);
-    NAME(finish_two)(x, y, add ? block->add + at : NULL, block->to + at, activation);
+    NAME(epilogue_two)(x, y, add ? block->add + at : NULL, block->to + at, activation);
 }
 
-#define FINISH(name, activation, add)                                                                                  \
-    INLINE void NAME(finish_##name)(void *block, long r) { NAME(finish_row)(block, r, activation, add, 0); }           \
-    INLINE void NAME(finish_##name##_scaled)(void *block, long r) { NAME(finish_row)(block, r, activation, add, 1); }
-FINISH(sums, NONE, 0)
-FINISH(added, NONE, 1)
-FINISH(silu, SILU, 0)
-FINISH(gelu, GELU_TANH, 0)
+#define EPILOGUE(name, activation, add)                                                                                \
+    INLINE void NAME(epilogue_##name)(void *block, long r) { NAME(epilogue_row)(block, r, activation, add, 0); }       \
+    INLINE void NAME(epilogue_##name##_scaled)(void *block, long r)                                                    \
+    {                                                                                                                  \
+        NAME(epilogue_row)(block, r, activation, add, 1);                                                              \
+    }
+EPILOGUE(sums, NONE, 0)
+EPILOGUE(added, NONE, 1)
+EPILOGUE(silu, SILU, 0)
+EPILOGUE(gelu, GELU_TANH, 0)
 
-static __attribute__((noinline)) void NAME(finish_any)(void *of, long r)
+static __attribute__((noinline)) void NAME(epilogue_any)(void *of, long r)
 {
-    const struct NAME(finish) *block = of;
-    NAME(finish_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
-                      block->sums + r * block->sums_row, 0);
+    const struct NAME(epilogue) *block = of;
+    NAME(epilogue_tile)(block->linear, block->product, block->row + r, 1, block->column, block->width,
+                        block->sums + r * block->sums_row, 0);
 }
 
 /* Where panels become words, for a thread: for more than one block of rows all of a panel. */
-static __thread uint32_t NAME(made_words)[FLOAT_PARTS * MOST_CHUNK / 2 * AMX_PANEL] __attribute__((aligned(64)));
+static __thread uint32_t NAME(converted_words)[FLOAT_PARTS * MAX_KC / 2 * AMX_NR] __attribute__((aligned(64)));
 
 /* Columns [first, last) for all rows, of ``each`` parts. A panel meets all rows, which stay in second-level cache
  * beside it; meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. A panel that
  * lies as PAIRS is met where it lies; else the first block makes words of it, which stay there for the others. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
-                              enum words_as as, int each, NAME(part) *do_part)
+                              enum word_format as, int each, NAME(side_work) *side_work)
 {
-    struct NAME(tiles) now = {};
+    struct NAME(tile_config) now = {};
     const long size = as == FLOATS ? 4 : as == PAIRS ? 2 : 1; /* bytes of an element */
     long steps = product->in / 2, stride = product->in_row / 2, which = 0, parts = 0;
-    long blocks = (product->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, fetching = blocks - (as != PAIRS);
-    float sums[2][BLOCK_ROWS * AMX_PANEL] __attribute__((aligned(64)));
-    struct NAME(finish) finish = {.linear = linear, .product = product, .out_row = product->out_row};
-    finish.sums_row = product->sums ? product->sums_row : AMX_PANEL;
-    struct NAME(made) made = {.to = NAME(made_words), .ring = blocks > 1 ? MOST_CHUNK / 2 / AMX_STEPS : 2};
-    for (long column = first; column < last; column += AMX_PANEL) {
-        long width = last - column < AMX_PANEL ? last - column : AMX_PANEL;
+    long blocks = (product->rows + AMX_MR - 1) / AMX_MR, prefetching = blocks - (as != PAIRS);
+    float sums[2][AMX_MR * AMX_NR] __attribute__((aligned(64)));
+    struct NAME(epilogue) epilogue = {.linear = linear, .product = product, .out_row = product->out_row};
+    epilogue.sums_row = product->sums ? product->sums_row : AMX_NR;
+    struct NAME(converted_panel) converted = {.to = NAME(converted_words),
+        .ring = blocks > 1 ? MAX_KC / 2 / AMX_STEPS : 2};
+    for (long column = first; column < last; column += AMX_NR) {
+        long width = last - column < AMX_NR ? last - column : AMX_NR;
         const char *weight = (const char *)linear->packed + (column * linear->in + width * product->first) * size;
-        const char *next = weight + (blocks == 1 ? AHEAD : linear->in * width * size);
-        struct NAME(panel) panel = {.words = as == PAIRS ? (const uint32_t *)weight : made.to, .row = width,
+        const char *next = weight + (blocks == 1 ? PREFETCH_BYTES : linear->in * width * size);
+        struct NAME(b_panel) panel = {.words = as == PAIRS ? (const uint32_t *)weight : converted.to, .row = width,
                                     .width = (int)(width / LANES), .next = next,
                                     .parts = as == FLOATS ? FLOAT_PARTS : 1, .part = AMX_STEPS * width};
-        panel.lines = fetching ? (2 * AMX_STEPS * width * size / 64 + fetching - 1) / fetching : 0;
+        panel.lines = prefetching ? (2 * AMX_STEPS * width * size / 64 + prefetching - 1) / prefetching : 0;
         panel.soon = blocks == 1;
-        made.from = weight;
-        made.after = NULL;
-        if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_PANEL) /* it is as wide */
-            made.after = weight + AMX_PANEL * linear->in * size;
-        for (long row = 0; row < product->rows; row += BLOCK_ROWS, which ^= 1) {
-            int rows = product->rows - row < BLOCK_ROWS ? (int)(product->rows - row) : BLOCK_ROWS;
+        converted.from = weight;
+        converted.after = NULL;
+        if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_NR) /* it is as wide */
+            converted.after = weight + AMX_NR * linear->in * size;
+        for (long row = 0; row < product->rows; row += AMX_MR, which ^= 1) {
+            int rows = product->rows - row < AMX_MR ? (int)(product->rows - row) : AMX_MR;
             long at = row * product->out_row + (linear->activation ? column / 2 : column);
             float *own = sums[which];
             if (product->sums)
                 own = product->sums + row * product->sums_row + column - product->sums_first;
-            struct NAME(rows) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
+            struct NAME(a_block) from = {.words = (const uint32_t *)product->from + row * stride, .row = stride,
                                       .parts = each, .part = steps};
-            finish.next = (const uint16_t *)product->to + at;
+            epilogue.next = (const uint16_t *)product->to + at;
             if (as == PAIRS || row) {
-                NAME(amx_pair)(&now, rows, panel.width, from, panel, steps, own, finish.sums_row, product->first > 0,
-                               do_part, &finish, parts);
+                NAME(amx_block)(&now, rows, panel.width, from, panel, steps, own, epilogue.sums_row, product->first > 0,
+                                side_work, &epilogue, parts);
                 panel.next += steps / AMX_STEPS * panel.lines * 64;
                 if (panel.next >= next + steps * 2 * width * size)
                     panel.lines = 0;
             } else {
                 for (long i = 0; i < parts; i++)
-                    do_part(&finish, i);
+                    side_work(&epilogue, i);
                 (as == FLOATS ? NAME(first_floats)
                  : each > 1   ? NAME(first_split_bytes)
-                              : NAME(first_bytes))(&now, rows, from, panel, &made, steps, own, finish.sums_row,
+                              : NAME(first_bytes))(&now, rows, from, panel, &converted, steps, own, epilogue.sums_row,
                                                    product->first > 0);
             }
-            finish.sums = own;
-            finish.row = row;
-            finish.column = column;
-            finish.width = panel.width;
-            finish.to = (uint16_t *)product->to + at;
-            finish.add = (const uint16_t *)product->add + at;
-            parts = NAME(is_last)(linear, product) ? rows : 0;
+            epilogue.sums = own;
+            epilogue.row = row;
+            epilogue.column = column;
+            epilogue.width = panel.width;
+            epilogue.to = (uint16_t *)product->to + at;
+            epilogue.add = (const uint16_t *)product->add + at;
+            parts = NAME(is_last_kc)(linear, product) ? rows : 0;
         }
-        made.has_first = made.after != NULL;
-        if (!made.has_first)
-            made.at = 0;
+        converted.has_first = converted.after != NULL;
+        if (!converted.has_first)
+            converted.at = 0;
     }
-    NAME(tear_down)();
+    NAME(release_tiles)();
     for (long i = 0; i < parts; i++)
-        do_part(&finish, i);
+        side_work(&epilogue, i);
 }
 
 #define AMX_COLUMNS(name, as, each, way)                                                                               \
     static __attribute__((noinline)) void NAME(columns_##name)(const struct linear *linear,                            \
                                                                const struct product *product, long first, long last)   \
     {                                                                                                                  \
-        NAME(amx_columns)(linear, product, first, last, as, each, NAME(finish_##way));                                 \
+        NAME(amx_columns)(linear, product, first, last, as, each, NAME(epilogue_##way));                               \
     }
 AMX_COLUMNS(sums, PAIRS, 1, sums)
 AMX_COLUMNS(added, PAIRS, 1, added)
@@ -282,15 +287,15 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     static NAME(columns) *const bytes[] = {NAME(columns_bytes_sums), NAME(columns_bytes_added),
                                            NAME(columns_bytes_silu), NAME(columns_bytes_gelu),
                                            NAME(columns_bytes_any), NAME(columns_bytes_split)};
-    first *= PANEL;
-    long end = last * PANEL < linear->columns ? last * PANEL : linear->columns;
+    first *= NR;
+    long end = last * NR < linear->columns ? last * NR : linear->columns;
     if (linear->type == FLOAT32 && !linear->halves && !linear->scale) {
         NAME(columns_floats)(linear, product, first, end);
         return;
     }
     /* What is scaled and then added may be rounded once or twice: so all columns of a layer go one way. */
     long all = linear->scale ? linear->columns : end;
-    int plain = !linear->bias && all / (linear->activation ? 2 : 1) <= linear->out && all % AMX_PANEL == 0;
+    int plain = !linear->bias && all / (linear->activation ? 2 : 1) <= linear->out && all % AMX_NR == 0;
     int way = 4;
     if (linear->type == FLOAT32)
         way = 5;
@@ -302,7 +307,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
 }
 #else
 /* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
-INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *product, long row, int rows,
+INLINE void NAME(prefetch_c)(const struct linear *linear, const struct product *product, long row, int rows,
                              long column, int columns)
 {
     long size = linear->type == BFLOAT16 ? 2 : 4;
@@ -316,91 +321,91 @@ INLINE void NAME(fetch_tile)(const struct linear *linear, const struct product *
     }
 }
 
-#if HAS_DOT
-/* words_of_bytes for twice as many. */
-static __attribute__((target("avx512vbmi"))) void NAME(words_of_lines)(const int8_t *from, long count, uint32_t *to)
+#if HAS_BF16_DOT
+/* int8_to_words for twice as many. */
+static __attribute__((target("avx512vbmi"))) void NAME(int8_lines_to_bf16)(const int8_t *from, long count, uint32_t *to)
 {
     for (long i = 0; i < count; i += 2 * LANES) {
-        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
-        NAME(words_of_line)(from + 2 * i, 2, to + i);
+        __builtin_prefetch(from + 2 * i + PREFETCH_INT8_BYTES, 0, 2);
+        NAME(int8_line_to_bf16)(from + 2 * i, 2, to + i);
     }
 }
 #endif
 
 /* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. Bytes further on are
  * fetched one line after the other: many at once would be waited for. */
-static void NAME(words_of_bytes)(const int8_t *from, long count, int pairs, uint32_t *to)
+static void NAME(int8_to_words)(const int8_t *from, long count, int pairs, uint32_t *to)
 {
     long i = 0;
     if (!pairs) {
         for (; i < count - 63; i += 64) {
-            __builtin_prefetch(from + i + BYTES_AHEAD, 0, 2);
+            __builtin_prefetch(from + i + PREFETCH_INT8_BYTES, 0, 2);
             for (int byte = 0; byte < 64; byte++)
-                to[i + byte] = NAME(float_word)((float)from[i + byte]);
+                to[i + byte] = NAME(float_bits)((float)from[i + byte]);
         }
         for (; i < count; i++)
-            to[i] = NAME(float_word)((float)from[i]);
+            to[i] = NAME(float_bits)((float)from[i]);
         return;
     }
-#if HAS_DOT
+#if HAS_BF16_DOT
     if (__builtin_cpu_supports("avx512vbmi")) {
         i = count / (2 * LANES) * (2 * LANES);
-        NAME(words_of_lines)(from, i, to);
+        NAME(int8_lines_to_bf16)(from, i, to);
     }
 #endif
     for (; i < count; i += LANES) {
-        __builtin_prefetch(from + 2 * i + BYTES_AHEAD, 0, 2);
-#if HAS_DOT
+        __builtin_prefetch(from + 2 * i + PREFETCH_INT8_BYTES, 0, 2);
+#if HAS_BF16_DOT
         __m256i bytes = _mm256_loadu_si256((const __m256i *)(from + 2 * i));
         __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
         __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
         _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 #else
         for (long lane = i; lane < i + LANES; lane++)
-            to[lane] = NAME(float_word)((float)from[2 * lane]) >> 16 |
-                       (NAME(float_word)((float)from[2 * lane + 1]) & 0xFFFF0000u);
+            to[lane] = NAME(float_bits)((float)from[2 * lane]) >> 16 |
+                       (NAME(float_bits)((float)from[2 * lane + 1]) & 0xFFFF0000u);
 #endif
     }
 }
 
-/* A panel of bytes for rows [start, end), of which the product has sums, or at most BYTE_TILES tiles. */
-static void NAME(byte_panel)(const struct linear *linear, const struct product *product, long start, long end,
+/* A panel of bytes for rows [start, end), of which the product has sums, or at most MC_INT8_TILES tiles. */
+static void NAME(int8_panel)(const struct linear *linear, const struct product *product, long start, long end,
                              long panel)
 {
     int pairs = linear->type == BFLOAT16;
-    long each = pairs ? 2 : 1, steps = product->in / each, stride = product->in_row / each, column = panel * PANEL;
-    long words_wide = linear->columns - column < PANEL ? linear->columns - column : PANEL;
+    long each = pairs ? 2 : 1, steps = product->in / each, stride = product->in_row / each, column = panel * NR;
+    long words_wide = linear->columns - column < NR ? linear->columns - column : NR;
     const int8_t *weight = (const int8_t *)linear->packed + column * linear->in + words_wide * product->first;
     const uint32_t *from = product->from;
-    float local[BYTE_TILES * TILE_ROWS * PANEL], *sums = local;
-    long sums_row = PANEL;
+    float local[MC_INT8_TILES * MR * NR], *sums = local;
+    long sums_row = NR;
     if (product->sums) {
         sums_row = product->sums_row;
         sums = product->sums + start * sums_row + column - product->sums_first;
     }
-    uint32_t some[BYTE_STEPS * PANEL];
-    long part = end - start > 3 * TILE_ROWS ? BYTE_STEPS : SOME_STEPS; /* many rows have many sums to come back to */
+    uint32_t some[KC_INT8_STEPS * NR];
+    long part = end - start > 3 * MR ? KC_INT8_STEPS : KC_STEPS; /* many rows have many sums to come back to */
     for (long done = 0; done < steps; done += part) {
         long now = steps - done < part ? steps - done : part;
         const int8_t *here = weight + words_wide * done * each;
         int add = done || product->first;
-        NAME(words_of_bytes)(here, words_wide * now, pairs, some);
-        for (long row = start; row < end; row += TILE_ROWS)
-            NAME(tile_of_words)(end - row < TILE_ROWS ? (int)(end - row) : TILE_ROWS, (int)(words_wide / LANES), pairs,
-                                from + row * stride + done, stride, some, now, sums + (row - start) * sums_row,
-                                sums_row, add ? NAME(all) : NULL, NULL, 0);
+        NAME(int8_to_words)(here, words_wide * now, pairs, some);
+        for (long row = start; row < end; row += MR)
+            NAME(gemm_tile)(end - row < MR ? (int)(end - row) : MR, (int)(words_wide / LANES), pairs,
+                            from + row * stride + done, stride, some, now, sums + (row - start) * sums_row,
+                            sums_row, add ? NAME(keep_all) : NULL, NULL, 0);
     }
-    if (NAME(is_last)(linear, product))
-        NAME(finish_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums,
-                          sums_row);
+    if (NAME(is_last_kc)(linear, product))
+        NAME(epilogue_tile)(linear, product, start, (int)(end - start), column, (int)(words_wide / LANES), sums,
+                            sums_row);
 }
 
-static void NAME(byte_panels)(const struct linear *linear, const struct product *product, long first, long last)
+static void NAME(int8_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    const long run = product->sums ? product->rows : BYTE_TILES * TILE_ROWS;
+    const long run = product->sums ? product->rows : MC_INT8_TILES * MR;
     for (long start = 0; start < product->rows; start += run)
         for (long panel = first; panel < last; panel++)
-            NAME(byte_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
+            NAME(int8_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
 
 /* Columns of panels [first, last) for all rows, which stay in second-level cache beside a panel; those with few tiles
@@ -408,50 +413,51 @@ static void NAME(byte_panels)(const struct linear *linear, const struct product 
  * nearer. */
 static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
-    enum words_as as = words_of(linear->type, linear->halves);
+    enum word_format as = words_of(linear->type, linear->halves);
     long each = as == PAIRS ? 2 : 1, steps = product->in / each, stride = product->in_row / each;
     long word = as == HALVES ? 2 : 4; /* bytes that become one */
-    long padded = linear->columns, tiles = (product->rows + TILE_ROWS - 1) / TILE_ROWS;
-    long ahead = tiles <= FEW_TILES ? SOME_STEPS : linear->in / each, some = tiles > 1 && ahead < steps ? ahead : steps;
-    int ahead_lines = as == HALVES || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : TILE_VECTORS;
+    long padded = linear->columns, tiles = (product->rows + MR - 1) / MR;
+    long ahead = tiles <= KC_LOOP_TILES ? KC_STEPS : linear->in / each,
+        some = tiles > 1 && ahead < steps ? ahead : steps;
+    int ahead_lines = as == HALVES || tiles > 3 ? 1 : tiles == 1 ? 4 : 2, most = as == HALVES ? 1 : NR_VECTORS;
     int lines = as == FLOATS ? 0 : ahead_lines;
-    float sums[FEW_TILES][TILE_ROWS * PANEL];
-    long sums_row = product->sums ? product->sums_row : PANEL;
+    float sums[KC_LOOP_TILES][MR * NR];
+    long sums_row = product->sums ? product->sums_row : NR;
     for (long panel = first; panel < last; panel++) {
-        long column = panel * PANEL;
-        int width = (int)((padded - column < PANEL ? padded - column : PANEL) / LANES);
+        long column = panel * NR;
+        int width = (int)((padded - column < NR ? padded - column : NR) / LANES);
         const char *weight = (const char *)linear->packed;
         weight += (column * (linear->in / each) + width * LANES * (product->first / each)) * word;
         int halved = linear->activation ? 2 : 1, columns = width * LANES / halved;
         long out = column / halved;
-#if HAS_DOT
+#if HAS_BF16_DOT
         int plain = as == PAIRS && !linear->bias && width % 2 == 0 && out + columns <= linear->out &&
                     !(product->add && linear->activation);
 #endif
         for (long done = 0; done < steps; done += some) {
             long now = steps - done < some ? steps - done : some, tile = 0;
-            int finished = done + now == steps && NAME(is_last)(linear, product);
-            for (long row = 0; row < product->rows; row += TILE_ROWS, tile++) {
-                int rows = product->rows - row < TILE_ROWS ? (int)(product->rows - row) : TILE_ROWS;
-                float *own = sums[tiles <= FEW_TILES ? tile : 0];
+            int finished = done + now == steps && NAME(is_last_kc)(linear, product);
+            for (long row = 0; row < product->rows; row += MR, tile++) {
+                int rows = product->rows - row < MR ? (int)(product->rows - row) : MR;
+                float *own = sums[tiles <= KC_LOOP_TILES ? tile : 0];
                 if (product->sums)
                     own = product->sums + row * sums_row + column - product->sums_first;
                 const char *here = weight + done * width * LANES * word;
                 const char *next = here + ahead * width * LANES * word + tile * now * ahead_lines * 64;
                 if (finished)
-                    NAME(fetch_tile)(linear, product, row, rows, out, columns);
-                NAME(tile_of_words)(rows, width, as, (const uint32_t *)product->from + row * stride + done, stride,
-                                    here, now, own, sums_row, done || product->first ? NAME(all) : NULL, next,
-                                    tile * ahead_lines < most ? lines : 0);
+                    NAME(prefetch_c)(linear, product, row, rows, out, columns);
+                NAME(gemm_tile)(rows, width, as, (const uint32_t *)product->from + row * stride + done, stride,
+                                here, now, own, sums_row, done || product->first ? NAME(keep_all) : NULL, next,
+                                tile * ahead_lines < most ? lines : 0);
                 if (!finished)
                     continue;
-#if HAS_DOT
+#if HAS_BF16_DOT
                 if (plain) {
-                    NAME(finish_plain)(linear, product, row, rows, out, width, own, sums_row);
+                    NAME(epilogue_plain)(linear, product, row, rows, out, width, own, sums_row);
                     continue;
                 }
 #endif
-                NAME(finish_tile)(linear, product, row, rows, column, width, own, sums_row);
+                NAME(epilogue_tile)(linear, product, row, rows, column, width, own, sums_row);
             }
         }
     }
@@ -460,7 +466,7 @@ static void NAME(word_panels)(const struct linear *linear, const struct product 
 static void NAME(linear_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     if (linear->scale)
-        NAME(byte_panels)(linear, product, first, last);
+        NAME(int8_panels)(linear, product, first, last);
     else
         NAME(word_panels)(linear, product, first, last);
 }
@@ -484,7 +490,7 @@ INLINE void NAME(norm_row)(const struct norm *norm, const void *from, long at, v
     }
     for (; i < dim; i++)
         rest += NAME(load)(from, at + i, type) * NAME(load)(from, at + i, type);
-    float sum = NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest;
+    float sum = NAME(reduce_add)((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest;
     float scale = 1 / sqrtf(sum / (float)dim + norm->epsilon);
     for (i = 0; i + LANES <= dim; i += LANES) {
         floats x = NAME(load_floats)(from, at + i, type) * scale;
@@ -550,18 +556,19 @@ static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, c
 
 /* Index of the largest of ``columns`` numbers from ``at`` on, the first among equals; -1 if one is not a number or the
  * largest is infinite. Two passes: several vectors at a time can be compared when nobody asks which one it was. */
-INLINE int64_t NAME(peak_row)(const void *from, long at, long columns, enum type type)
+INLINE int64_t NAME(argmax_row)(const void *from, long at, long columns, enum type type)
 {
-    floats best[4] = {NAME(splat)(-INFINITY), NAME(splat)(-INFINITY), NAME(splat)(-INFINITY), NAME(splat)(-INFINITY)};
+    floats best[4] = {NAME(broadcast)(-INFINITY), NAME(broadcast)(-INFINITY), NAME(broadcast)(-INFINITY),
+        NAME(broadcast)(-INFINITY)};
     ints odd[4] = {};
     long i = 0;
     for (; i + 4 * LANES <= columns; i += 4 * LANES)
         UNROLL for (int v = 0; v < 4; v++) {
             floats x = NAME(load_floats)(from, at + i + v * LANES, type);
             odd[v] |= x != x;
-            best[v] = NAME(larger)(x, best[v]);
+            best[v] = NAME(max)(x, best[v]);
         }
-    float top = NAME(largest)(NAME(larger)(NAME(larger)(best[0], best[1]), NAME(larger)(best[2], best[3])));
+    float top = NAME(reduce_max)(NAME(max)(NAME(max)(best[0], best[1]), NAME(max)(best[2], best[3])));
     ints strange = odd[0] | odd[1] | odd[2] | odd[3];
     for (; i < columns; i++) {
         float x = NAME(load)(from, at + i, type);
@@ -580,9 +587,9 @@ INLINE int64_t NAME(peak_row)(const void *from, long at, long columns, enum type
     return i;
 }
 
-static void NAME(peak_rows)(const void *from, long rows, long columns, int type, int64_t *peaks)
+static void NAME(argmax_rows)(const void *from, long rows, long columns, int type, int64_t *peaks)
 {
     for (long row = 0; row < rows; row++)
-        peaks[row] = type == FLOAT32 ? NAME(peak_row)(from, row * columns, columns, FLOAT32)
-                                     : NAME(peak_row)(from, row * columns, columns, BFLOAT16);
+        peaks[row] = type == FLOAT32 ? NAME(argmax_row)(from, row * columns, columns, FLOAT32)
+                                     : NAME(argmax_row)(from, row * columns, columns, BFLOAT16);
 }

@@ -31,9 +31,9 @@
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
 /* float32; two bfloat16; float32 that lie in memory as one bfloat16; an int8 for each element */
-enum words_as { FLOATS, PAIRS, HALVES, BYTES };
+enum word_format { FLOATS, PAIRS, HALVES, BYTES };
 
-static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
+static enum word_format words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
 /* -- attention: what Python gives ---------------------------------------------------------------------------------- */
 
@@ -41,11 +41,11 @@ static enum words_as words_of(int type, int halves) { return type == BFLOAT16 ? 
 #define SPAN 128     /* positions that many rows meet in tile registers at a time, whole tiles */
 #define SPAN_ROWS 32 /* of these rows, how many at a time */
 #define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
-#define MAX_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
-#define FEW_ROWS 4   /* query rows times heads of a group for which keys and values are not packed */
+#define MIN_TASK_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
+#define MAX_UNPACKED_ROWS 4 /* query rows times heads of a group for which keys and values are not packed */
 #define PAGE 4096    /* bytes of memory that are found at once */
 #define LOG2_E 1.44269504f
-#define PART 512     /* least positions of a part when the positions of a sequence are split over threads */
+#define MIN_PART_TOKENS 512 /* least positions of a part when the positions of a sequence are split over threads */
 
 struct layer {
     const char *keys, *values; /* of block 0, [block_size, kv_heads, dim]; the next block is block_bytes further */
@@ -100,21 +100,21 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
 
 /* -- layers: what Python gives ------------------------------------------------------------------------------------- */
 
-#define SOME_STEPS 64         /* of a panel that stay in first-level cache while they meet all rows of a run, and that
+#define KC_STEPS 64           /* of a panel that stay in first-level cache while they meet all rows of a run, and that
                                  are summed from zero */
-#define BYTE_STEPS 384        /* the same in second-level cache, of a panel of bytes, for many rows */
-#define BYTES_AHEAD (16 << 10) /* from bytes that become words to those that are fetched */
-#define BYTE_TILES 32         /* tiles of rows in a run against a panel of bytes */
-#define RUN_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
-#define AMX_RUN_BYTES (1280 << 10) /* the same in tile registers, at most */
+#define KC_INT8_STEPS 384     /* the same in second-level cache, of a panel of bytes, for many rows */
+#define PREFETCH_INT8_BYTES (16 << 10) /* from bytes that become words to those that are fetched */
+#define MC_INT8_TILES 32      /* tiles of rows in a run against a panel of bytes */
+#define A_BLOCK_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
+#define AMX_A_BLOCK_BYTES (1280 << 10) /* the same in tile registers, at most */
 
-#define LEAST_RUN 96          /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
-#define LEAST_AMX_RUN 192     /* the same where there are tiles, which are done with a weight sooner than memory is */
-#define MOST_RUN 384          /* then: more rows would have shorter chunks, and more sums to come back to */
-#define MOST_CHUNK 2048       /* elements, where a panel is met again: it stays in a cache beside the next one */
-#define CHUNK 128             /* elements of which a chunk is a multiple: whole tiles, and SOME_STEPS pairs, so that
+#define MIN_MC 96             /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
+#define AMX_MIN_MC 192        /* the same where there are tiles, which are done with a weight sooner than memory is */
+#define MAX_MC 384            /* then: more rows would have shorter chunks, and more sums to come back to */
+#define MAX_KC 2048           /* elements, where a panel is met again: it stays in a cache beside the next one */
+#define KC_MULTIPLE 128       /* elements of which a chunk is a multiple: whole tiles, and KC_STEPS pairs, so that
                                  sums come in one order */
-#define SUMS_BYTES (2 << 20)  /* of what chunks come to, for a thread */
+#define PARTIAL_C_BYTES (2 << 20) /* of what chunks come to, for a thread */
 #define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
 
 enum activation { NONE, SILU, GELU_TANH };
@@ -196,33 +196,33 @@ struct pass { /* the rows of one step on their way through the decoder */
 
 struct variant {
     const char *name;
-    int lanes, panel, rows;
-    int block, few; /* rows that meet a panel at a time, and up to which they meet it once, or in first-level cache */
+    int lanes, nr, task_rows;
+    int mr, one_pass_rows; /* rows that meet a panel at a time, and up to which they meet it once, or in first-level cache */
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
-    void (*pack_weight)(const void *, long, long, enum words_as, void *);
-    void (*pack_bytes)(const int8_t *, long, long, int, int8_t *);
+    void (*pack_b)(const void *, long, long, enum word_format, void *);
+    void (*pack_b_int8)(const int8_t *, long, long, int, int8_t *);
     void (*linear_panels)(const struct linear *, const struct product *, long, long);
     void (*norm_rows)(const struct norm *, const void *, void *, long, int);
     uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
-    void (*peak_rows)(const void *, long, long, int, int64_t *);
+    void (*argmax_rows)(const void *, long, long, int, int64_t *);
     void (*split_row)(const float *, long, uint16_t *); /* NULL where there are no tiles to multiply float32 */
 };
 
-#define VARIANT(text, block, few, split)                                                                               \
-    {text, LANES, PANEL, ROWS_AT_ONCE, block, few, NAME(attend_rows), NAME(write_rows), NAME(pack_weight),             \
-     NAME(pack_bytes), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(peak_rows),     \
+#define VARIANT(text, mr, one_pass_rows, split)                                                                        \
+    {text, LANES, NR, TASK_ROWS, mr, one_pass_rows, NAME(attend_rows), NAME(write_rows), NAME(pack_b),                 \
+     NAME(pack_b_int8), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(argmax_rows),  \
      split}
 
-#define FEW_TILES 3   /* tiles of a run that meet some steps of a panel before they meet the next ones */
-#define AHEAD_IN_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
+#define KC_LOOP_TILES 3 /* tiles of a run that meet some steps of a panel before they meet the next ones */
+#define PREFETCH_TO_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
                          first so little is under way at a time that it is half as fast as what it reads in a row */
 #ifdef X86
 #define LANES 16
-#define TILE_VECTORS 4
-#define TILE_ROWS 6
-#define HAS_DOT 1
+#define NR_VECTORS 4
+#define MR 6
+#define HAS_BF16_DOT 1
 #ifdef AMX
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c,prfchw")
@@ -238,9 +238,9 @@ struct variant {
 
 #ifdef FAKE_TILES /* the other variants are tested as they are installed: without them this is compiled much sooner */
 #undef LANES
-#undef TILE_VECTORS
-#undef TILE_ROWS
-#undef HAS_DOT
+#undef NR_VECTORS
+#undef MR
+#undef HAS_BF16_DOT
 #else
 #define HAS_AMX 0
 #pragma GCC push_options
@@ -250,30 +250,30 @@ struct variant {
 #include "variant.h"
 #undef NAME
 #undef VARIANT_NAME
-#undef FEW_TILES
-#define FEW_TILES 2
-#undef AHEAD_IN_L2
-#define AHEAD_IN_L2 1
+#undef KC_LOOP_TILES
+#define KC_LOOP_TILES 2
+#undef PREFETCH_TO_L2
+#define PREFETCH_TO_L2 1
 #define NAME(x) x##_avx512_bf16_zen4
 #define VARIANT_NAME "avx512_bf16_zen4"
 #include "variant.h"
-#undef FEW_TILES
-#define FEW_TILES 3
-#undef AHEAD_IN_L2
-#define AHEAD_IN_L2 0
-#undef HAS_DOT
+#undef KC_LOOP_TILES
+#define KC_LOOP_TILES 3
+#undef PREFETCH_TO_L2
+#define PREFETCH_TO_L2 0
+#undef HAS_BF16_DOT
 #undef NAME
 #undef VARIANT_NAME
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-#define HAS_DOT 0
+#define HAS_BF16_DOT 0
 #define NAME(x) x##_avx512
 #define VARIANT_NAME "avx512"
 #include "variant.h"
 #undef LANES
-#undef TILE_VECTORS
+#undef NR_VECTORS
 #undef NAME
 #undef VARIANT_NAME
 #pragma GCC pop_options
@@ -281,14 +281,14 @@ struct variant {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define LANES 8
-#define TILE_VECTORS 2
+#define NR_VECTORS 2
 #define NAME(x) x##_avx2
 #define VARIANT_NAME "avx2"
 #include "variant.h"
 #undef LANES
-#undef TILE_VECTORS
-#undef TILE_ROWS
-#undef HAS_DOT
+#undef NR_VECTORS
+#undef MR
+#undef HAS_BF16_DOT
 #undef NAME
 #undef VARIANT_NAME
 #pragma GCC pop_options
@@ -298,9 +298,9 @@ struct variant {
 #undef HAS_AMX
 #define HAS_AMX 0
 #define LANES 4
-#define TILE_VECTORS 2
-#define TILE_ROWS 4
-#define HAS_DOT 0
+#define NR_VECTORS 2
+#define MR 4
+#define HAS_BF16_DOT 0
 #define NAME(x) x##_portable
 #define VARIANT_NAME "portable"
 #include "variant.h"
@@ -318,7 +318,7 @@ static const struct variant *active = &variant_portable;
 
 #ifdef AMX
 /* Whether there are tile registers, and the kernel lets this process use them: it has to be asked. */
-static int tiles_are_ours(void)
+static int request_amx(void)
 {
 #ifdef FAKE_TILES
     return 1;
@@ -340,7 +340,7 @@ static int runs_here(const struct variant *variant)
     int dot = avx512 && __builtin_cpu_supports("avx512bf16");
 #ifdef AMX
     if (variant == &variant_amx_bf16)
-        return dot && __builtin_cpu_supports("avx512vbmi") && tiles_are_ours();
+        return dot && __builtin_cpu_supports("avx512vbmi") && request_amx();
 #endif
 #ifndef FAKE_TILES
     if (variant == &variant_avx512_bf16_zen4)
@@ -385,7 +385,7 @@ static __thread char *thread_memory;
 static __thread size_t thread_bytes;
 
 /* At least ``bytes`` bytes of this thread's own, kept for its next call; NULL if there are none. */
-static char *own_memory(size_t bytes)
+static char *thread_scratch(size_t bytes)
 {
     if (bytes > thread_bytes) {
         free(thread_memory);
@@ -401,29 +401,29 @@ static char *own_memory(size_t bytes)
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
 /* Parts of ``bytes`` of scratch, rounded up to cache lines; adds to ``at``. */
-static void *carve(char *memory, size_t *at, size_t bytes)
+static void *arena_alloc(char *memory, size_t *at, size_t bytes)
 {
     char *part = memory ? memory + *at : NULL;
     *at += ROUND_UP(bytes, 64);
     return part;
 }
 
-static size_t lay_out(const struct layer *layer, long rows, char *memory, struct scratch *s)
+static size_t layout_scratch(const struct layer *layer, long rows, char *memory, struct scratch *s)
 {
-    long padded = ROUND_UP(layer->v_dim, active->panel), tokens = ROUND_UP(TOKENS, active->panel);
+    long padded = ROUND_UP(layer->v_dim, active->nr), tokens = ROUND_UP(TOKENS, active->nr);
     long tile = ROUND_UP(rows, 16); /* few rows of all heads are one, and are transposed 16 at a time */
     size_t scores = tile * tokens * 4, span = 2 * SPAN_ROWS * SPAN * 4;
     size_t at = 0;
-    s->query = carve(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
-    s->keys = carve(memory, &at, SPAN * layer->k_dim * 4 + 4 * SPAN);
-    s->values = carve(memory, &at, SPAN * padded * 4);
-    s->scores = carve(memory, &at, scores > span ? scores : span);
-    s->weights = carve(memory, &at, 2 * scores > span ? 2 * scores : span);
-    s->shrink = carve(memory, &at, tile * 4);
-    s->out = carve(memory, &at, rows * padded * 4);
-    s->highest = carve(memory, &at, rows * 4);
-    s->sums = carve(memory, &at, rows * active->lanes * 4);
-    s->total = carve(memory, &at, rows * 4);
+    s->query = arena_alloc(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
+    s->keys = arena_alloc(memory, &at, SPAN * layer->k_dim * 4 + 4 * SPAN);
+    s->values = arena_alloc(memory, &at, SPAN * padded * 4);
+    s->scores = arena_alloc(memory, &at, scores > span ? scores : span);
+    s->weights = arena_alloc(memory, &at, 2 * scores > span ? 2 * scores : span);
+    s->shrink = arena_alloc(memory, &at, tile * 4);
+    s->out = arena_alloc(memory, &at, rows * padded * 4);
+    s->highest = arena_alloc(memory, &at, rows * 4);
+    s->sums = arena_alloc(memory, &at, rows * active->lanes * 4);
+    s->total = arena_alloc(memory, &at, rows * 4);
     return at;
 }
 
@@ -467,23 +467,23 @@ static int add_parts(struct tasks *tasks, struct task task, long parts)
 static int add_span(struct tasks *tasks, const struct layer *layer, const struct spans *spans, long i, int threads)
 {
     struct task task = {.table = spans->tables + spans->table_at[i]};
-    long at_once = active->rows;
-    while (at_once > MAX_ROWS && layer->kv_heads * (spans->length[i] * layer->group / at_once + 1) < 2 * threads)
+    long at_once = active->task_rows;
+    while (at_once > MIN_TASK_ROWS && layer->kv_heads * (spans->length[i] * layer->group / at_once + 1) < 2 * threads)
         at_once /= 2;
     long most = at_once / layer->group > 0 ? at_once / layer->group : 1;
-    int few = spans->length[i] * layer->group <= 16;
+    int all_heads = spans->length[i] * layer->group <= 16;
     for (long done = 0; done < spans->length[i]; done += most) {
         task.rows = spans->length[i] - done < most ? spans->length[i] - done : most;
         task.row = spans->row[i] + done;
         task.position = spans->start[i] + done;
         task.last = task.position + task.rows;
-        long seen = layer->window ? task.position - layer->window + 1 : 0;
-        task.first = seen > 0 ? seen / GROUP * GROUP : 0;
-        task.heads = few ? layer->kv_heads : 1;
+        long first_visible = layer->window ? task.position - layer->window + 1 : 0;
+        task.first = first_visible > 0 ? first_visible / GROUP * GROUP : 0;
+        task.heads = all_heads ? layer->kv_heads : 1;
         for (task.head = 0; task.head < layer->kv_heads; task.head += task.heads) {
-            int split = few && spans->count < 2 * threads && threads > 1;
+            int split = all_heads && spans->count < 2 * threads && threads > 1;
             long parts = split ? (2 * threads + spans->count - 1) / spans->count : 1;
-            long most_parts = (task.last - task.first) / PART;
+            long most_parts = (task.last - task.first) / MIN_PART_TOKENS;
             if (add_parts(tasks, task, parts < most_parts ? parts : most_parts))
                 return -1;
         }
@@ -504,7 +504,7 @@ static void merge_part(const struct scratch *s, const float *part, long rows, lo
     }
 }
 
-static void keep_part(const struct scratch *s, float *part, long rows, long padded)
+static void save_part(const struct scratch *s, float *part, long rows, long padded)
 {
     for (long i = 0; i < rows; i++, part += padded + 2) {
         memcpy(part, s->out + i * padded, padded * 4);
@@ -517,10 +517,10 @@ static int merge_parts(const struct layer *layer, const struct tasks *tasks, con
                        long rows)
 {
     struct scratch s;
-    char *memory = own_memory(bytes);
+    char *memory = thread_scratch(bytes);
     if (!memory)
         return -1;
-    lay_out(layer, rows, memory, &s);
+    layout_scratch(layer, rows, memory, &s);
     long padded = ROUND_UP(layer->v_dim, active->lanes);
     for (long i = 0; i < tasks->count;) {
         const struct task *task = tasks->list + i;
@@ -542,7 +542,7 @@ static int merge_parts(const struct layer *layer, const struct tasks *tasks, con
 }
 
 /* All tasks of a call. */
-struct attending {
+struct attend_job {
     const struct layer *layer;
     const struct tasks *tasks;
     float *parts;
@@ -553,22 +553,22 @@ struct attending {
 
 static void attend_part(void *of, long i)
 {
-    struct attending *work = of;
+    struct attend_job *work = of;
     const struct layer *layer = work->layer;
     const struct task *task = work->tasks->list + i;
     long padded = ROUND_UP(layer->v_dim, active->lanes);
     struct scratch s;
-    char *memory = own_memory(work->bytes);
+    char *memory = thread_scratch(work->bytes);
     if (!memory) {
         __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
         return;
     }
-    lay_out(layer, work->rows, memory, &s);
+    layout_scratch(layer, work->rows, memory, &s);
     active->attend_rows(layer, task, &s);
     if (task->part < 0)
         active->write_rows(layer, task, &s);
     else
-        keep_part(&s, work->parts + task->part * work->rows * (padded + 2), task->rows * layer->group * task->heads,
+        save_part(&s, work->parts + task->part * work->rows * (padded + 2), task->rows * layer->group * task->heads,
                   padded);
 }
 
@@ -579,7 +579,7 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
     struct call call = {query, out, query_row, query_head};
     struct tasks tasks = {0};
     struct scratch sizes;
-    struct attending work = {.layer = layer, .tasks = &tasks};
+    struct attend_job work = {.layer = layer, .tasks = &tasks};
     long rows = 0;
     for (long i = 0; i < spans->count && !work.failed; i++) {
         work.failed = add_span(&tasks, layer, spans, i, threads);
@@ -591,12 +591,12 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
         tasks.list[i].next = i + 1 < tasks.count ? tasks.list + i + 1 : NULL;
         work.rows = own > work.rows ? own : work.rows;
     }
-    work.bytes = lay_out(layer, work.rows, NULL, &sizes);
+    work.bytes = layout_scratch(layer, work.rows, NULL, &sizes);
     long padded = ROUND_UP(layer->v_dim, active->lanes);
     work.parts = tasks.parts ? malloc(tasks.parts * work.rows * (padded + 2) * sizeof *work.parts) : NULL;
     work.failed |= tasks.parts && !work.parts;
-    if (!work.failed && may_borrow(rows)) {
-        share_parts(attend_part, &work, tasks.count, threads);
+    if (!work.failed && acquire_helpers(rows)) {
+        run_shared(attend_part, &work, tasks.count, threads);
     } else if (!work.failed) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
         for (long i = 0; i < tasks.count; i++)
@@ -618,39 +618,39 @@ EXPORT int tandem_lanes(void) { return active->lanes; }
  * or as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
-    active->pack_weight(weight, columns, in, words_of(type, halves), to);
+    active->pack_b(weight, columns, in, words_of(type, halves), to);
 }
 
 /* The same of int8 [columns, in], for rows of ``type``. */
 EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
 {
-    active->pack_bytes(weight, columns, in, type == BFLOAT16 || active->split_row, to);
+    active->pack_b_int8(weight, columns, in, type == BFLOAT16 || active->split_row, to);
 }
 
 /* A product whose columns are worked on some panels at a time. */
-struct multiplying {
+struct gemm_job {
     const struct linear *linear;
     const struct product *product;
     long first, last, each; /* panels */
 };
 
-static void multiply_part(void *of, long i)
+static void gemm_part(void *of, long i)
 {
-    const struct multiplying *work = of;
+    const struct gemm_job *work = of;
     long first = work->first + i * work->each, last = first + work->each;
     active->linear_panels(work->linear, work->product, first, last < work->last ? last : work->last);
 }
 
 /* Columns of panels [first, last). */
-static void multiply(const struct linear *linear, const struct product *product, long first, long last, int threads)
+static void gemm_panels(const struct linear *linear, const struct product *product, long first, long last, int threads)
 {
     long panels = last - first;
-    if (may_borrow(product->rows)) {
-        long by_size = product->rows * product->in * panels * active->panel / PART_PRODUCTS;
-        long by_hands = PARTS_OF_EACH * hands(threads), most = by_size > by_hands ? by_size : by_hands;
-        long parts = most > LEAST_PARTS ? most : LEAST_PARTS, each = (panels + parts - 1) / parts;
-        struct multiplying work = {linear, product, first, last, each};
-        share_parts(multiply_part, &work, (panels + each - 1) / each, threads);
+    if (acquire_helpers(product->rows)) {
+        long by_size = product->rows * product->in * panels * active->nr / PART_MULTIPLICATIONS;
+        long by_hands = PARTS_PER_WORKER * max_workers(threads), most = by_size > by_hands ? by_size : by_hands;
+        long parts = most > MIN_PARTS ? most : MIN_PARTS, each = (panels + parts - 1) / parts;
+        struct gemm_job work = {linear, product, first, last, each};
+        run_shared(gemm_part, &work, (panels + each - 1) / each, threads);
         return;
     }
     if (threads > panels)
@@ -666,54 +666,54 @@ static void multiply(const struct linear *linear, const struct product *product,
 
 /* How the rows of a product are taken: ``run`` at a time, and ``chunk`` elements of each, so that they stay in
  * second-level cache while all columns of ``panels`` meet them. */
-struct taking {
-    long run, chunk, panels, packed_row, sums_row; /* the last two: bytes, and floats */
+struct blocking {
+    long mc, kc, nc_panels, packed_row, sums_row; /* the last two: bytes, and floats */
     int split, packed;
 };
 
-static struct taking take_rows(const struct linear *linear, long rows, long in_row, int threads)
+static struct blocking choose_blocking(const struct linear *linear, long rows, long in_row, int threads)
 {
-    struct taking taking = {.panels = (linear->columns + active->panel - 1) / active->panel};
-    long size = linear->type == BFLOAT16 ? 2 : 4, fits = RUN_BYTES;
-    taking.split = active->split_row && linear->type == FLOAT32;
+    struct blocking blocking = {.nc_panels = (linear->columns + active->nr - 1) / active->nr};
+    long size = linear->type == BFLOAT16 ? 2 : 4, fits = A_BLOCK_BYTES;
+    blocking.split = active->split_row && linear->type == FLOAT32;
     if (active->split_row)
-        fits = AMX_RUN_BYTES;
-    long bytes = taking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
-    int least = active->split_row ? LEAST_AMX_RUN : LEAST_RUN;
-    int few = most < rows && most < least; /* weights would be read from memory for a few rows at a time */
-    most = few ? MOST_RUN : most ? most : 1;
+        fits = AMX_A_BLOCK_BYTES;
+    long bytes = blocking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
+    int least = active->split_row ? AMX_MIN_MC : MIN_MC;
+    int below_least = most < rows && most < least; /* weights would be read from memory for a few rows at a time */
+    most = below_least ? MAX_MC : most ? most : 1;
     long runs = (rows + most - 1) / most;
-    taking.run = ROUND_UP((rows + runs - 1) / runs, active->block);
-    if (few)
-        chunks = (taking.run * linear->in * bytes + fits - 1) / fits;
-    if (rows > active->few && linear->in > MOST_CHUNK * chunks)
-        chunks = (linear->in + MOST_CHUNK - 1) / MOST_CHUNK;
-    taking.chunk = ROUND_UP((linear->in + chunks - 1) / chunks, CHUNK);
-    if (taking.chunk < linear->in) {
-        long fit = SUMS_BYTES * threads / (taking.run * active->panel * (long)sizeof(float));
-        long groups = fit ? (taking.panels + fit - 1) / fit : taking.panels;
-        taking.panels = (taking.panels + groups - 1) / groups;
-        taking.sums_row = taking.panels * active->panel;
-        taking.sums_row += taking.sums_row * (long)sizeof(float) % PAGE ? 0 : 16;
+    blocking.mc = ROUND_UP((rows + runs - 1) / runs, active->mr);
+    if (below_least)
+        chunks = (blocking.mc * linear->in * bytes + fits - 1) / fits;
+    if (rows > active->one_pass_rows && linear->in > MAX_KC * chunks)
+        chunks = (linear->in + MAX_KC - 1) / MAX_KC;
+    blocking.kc = ROUND_UP((linear->in + chunks - 1) / chunks, KC_MULTIPLE);
+    if (blocking.kc < linear->in) {
+        long fit = PARTIAL_C_BYTES * threads / (blocking.mc * active->nr * (long)sizeof(float));
+        long groups = fit ? (blocking.nc_panels + fit - 1) / fit : blocking.nc_panels;
+        blocking.nc_panels = (blocking.nc_panels + groups - 1) / groups;
+        blocking.sums_row = blocking.nc_panels * active->nr;
+        blocking.sums_row += blocking.sums_row * (long)sizeof(float) % PAGE ? 0 : 16;
     }
     /* Of rows that are whole pages apart a cache keeps few. */
-    taking.packed = taking.split || taking.sums_row || (rows >= active->block && in_row * size % PAGE == 0);
-    taking.packed_row = taking.chunk * bytes;
-    taking.packed_row += taking.packed_row % PAGE ? 0 : 64;
-    return taking;
+    blocking.packed = blocking.split || blocking.sums_row || (rows >= active->mr && in_row * size % PAGE == 0);
+    blocking.packed_row = blocking.kc * bytes;
+    blocking.packed_row += blocking.packed_row % PAGE ? 0 : 64;
+    return blocking;
 }
 
 /* The product's rows, as many elements of each as it has, behind one another to ``packed``. */
-static void pack_rows(const struct taking *taking, const struct product *product, long size, char *packed, int threads)
+static void pack_a(const struct blocking *blocking, const struct product *product, long size, char *packed, int threads)
 {
     const char *from = product->from;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && product->rows >= threads)
     for (long r = 0; r < product->rows; r++) {
         const char *row = from + r * product->in_row * size;
-        if (taking->split)
-            active->split_row((const float *)row, product->in, (uint16_t *)(packed + r * taking->packed_row));
+        if (blocking->split)
+            active->split_row((const float *)row, product->in, (uint16_t *)(packed + r * blocking->packed_row));
         else
-            memcpy(packed + r * taking->packed_row, row, product->in * size);
+            memcpy(packed + r * blocking->packed_row, row, product->in * size);
     }
 }
 
@@ -723,34 +723,34 @@ EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to
 {
     if (!rows)
         return 0;
-    struct taking taking = take_rows(linear, rows, in_row, threads);
-    long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->panel - 1) / active->panel;
-    long most = rows < taking.run ? rows : taking.run;
-    size_t packed_bytes = taking.packed ? ROUND_UP(most * taking.packed_row, 64) : 0;
-    size_t bytes = packed_bytes + most * taking.sums_row * sizeof(float);
-    char *memory = bytes ? own_memory(bytes) : NULL;
+    struct blocking blocking = choose_blocking(linear, rows, in_row, threads);
+    long size = linear->type == BFLOAT16 ? 2 : 4, panels = (linear->columns + active->nr - 1) / active->nr;
+    long most = rows < blocking.mc ? rows : blocking.mc;
+    size_t packed_bytes = blocking.packed ? ROUND_UP(most * blocking.packed_row, 64) : 0;
+    size_t bytes = packed_bytes + most * blocking.sums_row * sizeof(float);
+    char *memory = bytes ? thread_scratch(bytes) : NULL;
     if (bytes && !memory)
         return -1;
-    for (long start = 0; start < rows; start += taking.run) {
-        long count = rows - start < taking.run ? rows - start : taking.run;
+    for (long start = 0; start < rows; start += blocking.mc) {
+        long count = rows - start < blocking.mc ? rows - start : blocking.mc;
         struct product some = {.to = (char *)to + start * out_row * size, .rows = count, .out_row = out_row};
         some.add = add ? (const char *)add + start * out_row * size : NULL;
-        some.sums = taking.sums_row ? (float *)(memory + packed_bytes) : NULL;
-        some.sums_row = taking.sums_row;
-        for (long panel = 0; panel < panels; panel += taking.panels)
-            for (long first = 0; first < linear->in; first += taking.chunk) {
+        some.sums = blocking.sums_row ? (float *)(memory + packed_bytes) : NULL;
+        some.sums_row = blocking.sums_row;
+        for (long panel = 0; panel < panels; panel += blocking.nc_panels)
+            for (long first = 0; first < linear->in; first += blocking.kc) {
                 some.first = first;
-                some.in = linear->in - first < taking.chunk ? linear->in - first : taking.chunk;
-                some.sums_first = panel * active->panel;
+                some.in = linear->in - first < blocking.kc ? linear->in - first : blocking.kc;
+                some.sums_first = panel * active->nr;
                 some.from = (const char *)from + (start * in_row + first) * size;
                 some.in_row = in_row;
-                if (taking.packed) {
-                    pack_rows(&taking, &some, size, memory, threads);
+                if (blocking.packed) {
+                    pack_a(&blocking, &some, size, memory, threads);
                     some.from = memory;
-                    some.in_row = taking.packed_row / (taking.split ? 2 : size);
+                    some.in_row = blocking.packed_row / (blocking.split ? 2 : size);
                 }
-                long last = panel + taking.panels < panels ? panel + taking.panels : panels;
-                multiply(linear, &some, panel, last, threads);
+                long last = panel + blocking.nc_panels < panels ? panel + blocking.nc_panels : panels;
+                gemm_panels(linear, &some, panel, last, threads);
             }
     }
     return 0;
@@ -771,7 +771,7 @@ EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, co
  * finite. */
 EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int type, int64_t *peaks)
 {
-    active->peak_rows(from, rows, columns, type, peaks);
+    active->argmax_rows(from, rows, columns, type, peaks);
 }
 
 /* Rows of keys and values into their slots: row i to place ``offset[i]`` of block ``block[i]``. */
@@ -797,14 +797,14 @@ static void gather_rows(void *to, const void *from, const int64_t *index, int64_
 }
 
 /* Of ``rows`` of ``bytes`` each those of ``index``, which ascends, in front. */
-static void keep_rows(void *rows, const int64_t *index, int64_t count, size_t bytes)
+static void compact_rows(void *rows, const int64_t *index, int64_t count, size_t bytes)
 {
     for (long i = 0; i < count; i++)
         memmove((char *)rows + i * bytes, (const char *)rows + index[i] * bytes, bytes);
 }
 
 /* What stands before the layers: the rows of their tokens, and the angles of their positions; -1 if a token is none. */
-static int look_up(const struct decoder *decoder, const struct pass *pass)
+static int embed_rows(const struct decoder *decoder, const struct pass *pass)
 {
     for (long i = 0; i < pass->rows; i++)
         if (pass->ids[i] < 0 || pass->ids[i] >= decoder->vocabulary)
@@ -818,7 +818,7 @@ static int look_up(const struct decoder *decoder, const struct pass *pass)
 }
 
 /* The first half of a layer: this step's keys and values into the pool; -1 when there is no memory for it. */
-static int store_keys(const struct decoder_layer *layer, const struct pass *pass)
+static int store_kv(const struct decoder_layer *layer, const struct pass *pass)
 {
     const struct rotary *rotary = layer->rotary;
     int type = layer->qkv->type;
@@ -853,8 +853,8 @@ static int attend_and_gate(const struct decoder_layer *layer, const struct pass 
     long rows = pass->rows;
     if (last && pass->kept < rows) {
         rows = pass->kept;
-        keep_rows(pass->attended, pass->keep, rows, out->in * layer->attention->element_bytes);
-        keep_rows(pass->hidden, pass->keep, rows, out->out * layer->attention->element_bytes);
+        compact_rows(pass->attended, pass->keep, rows, out->in * layer->attention->element_bytes);
+        compact_rows(pass->hidden, pass->keep, rows, out->out * layer->attention->element_bytes);
     }
     if (tandem_linear(out, pass->attended, pass->hidden, pass->hidden, rows, out->in, out->out, pass->threads))
         return -1;
@@ -882,11 +882,11 @@ static int make_logits(const struct decoder *decoder, const struct pass *pass)
  * when there is no memory, -2 for a token outside the vocabulary. */
 EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass, int64_t first, int64_t last)
 {
-    if (first == 0 && look_up(decoder, pass))
+    if (first == 0 && embed_rows(decoder, pass))
         return -2;
     for (long half = first; half < last; half++) {
         const struct decoder_layer *layer = decoder->layers + half / 2;
-        if (half % 2 ? attend_and_gate(layer, pass, half + 1 == 2 * decoder->count) : store_keys(layer, pass))
+        if (half % 2 ? attend_and_gate(layer, pass, half + 1 == 2 * decoder->count) : store_kv(layer, pass))
             return -1;
     }
     return last == 2 * decoder->count ? make_logits(decoder, pass) : 0;

@@ -1,9 +1,9 @@
 /* Everything that is compiled once per variant. */
-#include "words.h"
+#include "vectors.h"
 #if LANES == 16
 #include "shuffles.h"
 #endif
-#include "tiles.h"
+#include "micro_kernel.h"
 #if HAS_AMX
 #include "amx.h"
 #endif
@@ -12,25 +12,25 @@
 
 /* Tiles multiply so fast that packing keys and values has to be shared by more rows. */
 #if HAS_AMX
-#define ROWS_AT_ONCE (4 * MAX_ROWS)
-#define BLOCK BLOCK_ROWS
-#define FEW BLOCK_ROWS
-#define SPLIT NAME(split_row)
+#define TASK_ROWS (4 * MIN_TASK_ROWS)
+#define GEMM_MR AMX_MR
+#define ONE_PASS_ROWS AMX_MR
+#define SPLIT_ROW NAME(split_row)
 #else
-#define ROWS_AT_ONCE MAX_ROWS
-#define BLOCK TILE_ROWS
-#define FEW (FEW_TILES * TILE_ROWS)
-#define SPLIT NULL
+#define TASK_ROWS MIN_TASK_ROWS
+#define GEMM_MR MR
+#define ONE_PASS_ROWS (KC_LOOP_TILES * MR)
+#define SPLIT_ROW NULL
 #endif
 
-static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, BLOCK, FEW, SPLIT);
+static const struct variant NAME(variant) = VARIANT(VARIANT_NAME, GEMM_MR, ONE_PASS_ROWS, SPLIT_ROW);
 #undef floats
 #undef words
 #undef ints
-#undef PANEL
-#undef ROWS_AT_ONCE
-#undef BLOCK
-#undef FEW
-#undef SPLIT
-#undef TILE_CASE
-#undef TILE_WIDTHS
+#undef NR
+#undef TASK_ROWS
+#undef GEMM_MR
+#undef ONE_PASS_ROWS
+#undef SPLIT_ROW
+#undef MICRO_KERNEL_CASE
+#undef MICRO_KERNEL_WIDTHS

@@ -113,7 +113,7 @@ def test_whole_float32_weights_are_multiplied_as_exactly_as_by_torch(variant: st
     Rounding errors of a sum of n numbers of size s come to about sqrt(n) u s (Higham and Mary, "A new approach to
     probabilistic rounding error analysis", 2019), which the largest of some thousand such sums hardly exceeds; where b
     at a time are summed from zero and m such sums are then added up, to sqrt(b + m) u s. No other library's luck is the
-    measure: what torch calls depends on the machine. Vectors sum 64 products from zero (SOME_STEPS of native.c); tiles
+    measure: what torch calls depends on the machine. Vectors sum 64 products from zero (KC_STEPS of native.c); tiles
     16 even and 16 odd ones, of six pairs of parts each, and leave out what is below 2^-22 of a product."""
     if variant == "amx_bf16" and features > 768:
         pytest.skip("the smallest parts are lost alike in a large sum, not at random")

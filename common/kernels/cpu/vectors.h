@@ -1,14 +1,14 @@
 /* The vectors of one variant, and how numbers become the 32-bit words that tiles multiply.
  *
  * Included once per variant, between a target pragma and its end. A variant defines NAME(x)  the name of x in this
- * variant LANES    floats per vector, TILE_VECTORS vectors and TILE_ROWS rows per register tile HAS_DOT  1 where
+ * variant LANES    floats per vector, NR_VECTORS vectors and MR rows per register tile HAS_BF16_DOT  1 where
  * the processor multiplies pairs of bfloat16 (AVX512-BF16)
  *
  * A word is one float32, or two bfloat16 that follow one another in the summed dimension. Both are multiplied by
- * the same loop (tiles.h); only the product of two vectors of words differs. float16 becomes float32 words.
+ * the same loop (micro_kernel.h); only the product of two vectors of words differs. float16 becomes float32 words.
  */
 
-#define PANEL (LANES * TILE_VECTORS) /* columns of a packed panel */
+#define NR (LANES * NR_VECTORS) /* columns of a packed panel */
 
 typedef float NAME(floats) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t NAME(words) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -17,7 +17,7 @@ typedef int32_t NAME(ints) __attribute__((vector_size(LANES * 4), aligned(4), ma
 #define words NAME(words)
 #define ints NAME(ints)
 
-INLINE floats NAME(splat)(float x) { return (floats){} + x; }
+INLINE floats NAME(broadcast)(float x) { return (floats){} + x; }
 
 INLINE floats NAME(select)(ints where, floats yes, floats no)
 {
@@ -25,7 +25,7 @@ INLINE floats NAME(select)(ints where, floats yes, floats no)
 }
 
 /* The larger of each two; of ``a`` that is not a number ``b``. */
-INLINE floats NAME(larger)(floats a, floats b)
+INLINE floats NAME(max)(floats a, floats b)
 {
 #if LANES == 16
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -36,7 +36,7 @@ INLINE floats NAME(larger)(floats a, floats b)
 #endif
 }
 
-INLINE float NAME(sum)(floats x)
+INLINE float NAME(reduce_add)(floats x)
 {
 #if LANES == 16
     return _mm512_reduce_add_ps((__m512)x);
@@ -52,7 +52,7 @@ INLINE float NAME(sum)(floats x)
 #endif
 }
 
-INLINE float NAME(largest)(floats x)
+INLINE float NAME(reduce_max)(floats x)
 {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)x);
@@ -69,7 +69,7 @@ INLINE int NAME(any_above)(floats x, float limit)
 #if LANES == 16
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
 #else
-    return NAME(largest)(x) > limit;
+    return NAME(reduce_max)(x) > limit;
 #endif
 }
 
@@ -91,11 +91,11 @@ INLINE int NAME(any_equal)(floats x, float to)
 INLINE floats NAME(exp)(floats x)
 {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
-    x = NAME(select)(x < -87.0f, NAME(splat)(-87.0f), x);
+    x = NAME(select)(x < -87.0f, NAME(broadcast)(-87.0f), x);
     floats shifted = x * 1.44269504f + round;
     floats whole = shifted - round;
     floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f; /* ln 2 in two parts */
-    floats p = NAME(splat)(1.0f / 5040);
+    floats p = NAME(broadcast)(1.0f / 5040);
     p = p * rest + 1.0f / 720;
     p = p * rest + 1.0f / 120;
     p = p * rest + 1.0f / 24;
@@ -108,18 +108,18 @@ INLINE floats NAME(exp)(floats x)
 }
 
 /* 2^x for x <= 127, with a relative error below 3e-7; 0 for what is too small. What is not a number stays so. */
-INLINE floats NAME(power)(floats x)
+INLINE floats NAME(exp2)(floats x)
 {
 #if LANES == 16
-    x = NAME(larger)(NAME(splat)(-200.0f), x); /* the rest of an infinite number would be none */
+    x = NAME(max)(NAME(broadcast)(-200.0f), x); /* the rest of an infinite number would be none */
     floats whole = (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     const float round = 12582912.0f; /* as in exp */
-    x = NAME(larger)(NAME(splat)(-127.0f), x); /* whose power has no bits left */
+    x = NAME(max)(NAME(broadcast)(-127.0f), x); /* whose power has no bits left */
     floats shifted = x + round, whole = shifted - round;
 #endif
     floats rest = x - whole;
-    floats p = NAME(splat)(0.00132764720f); /* fitted to the relative error on [-0.5, 0.5] */
+    floats p = NAME(broadcast)(0.00132764720f); /* fitted to the relative error on [-0.5, 0.5] */
     p = p * rest + 0.00967554148f;
     p = p * rest + 0.0555071327f;
     p = p * rest + 0.240221197f;
@@ -134,7 +134,7 @@ INLINE floats NAME(power)(floats x)
 
 INLINE floats NAME(tanh)(floats x)
 {
-    floats wide = NAME(select)(x > 20.0f, NAME(splat)(20.0f), NAME(select)(x < -20.0f, NAME(splat)(-20.0f), x));
+    floats wide = NAME(select)(x > 20.0f, NAME(broadcast)(20.0f), NAME(select)(x < -20.0f, NAME(broadcast)(-20.0f), x));
     floats e = NAME(exp)(wide * 2.0f);
     floats large = (e - 1.0f) / (e + 1.0f);
     floats small = x - x * x * x * (1.0f / 3); /* the difference above loses digits near zero */
@@ -144,7 +144,7 @@ INLINE floats NAME(tanh)(floats x)
 
 /* -- bfloat16 ------------------------------------------------------------------------------------------------------ */
 
-INLINE uint16_t NAME(narrow_one)(float x)
+INLINE uint16_t NAME(float_to_bf16)(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -155,18 +155,18 @@ INLINE uint16_t NAME(narrow_one)(float x)
 
 INLINE void NAME(store_bf16)(uint16_t *to, floats x)
 {
-#if HAS_DOT
+#if HAS_BF16_DOT
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
     for (int i = 0; i < LANES; i++)
-        to[i] = NAME(narrow_one)(x[i]);
+        to[i] = NAME(float_to_bf16)(x[i]);
 #endif
 }
 
-#if HAS_DOT
+#if HAS_BF16_DOT
 /* ``width`` vectors of words, one or two, from the bytes of an int8 for each element; every int8 is a bfloat16 without
  * rounding. A table gives the bfloat16 of what each is without its sign. */
-INLINE __attribute__((target("avx512vbmi"))) void NAME(words_of_line)(const void *from, int width, uint32_t *to)
+INLINE __attribute__((target("avx512vbmi"))) void NAME(int8_line_to_bf16)(const void *from, int width, uint32_t *to)
 {
     const __m512i *tables = (const __m512i *)bf16_of_byte;
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8((char)0x80);
@@ -203,7 +203,7 @@ INLINE void NAME(store)(void *to, long at, enum type type, float x)
     else if (type == FLOAT16)
         ((_Float16 *)to)[at] = (_Float16)x;
     else
-        ((uint16_t *)to)[at] = NAME(narrow_one)(x);
+        ((uint16_t *)to)[at] = NAME(float_to_bf16)(x);
 }
 
 INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
@@ -224,7 +224,7 @@ INLINE floats NAME(load_floats)(const void *from, long at, enum type type)
 #endif
 }
 
-INLINE uint32_t NAME(float_word)(float x)
+INLINE uint32_t NAME(float_bits)(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, 4);
