@@ -1,1 +1,1 @@
-"""Compiled kernels. Each kind has a package of its own; they know arrays, no models."""
+"""Compiled kernels, one package per kind of device. Must not know: models, requests, schedulers; only arrays."""

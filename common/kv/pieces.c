@@ -1,8 +1,9 @@
-/* XXH3-64 of bytes that lie in many places, and their copies to as many others, in one pass over them.
+/* XXH3-64 of bytes that lie in many places and, in the same pass, their copies to as many others.
  *
- * The hash is that of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, for more than 240 bytes, with its
- * own secret and no seed: what xxhash gives for the same bytes behind one another. What is hashed is what was loaded
- * once, and this is what is stored, so whoever changes a source meanwhile changes both or neither.
+ * The hash is specified at https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md: inputs of more than 240
+ * bytes, with the default secret and no seed. It equals what the xxhash package gives for the concatenated bytes. Every
+ * byte is loaded once, hashed and stored, so a writer that changes the source meanwhile changes both the hash and the
+ * copy, or neither.
  */
 #include <stdint.h>
 #include <string.h>
@@ -14,13 +15,18 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-#define STRIPE 64       /* bytes that are taken in at once, eight words */
-#define BLOCK_STRIPES 16 /* then the sums are stirred */
-#define PREFETCH_BYTES 1024      /* bytes from what is taken in to what is fetched */
-#define FAR_PIECES 2           /* pieces from the one that is taken in to one of which a few lines are fetched: where its pages */
-#define FAR_STEP 1024   /* are is known then, and the processor goes on with what it sees begun */
+#define STRIPE 64           /* bytes that are accumulated at once: eight 64-bit words */
+#define BLOCK_STRIPES 16    /* stripes after which the accumulators are scrambled */
+#define PREFETCH_BYTES 1024 /* prefetch distance */
+
+/* Of a piece this many ahead, one line in FAR_STEP bytes is prefetched, up to FAR_BYTES: its pages are in the TLB when
+ * its turn comes, and the processor's own prefetcher continues what it sees begun. */
+#define FAR_PIECES 2
+#define FAR_STEP 1024
 #define FAR_BYTES 16384
-#define LAST_STRIPE_KEY 121    /* where in the secret the key of the last stripe is, those of a stir and of the end */
+
+/* Offsets in the secret: the keys of the last stripe, of scrambling and of the final merge. */
+#define LAST_STRIPE_KEY 121
 #define SCRAMBLE_KEY 128
 #define MERGE_KEY 11
 
@@ -34,7 +40,7 @@
 #define PRIME64_5 0x27D4EB2F165667C5u
 #define PRIME_AVALANCHE 0x165667919E3779F9u
 
-/* What was loaded once is hashed and stored; a compiler might load it again, from where somebody may change it. */
+/* The bytes hashed must be the bytes stored: keeps the compiler from loading them again from memory that may change. */
 #define LOAD_ONCE(data) __asm__("" : "+m"(data))
 
 typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
@@ -55,12 +61,12 @@ static const uint8_t secret[192] = {
 };
 
 struct pieces {
-    const int64_t *from, *to, *bytes; /* [count] each: addresses, and lengths; ``to`` NULL: only hashed */
-    int64_t count, total;             /* total: of bytes, more than 240 */
+    const int64_t *from, *to, *bytes; /* [count] each: addresses, and lengths in bytes; ``to`` NULL: only hash */
+    int64_t count, total;             /* total: bytes of all pieces, more than 240 */
 };
 
-/* Stores a stripe at a place of some alignment, past the caches where that can be said: it is not needed soon, and what
- * was there before need not be read. */
+/* Stores a stripe at an address of some alignment, bypassing the caches where the processor can: the copy is not needed
+ * soon, and its cache lines need not be read first. */
 typedef void store(uint8_t *to, const stripe *data);
 
 INLINE void accumulate(stripe *acc, const stripe *data, const uint8_t *key)
@@ -79,7 +85,7 @@ INLINE void scramble(stripe *acc)
     *acc = (*acc ^ (*acc >> 47) ^ *(const stripe *)(secret + SCRAMBLE_KEY)) * PRIME32_1;
 }
 
-/* Takes the ``number``-th stripe in. */
+/* Accumulate stripe ``number`` of the input. */
 INLINE void accumulate_stripe(stripe *acc, const stripe *data, int64_t number)
 {
     int64_t in_block = number % BLOCK_STRIPES;
@@ -88,7 +94,7 @@ INLINE void accumulate_stripe(stripe *acc, const stripe *data, int64_t number)
         scramble(acc);
 }
 
-/* The last bytes of all, a stripe of them, from where they have been copied to. */
+/* The last STRIPE bytes of the input, read back from the copy if there is one. */
 INLINE stripe last_stripe(const struct pieces *pieces)
 {
     stripe last;
@@ -117,8 +123,8 @@ INLINE uint64_t merge_accumulators(const stripe *acc, uint64_t total)
 INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t alignment)
 {
     stripe acc = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-    int64_t accumulated = 0, stripes = (pieces->total - 1) / STRIPE, buffered = 0; /* but for the last one */
-    stripe buffer;                                                         /* of which ``held`` bytes are there */
+    int64_t accumulated = 0, stripes = (pieces->total - 1) / STRIPE, buffered = 0; /* stripes: all but the last */
+    stripe buffer;                                                         /* its first ``buffered`` bytes are filled */
     for (int64_t i = 0; i < pieces->count; i++) {
         const uint8_t *from = (const uint8_t *)pieces->from[i];
         uint8_t *to = pieces->to ? (uint8_t *)pieces->to[i] : NULL;
@@ -151,7 +157,7 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
         for (int64_t s = 0; s < whole_stripes; s++, from += STRIPE) {
             int64_t beyond = (s + 1) * STRIPE + PREFETCH_BYTES - left;
             __builtin_prefetch(beyond > 0 ? next + beyond - STRIPE : from + PREFETCH_BYTES, 0, 3);
-            stripe data = *(const volatile stripe *)from; /* once, as above */
+            stripe data = *(const volatile stripe *)from; /* one load, as LOAD_ONCE */
             accumulate_stripe(&acc, &data, accumulated++);
             if (streams)
                 stream(to + s * STRIPE, &data);
@@ -159,7 +165,7 @@ INLINE uint64_t digest(const struct pieces *pieces, store *stream, uintptr_t ali
                 *(stripe *)(to + s * STRIPE) = data;
         }
         left -= whole_stripes * STRIPE;
-        if (left) { /* less than a stripe, or the last one */
+        if (left) { /* less than a stripe, or part of the last */
             if (to)
                 to += whole_stripes * STRIPE;
             memcpy(&buffer, from, left);
@@ -195,11 +201,11 @@ INLINE void store_plain(uint8_t *to, const stripe *data) { *(stripe *)to = *data
 static uint64_t digest_any(const struct pieces *pieces) { return digest(pieces, store_plain, 1); }
 #endif
 
-/* Changes whenever what Python calls does: a library left over from older sources is then not used. */
+/* Raised with every change of the interface to Python, so that a library of older sources is not used. */
 EXPORT int tandem_pieces_interface(void) { return 1; }
 
-/* XXH3-64 of all pieces behind one another; each is copied, too, if there is somewhere to. Vectors of 512 bits are used
- * where there are any, and ``wide``. */
+/* XXH3-64 of all pieces, concatenated; each is also copied if ``to`` is not NULL. Uses 512-bit vectors if ``wide`` and
+ * the processor has them. */
 EXPORT uint64_t tandem_digest(const int64_t *from, const int64_t *to, const int64_t *bytes, int64_t count,
                               int64_t total, int wide)
 {
@@ -208,7 +214,7 @@ EXPORT uint64_t tandem_digest(const int64_t *from, const int64_t *to, const int6
     if (!wide || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
         wide = 0;
     uint64_t hash = wide ? digest_512(&pieces) : digest_any(&pieces);
-    _mm_sfence(); /* what went past the caches is there before anybody is told */
+    _mm_sfence(); /* make the stores that bypassed the caches visible before the caller says that they are there */
     return hash;
 #else
     (void)wide;

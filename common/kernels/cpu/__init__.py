@@ -1,8 +1,8 @@
-"""Kernels in C, for what torch has no fast operator on CPUs; everything works without them, more slowly.
+"""CPU kernels in C for operations that torch has no fast operator for. Without them everything still works, slower.
 
 They are compiled when the package is installed, if there is a compiler (``pyproject.toml``), for several instruction
-sets at once; the fastest that runs here is chosen when the library is loaded. Functions take raw pointers, and release
-the interpreter lock. Must not know: layers of models, requests, schedulers.
+sets; the fastest one that runs here is selected when the library is loaded. The functions take raw pointers and release
+the interpreter lock. Must not know: model code, requests, schedulers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """``enum type`` of native.c."""
 INTERFACE = 10
-"""``tandem_interface`` of native.c: raised on both sides when a call changes."""
+"""``tandem_interface`` of native.c: increased on both sides when the signature or meaning of a call changes."""
 MISSING = "the kernels in C were not compiled when this package was installed"
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class Layer(ctypes.Structure):
-    """``struct layer``: one layer's keys and values in the pool, and how it attends."""
+    """``struct layer``: one attention layer, with the addresses of its keys and values in the pool."""
 
     _fields_ = (
         *((name, _P) for name in ("keys", "values", "sinks")),
@@ -34,13 +34,13 @@ class Layer(ctypes.Structure):
 
 
 class Spans(ctypes.Structure):
-    """``struct spans``: the rows of one step."""
+    """``struct spans``: the rows of one step, grouped by sequence, and their block tables."""
 
     _fields_ = (*((name, _P) for name in ("row", "length", "start", "table_at", "tables")), ("count", _I64))
 
 
 class Linear(ctypes.Structure):
-    """``struct linear``."""
+    """``struct linear``: one packed linear layer."""
 
     _fields_ = (
         *((name, _P) for name in ("packed", "bias", "scale")),
@@ -50,13 +50,13 @@ class Linear(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """``struct norm``."""
+    """``struct norm``: one RMS norm."""
 
     _fields_ = (("weight", _P), ("dim", _I64), ("epsilon", _F))
 
 
 class Rotary(ctypes.Structure):
-    """``struct rotary``."""
+    """``struct rotary``: rotary embedding of queries and keys, with their norms if any."""
 
     _fields_ = (
         *((name, _I64) for name in ("row", "query_heads", "key_heads", "dim", "rotated")),
@@ -65,7 +65,7 @@ class Rotary(ctypes.Structure):
 
 
 class DecoderLayer(ctypes.Structure):
-    """``struct decoder_layer``: pointers to its parts."""
+    """``struct decoder_layer``: pointers to the structures of its parts."""
 
     _fields_ = tuple(
         (name, _P) for name in ("input_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "rotary", "attention")
@@ -73,7 +73,7 @@ class DecoderLayer(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """``struct decoder``: all layers, and what stands before and behind them."""
+    """``struct decoder``: all layers, the embedding before them, and the final norm and logits head."""
 
     _fields_ = (
         ("layers", _P),
@@ -85,7 +85,7 @@ class Decoder(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """``struct pass``: the rows of one step on their way through the decoder."""
+    """``struct pass``: the input rows, output and buffers of one forward pass."""
 
     _fields_ = (
         *((name, _P) for name in ("ids", "positions", "block", "offset", "keep", "spans", "logits", "peaks")),
@@ -116,7 +116,7 @@ _SIGNATURES = {
 
 
 class Library:
-    """The loaded kernels; ``attend`` and the like are the C functions of native.c."""
+    """The loaded kernels. Each attribute such as ``attend`` is the C function ``tandem_attend`` of native.c."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -138,7 +138,7 @@ class Library:
         self.rotate = self._library.tandem_rotate
         self.store = self._library.tandem_store
         self.variants: tuple[str, ...] = tuple(self._variants())
-        """Instruction sets that run here, the fastest first."""
+        """Names of the instruction set variants that run on this CPU, the fastest first."""
         self.use(self.variants[0])
 
     def _variants(self) -> list[str]:
@@ -148,7 +148,7 @@ class Library:
         return names
 
     def use(self, variant: str) -> None:
-        """Makes ``variant`` the one that runs, in the whole process; ValueError if it cannot run here."""
+        """Select ``variant`` for the whole process; raises ValueError if it does not run on this CPU."""
         if self._library.tandem_use(variant.encode()):
             raise ValueError(f"kernels for {variant!r} do not run here, those for {', '.join(self.variants)} do")
         self.variant = variant
@@ -156,7 +156,7 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """The kernels of this installation; None if none were compiled, or from older sources."""
+    """Load the compiled kernels; None if there are none or they were compiled from older sources."""
     here = Path(__file__).parent
     paths = [here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = next((path for path in paths if path.exists()), None)

@@ -1,43 +1,44 @@
-/* Products of bfloat16 in the tile registers of AMX: what the loop of micro_kernel.h is for the other variants.
+/* bfloat16 products in the AMX tile registers: the counterpart of the loop in micro_kernel.h.
  *
- * A tile of the panel is 16 steps of a vector of columns where they lie, one of rows 16 words of up to 16 rows where
- * these lie. Up to 32 rows meet two vectors at a time, so that each loaded tile is used twice. Sums of a row are added
- * up in the same order whoever is beside it.
+ * A tile of B is 16 steps of one vector of columns of the packed panel, a tile of A is 16 words of up to 16 rows; both
+ * are loaded in place. Up to 32 rows are multiplied by two vectors at a time, so that each loaded tile is used twice.
+ * The sums of a row are added in the same order whatever rows are computed beside it.
  */
 
-#define AMX_ROWS 16  /* of a tile */
-#define AMX_STEPS 16 /* words of a row, or steps of a panel, of a tile */
+#define AMX_ROWS 16  /* rows of a tile */
+#define AMX_STEPS 16 /* words of a row, or steps of a panel, in a tile */
 #define AMX_MR (2 * AMX_ROWS)
-#define PREFETCH_BYTES (8 << 10) /* bytes from what a few rows meet to what is fetched: from memory into first-level cache */
-#define CONVERT_PREFETCH_L2 (8 << 10) /* the same of a panel that becomes words, into the second */
-#define CONVERT_PREFETCH_L1 (2 << 10) /* and from there into the first */
+#define PREFETCH_BYTES (8 << 10) /* prefetch distance in a panel that meets one block of rows: from memory into L1 */
+#define CONVERT_PREFETCH_L2 (8 << 10) /* the same in a panel that is converted to words: from memory into L2, */
+#define CONVERT_PREFETCH_L1 (2 << 10) /* and from L2 into L1 */
 
-/* What the tile registers are set up for: sums in 0 to 3, rows in 4 and 5, the panel in the others. */
+/* The configured tile shapes: sums are in tile registers 0 to 3, rows of A in 4 and 5, the panel of B in 6 and 7. */
 struct NAME(tile_config) {
     int rows, steps;
 };
 
-/* What meets a panel: rows of words, ``row`` apart. A float32 is the sum of ``parts`` bfloat16 (see split_row): all
- * first ones of a row, then all second ones, ``part`` words behind these, and so on. */
+/* A block of A: rows of words, ``row`` words apart. An element of float32 is stored as the sum of ``parts`` bfloat16
+ * (see split_row): all first parts of a row, then all second parts, ``part`` words behind them, and so on. */
 struct NAME(a_block) {
     const uint32_t *words;
     long row;
-    int parts; /* 1 of bfloat16; a constant wherever it matters how fast it is */
+    int parts; /* 1 for bfloat16; a compile-time constant on every hot path */
     long part;
 };
 
 struct NAME(b_panel) {
     const uint32_t *words; /* [steps][row] */
     long row;
-    int parts; /* as of rows: 1, or FLOAT_PARTS of both */
+    int parts; /* parts per element: 1, or FLOAT_PARTS if A has as many */
     long part;
-    int width;             /* vectors of LANES that are wanted */
-    const char *next;      /* is brought nearer, ``lines`` cache lines per tile of steps: into second-level cache, or */
-    long lines;            /* into the first for up to 16 rows of two vectors, if it is met ``soon`` */
+    int width;        /* vectors of LANES to compute */
+    const char *next; /* prefetched, ``lines`` cache lines per tile of steps: into L2, */
+    long lines;       /* or into L1 if ``soon``, for up to 16 rows and two vectors */
     int soon;
 };
 
-/* Loads and stores of tiles name no memory to the compiler. */
+/* The compiler does not know which memory tile loads and stores access; this keeps other accesses in order with
+ * them. */
 #define AMX_FENCE() __asm__ volatile("" ::: "memory")
 
 INLINE void NAME(configure_tiles)(struct NAME(tile_config) *now, int rows, int steps)
@@ -66,12 +67,14 @@ INLINE void NAME(configure_tiles)(struct NAME(tile_config) *now, int rows, int s
 
 INLINE void NAME(release_tiles)(void) { _tile_release(); }
 
-/* Something that the vector units do meanwhile; a constant wherever it is called, so that it is inlined. */
+/* Vector work done between tile products, one item ``i`` per call. A constant at every call site, so that it is
+ * inlined. */
 typedef void NAME(side_work)(void *of, long i);
 
 INLINE void NAME(no_op)(void *, long) {}
 
-/* Sums of up to 16 rows, or up to 32 if ``high``, and one vector or two, into their tiles and back. */
+/* Load the sums of C into tiles 0 to 3 (zeros unless ``add``), and store them: up to 16 rows, or up to 32 if ``high``,
+ * and ``width`` vectors (1 or 2). */
 INLINE void NAME(load_c)(int high, int width, const float *sums, long sums_row, int add)
 {
     const float *below = sums + AMX_ROWS * sums_row;
@@ -103,10 +106,12 @@ INLINE void NAME(store_c)(int high, int width, float *sums, long sums_row)
         _tile_stored(3, below + LANES, sums_row * 4);
 }
 
-/* Up to 16 rows, or up to 32 if ``high``, and one vector or two; ``level`` of the cache to which ``next`` is brought.
- * Where rows and panel are in parts the products of their last ones, below the last bit of a float32, are left out.
- * ``count`` parts of something else stand between the products of one tile of steps and the next: neither waits for the
- * other, and the processor does both at once. */
+/* The micro-kernel: up to 16 rows, or up to 32 if ``high``, times one or two vectors. ``level`` is the cache level that
+ * ``next`` is prefetched into. Where both A and B are split into parts, products whose part numbers add up to ``parts``
+ * or more are below the last bit of a float32 and are left out.
+ *
+ * ``count`` items of side work are placed between the products of one tile of steps and the next. Neither depends on
+ * the other, so the processor does both at once. */
 INLINE void NAME(amx_micro_kernel)(int high, int width, int level, struct NAME(a_block) rows,
                                    struct NAME(b_panel) panel, long tiles, float *sums, long sums_row, int add,
                                    NAME(side_work) *side_work, void *of, long count)
@@ -120,7 +125,7 @@ INLINE void NAME(amx_micro_kernel)(int high, int width, int level, struct NAME(a
             UNROLL for (int p = 0; p < rows.parts - q; p++) {
                 const uint32_t *here = row + p * rows.part, *there = words + q * panel.part;
                 int first = p == 0 && q == 0;
-                _tile_loadd(4, here, rows.row * 4); /* all loads, then all products: a tenth faster than in turn */
+                _tile_loadd(4, here, rows.row * 4); /* all loads before all products: a tenth faster than alternating */
                 if (high)
                     _tile_loadd(5, here + AMX_ROWS * rows.row, rows.row * 4);
                 if (p == 0)
@@ -136,7 +141,7 @@ INLINE void NAME(amx_micro_kernel)(int high, int width, int level, struct NAME(a
                     side_work(of, 2 * t + 1);
                 if (high)
                     _tile_dpbf16ps(2, 5, 6);
-                if (first) /* behind the loads, which wait for the same places in which lines are waited for */
+                if (first) /* after the tile loads, which compete with prefetches for line fill buffers */
                     for (long line = 0; line < panel.lines; line++, next += 64)
                         __builtin_prefetch(next, 0, level == 1 ? 3 : 2);
                 if (high && width > 1)
@@ -164,7 +169,7 @@ INLINE void NAME(amx_micro_kernel_any)(int count, int width, struct NAME(a_block
         NAME(amx_micro_kernel)(0, 1, 2, rows, panel, tiles, sums, sums_row, add, side_work, of, parts);
 }
 
-/* The steps behind the last whole tile: fewer than AMX_STEPS. */
+/* The steps after the last whole tile: fewer than AMX_STEPS. */
 static void NAME(amx_k_tail)(struct NAME(tile_config) *now, int count, int width, struct NAME(a_block) rows,
                              struct NAME(b_panel) panel, int steps, float *sums, long sums_row, int add)
 {
@@ -173,8 +178,8 @@ static void NAME(amx_k_tail)(struct NAME(tile_config) *now, int count, int width
     NAME(amx_micro_kernel_any)(count, width, rows, panel, 1, sums, sums_row, add, NAME(no_op), NULL, 0);
 }
 
-/* sums[r][v] = rows[r] . panel[.][v] for ``count`` rows, at most AMX_MR, and two vectors, or with ``add`` that
- * more; rows of sums are ``sums_row`` apart. */
+/* sums[r][v] = rows[r] . panel[.][v], plus the previous sums if ``add``, for ``count`` rows (at most AMX_MR) and
+ * ``width`` vectors (1 or 2). Rows of sums are ``sums_row`` floats apart. */
 INLINE void NAME(amx_block)(struct NAME(tile_config) *now, int count, int width, struct NAME(a_block) rows,
                             struct NAME(b_panel) panel, long steps, float *sums, long sums_row, int add,
                             NAME(side_work) *side_work, void *of, long parts)
@@ -194,9 +199,9 @@ INLINE void NAME(amx_block)(struct NAME(tile_config) *now, int count, int width,
     AMX_FENCE();
 }
 
-/* A row of float32 as sums of bfloat16: all first parts, then all second ones, then all third ones. 24 bits are three
- * times 8, so nothing is lost but what is below 1e-38, and products with other bfloat16 are exact as well. What is
- * infinite or not a number stays so, in the first part. */
+/* Split a row of float32 into bfloat16 that add up to it: all first parts, then all second, then all third. A float32
+ * has three times 8 bits of mantissa, so nothing is lost except below 1e-38, and products with other bfloat16 are exact
+ * as well. Infinities and NaN stay what they are, in the first part. */
 static void NAME(split_row)(const float *from, long in, uint16_t *to)
 {
     const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
@@ -204,7 +209,8 @@ static void NAME(split_row)(const float *from, long in, uint16_t *to)
         __mmask16 some = in - i < LANES ? (__mmask16)((1u << (in - i)) - 1) : 0xFFFF;
         __m512i x = _mm512_maskz_loadu_epi32(some, from + i);
         __mmask16 odd = _mm512_fpclass_ps_mask((__m512)x, 0x99), none = _mm512_fpclass_ps_mask((__m512)x, 0x81);
-        x = _mm512_mask_or_epi32(x, none, x, _mm512_set1_epi32(0x00400000)); /* so that it is none without low bits */
+        x = _mm512_mask_or_epi32(x, none, x, _mm512_set1_epi32(0x00400000)); /* so that a NaN stays one without its
+                                                                                low bits */
         for (int p = 0; p < FLOAT_PARTS; p++) {
             _mm256_mask_storeu_epi16(to + p * in + i, some, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
             __m512 rest = _mm512_sub_ps((__m512)x, (__m512)_mm512_and_epi32(x, upper));
@@ -213,8 +219,8 @@ static void NAME(split_row)(const float *from, long in, uint16_t *to)
     }
 }
 
-/* Two rows of float32 of a panel, ``row`` apart, to words of the same parts, ``part`` behind one another; of what is
- * infinite the second and third are no number. */
+/* Split two rows of float32 of a panel, ``row`` floats apart, into words of FLOAT_PARTS parts, ``part`` words apart.
+ * The second and third parts of an infinity are NaN. */
 INLINE void NAME(split_panel_step)(const float *from, long row, int width, uint32_t *to, long part)
 {
     const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
@@ -235,17 +241,18 @@ INLINE void NAME(split_panel_step)(const float *from, long row, int width, uint3
     }
 }
 
-/* A panel that becomes words while it is met: of ``as`` FLOATS in FLOAT_PARTS, of BYTES each int8 as the bfloat16 that
- * it equals. A tile of steps goes to one of ``ring`` places at ``to``, in turn. */
+/* A panel that is converted to words while its first block of rows is multiplied: FLOATS are split into FLOAT_PARTS
+ * parts, BYTES (int8) become the bfloat16 that equal them. Tiles of steps go to the ``ring`` places at ``to`` in
+ * turn. */
 struct NAME(converted_panel) {
     const char *from;  /* [2 * steps][columns] of float32, or [steps][columns][2] of int8 */
-    const char *after; /* the next one, whose first tile is made behind the last of this one; NULL if it is not */
+    const char *after; /* the next panel, if its first tile is to be converted behind the last of this one; else NULL */
     uint32_t *to;
-    long ring, at; /* at: the place of the next tile */
-    int has_first; /* which has been made */
+    long ring, at; /* at: place of the next tile */
+    int has_first; /* whether the first tile has been converted */
 };
 
-/* Two elements of each of its columns, which are ``width`` vectors; parts are ``part`` words behind one another. */
+/* Convert two elements of each column of ``width`` vectors; parts are ``part`` words apart. */
 INLINE void NAME(convert_step)(enum word_format as, const char *from, int width, uint32_t *to, long part)
 {
     if (as == FLOATS)
@@ -257,7 +264,7 @@ INLINE void NAME(convert_step)(enum word_format as, const char *from, int width,
     }
 }
 
-/* A tile's ``steps``. */
+/* Convert the ``steps`` steps of one tile. */
 INLINE void NAME(convert_tile)(enum word_format as, const char *from, int width, long steps, uint32_t *to)
 {
     const long row = width * LANES, step = 2 * row * (as == FLOATS ? 4 : 1);
@@ -265,7 +272,8 @@ INLINE void NAME(convert_tile)(enum word_format as, const char *from, int width,
         NAME(convert_step)(as, from + s * step, width, to + s * row, AMX_STEPS * row);
 }
 
-/* amx_micro_kernel for a panel of which each tile is made while the one before is multiplied. The first has been made. */
+/* amx_micro_kernel for a panel that is converted on the way: each tile is converted while the one before it is
+ * multiplied. The caller has converted the first. */
 INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, struct NAME(a_block) rows,
                                      struct NAME(converted_panel) *converted, long tiles, float *sums, long sums_row,
                                      int add)
@@ -276,7 +284,7 @@ INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, s
     NAME(load_c)(high, width, sums, sums_row, add);
     const uint32_t *words = rows.words;
     for (long t = 0; t < tiles; t++, words += AMX_STEPS) {
-        AMX_FENCE(); /* what has been made is loaded now */
+        AMX_FENCE(); /* the tile that has been converted is loaded now */
         const uint32_t *here = converted->to + converted->at * tile;
         converted->at = converted->at + 1 < converted->ring ? converted->at + 1 : 0;
         uint32_t *next = converted->to + converted->at * tile;
@@ -309,7 +317,7 @@ INLINE void NAME(amx_convert_kernel)(enum word_format as, int high, int width, s
     AMX_FENCE();
 }
 
-/* amx_block for the first block of rows that meets such a panel; ``panel`` is where its words come to lie. */
+/* amx_block for the first block of rows that meets such a panel; ``panel`` is where the converted words are stored. */
 INLINE void NAME(amx_first_block)(enum word_format as, struct NAME(tile_config) *now, int count,
                                   struct NAME(a_block) rows, struct NAME(b_panel) panel,
                                   struct NAME(converted_panel) *converted, long steps, float *sums, long sums_row,

@@ -1,18 +1,20 @@
-/* Attention of a few query rows over a block table, one tile of positions after the other, with an online softmax.
+/* Attention of a few query rows over a block table, one tile of TOKENS positions after the other, with an online
+ * softmax.
  *
- * A tile's keys and values are packed as panels in a scratch that stays in cache, once for all query rows of the
- * key-value head, and multiplied by the loop of micro_kernel.h; scores, weights' sums and outputs are float32. Decode is
- * the case of one row per sequence: its rows are the query heads of the group; when these are few nothing is
- * packed. While a tile is worked on, the next one is brought nearer, so that memory is read without a pause.
+ * The keys and values of a tile are packed as panels in a scratch that stays in cache, once for all query rows of the
+ * key-value head, and multiplied by the micro-kernel (micro_kernel.h); scores, sums of weights and outputs are float32.
+ * Decode is the case of one row per sequence: its rows are the query heads of the group; when these are few, nothing is
+ * packed. While a tile is computed the next one is prefetched, so that memory is read without a pause.
  */
 
-/* Where the groups of a tile lie, of head 0; ``next_keys`` and ``next_values`` those of the tile after it, or NULL. */
+/* Addresses of the groups of a tile, of head 0. ``next_keys`` and ``next_values`` are those of the next tile, or
+ * NULL. */
 struct NAME(kv_addresses) {
     const char *keys[TOKENS / GROUP], *values[TOKENS / GROUP], *next_keys[TOKENS / GROUP], *next_values[TOKENS / GROUP];
 };
 
-/* The task that is worked on ``*position`` positions behind its first one, whole tiles, which becomes a position of
- * it: ``task`` or, where that ends before, the one after it. NULL if there is none. */
+/* The task that is computed ``*position`` positions (whole tiles) behind the first of ``task``: ``task`` itself or,
+ * where it ends before that, the next one. Changes ``*position`` to a position of that task. NULL if there is none. */
 INLINE const struct task *NAME(task_at)(const struct task *task, long *position)
 {
     long end = ROUND_UP(task->last - task->first, TOKENS);
@@ -25,10 +27,11 @@ INLINE const struct task *NAME(task_at)(const struct task *task, long *position)
     return task && *position < task->last ? task : NULL;
 }
 
+/* Fill ``at`` for the tile of ``task`` that begins at position ``first``. */
 static void NAME(locate_tile)(const struct layer *layer, const struct task *task, long first,
                               struct NAME(kv_addresses) *at)
 {
-    /* pages of the tile after the next: finding out where in memory they are takes as long as reading a line of them */
+    /* touch the pages of the tile after the next: a TLB miss takes as long as reading a cache line */
     long keys = (long)GROUP * layer->kv_heads * layer->k_dim * layer->element_bytes;
     long values = (long)GROUP * layer->kv_heads * layer->v_dim * layer->element_bytes;
     long next = first - task->first + TOKENS, far = next + TOKENS;
@@ -57,7 +60,7 @@ INLINE void NAME(prefetch_row)(const char *row, long bytes)
             __builtin_prefetch(row + line, 0, 3);
 }
 
-/* A group's keys as words, [steps][NR] each panel; positions are the columns. */
+/* Pack a group's keys as words, [steps][NR] in each panel; positions are the columns. ``next`` is prefetched. */
 INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const char *next, int pairs, uint32_t *panel)
 {
     long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
@@ -87,8 +90,8 @@ INLINE void NAME(pack_keys)(const struct layer *layer, const char *from, const c
     }
 }
 
-/* A group's values as words, [value_steps][width] each panel, from step ``step`` on; head dimensions are the
- * columns. Rows from ``live`` on may hold anything and become zero. */
+/* Pack a group's values as words, [value_steps][width] in each panel, from step ``step`` on; head dimensions are the
+ * columns. Rows from ``live`` on may hold anything and become zero. ``next`` is prefetched. */
 INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const char *next, int live, int pairs,
                               long value_steps, long step, uint32_t *to)
 {
@@ -134,8 +137,8 @@ INLINE void NAME(pack_values)(const struct layer *layer, const char *from, const
     }
 }
 
-/* A tile's keys and values of one head, ``head`` behind the first of the task: the ``start``-th positions and those
- * after it of what is packed. Panels of values have ``value_steps`` steps; values behind the ``valid``-th become
+/* Pack the keys and values of a tile for one head, ``head`` behind the first of the task, as positions ``start`` and
+ * following of the scratch. Panels of values have ``value_steps`` steps; values from position ``valid`` on become
  * zero. */
 INLINE void NAME(pack_kv_tile)(const struct layer *layer, const struct NAME(kv_addresses) *at, int head, long start,
                                long valid, long value_steps, int pairs, const struct scratch *s)
@@ -156,7 +159,7 @@ INLINE void NAME(pack_kv_tile)(const struct layer *layer, const struct NAME(kv_a
 }
 
 #if HAS_BF16_DOT
-/* 2^x with a relative error below 8e-5, a twentieth of what rounding to bfloat16 makes. */
+/* 2^x with a relative error below 8e-5, a twentieth of the error of rounding to bfloat16. */
 INLINE floats NAME(exp2_bf16)(floats x)
 {
     floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -169,7 +172,7 @@ INLINE floats NAME(exp2_bf16)(floats x)
 
 #endif
 
-/* A weight: as exact as the type in which it is multiplied deserves. */
+/* The softmax weight 2^x, as exact as the type in which it is multiplied. */
 INLINE floats NAME(weight)(floats x, int pairs)
 {
 #if HAS_BF16_DOT
@@ -179,8 +182,9 @@ INLINE floats NAME(weight)(floats x, int pairs)
     return NAME(exp2)(x);
 }
 
-/* One row's scores [tokens] to weights: capped, masked outside [low, high), as powers of two against the highest score
- * so far; ``sums`` get theirs by lane. Returns the factor by which what was summed before shrinks. */
+/* Turn one row's scores [tokens] into softmax weights: apply the cap, mask positions outside [low, high), and take
+ * powers of two relative to the highest score so far. Adds the weights to ``sums`` by lane. Returns the factor by which
+ * earlier sums and outputs shrink. */
 INLINE float NAME(softmax_row)(const struct layer *layer, float *scores, void *weights, long tokens, long low,
                                long high, int pairs, float *highest, float *sums)
 {
@@ -218,7 +222,7 @@ INLINE float NAME(softmax_row)(const struct layer *layer, float *scores, void *w
     return shrink;
 }
 
-/* Copies the group's query rows as words, rows of all heads of ``head`` behind one another. */
+/* Copy the query rows of key-value head ``head`` as words, [row][head of the group][steps]. */
 INLINE void NAME(pack_queries)(const struct layer *layer, const struct task *task, int head, int pairs, uint32_t *to)
 {
     long dim = layer->k_dim, steps = KEY_STEPS(layer, pairs);
@@ -234,8 +238,8 @@ INLINE void NAME(pack_queries)(const struct layer *layer, const struct task *tas
         }
 }
 
-/* How many of ``tokens`` positions from ``first`` on are not behind the last of ``rows`` rows from ``row`` on; 0 if
- * these see none of them. */
+/* How many of the ``tokens`` positions from ``first`` on lie before the end of what the ``rows`` query rows from
+ * ``row`` on can see; 0 if they see none of them. */
 INLINE long NAME(visible_tokens)(const struct layer *layer, const struct task *task, long row, int rows, long first,
                                  long tokens)
 {
@@ -245,7 +249,7 @@ INLINE long NAME(visible_tokens)(const struct layer *layer, const struct task *t
     return end <= 0 || start >= tokens ? 0 : end < tokens ? end : tokens;
 }
 
-/* One tile of positions for all query rows of one key-value head. */
+/* Attend one tile of positions for all query rows of one key-value head. */
 INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
                               long tokens, long valid, int head, int pairs)
 {
@@ -259,7 +263,7 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
         if (!here)
             continue;
         for (long column = 0; column < here; column += NR)
-            /* the panel is NR_VECTORS wide in memory, also where fewer are filled */
+            /* a panel of keys is NR_VECTORS wide in memory even where fewer are filled */
             NAME(gemm_tile)(rows, NR_VECTORS, pairs, query + row * steps, steps, s->keys + column * steps, steps,
                             s->scores + column, TOKENS, NULL, NULL, 0);
         for (int r = 0; r < rows; r++) {
@@ -280,19 +284,19 @@ INLINE void NAME(attend_tile)(const struct layer *layer, const struct task *task
 }
 
 #if HAS_AMX
-/* Up to SPAN_ROWS rows of one head on their way through SPAN positions. */
+/* Up to SPAN_ROWS query rows of one head and their state over SPAN positions. */
 struct NAME(row_block) {
     const struct layer *layer;
     const struct task *task;
     const struct scratch *s;
-    long row, first, valid, here; /* here: positions that are worked on */
-    int head, rows, each, done;   /* each: rows that get weights between products and products; done: those that have */
-    long position, query;         /* of the next row: positions behind ``first``, place in the group */
+    long row, first, valid, here; /* here: positions to compute */
+    int head, rows, each, done;   /* each: rows to softmax per item of side work; done: rows that have weights */
+    long position, query;         /* of the next row: its position behind ``first``, its place in the group */
     float *scores, *out;          /* [rows][SPAN], [rows][padded] */
     uint16_t *weights;            /* [rows][SPAN] */
 };
 
-/* Scores of one row to weights; what was summed before shrinks. */
+/* Turn the scores of one row into weights, and shrink its earlier sums. */
 static __attribute__((noinline)) void NAME(softmax_block_row)(const struct NAME(row_block) *block, long r, long place,
                                                               long low, long high)
 {
@@ -309,10 +313,10 @@ static __attribute__((noinline)) void NAME(softmax_block_row)(const struct NAME(
             *(floats *)(out + d) *= shrink;
 }
 
-#define MAX_WEIGHT_SUM 0x1p60f /* that weights of a row may add up to: sums of many such are still finite */
+#define MAX_WEIGHT_SUM 0x1p60f /* limit of the sum of weights of a row: sums of many such rows stay finite */
 
-/* Weights of ``count`` positions, whole pairs of vectors: all of them are within, or only those before ``high``.
- * Returns their sum. */
+/* Weights of ``count`` positions (whole pairs of vectors) relative to ``highest``; with ``all`` every position counts,
+ * else those before ``high``. Returns their sum. */
 INLINE floats NAME(exp_row)(const float *scores, uint16_t *weights, long count, long high, int all, float scale,
                             float highest)
 {
@@ -331,8 +335,9 @@ INLINE floats NAME(exp_row)(const float *scores, uint16_t *weights, long count, 
     return sum;
 }
 
-/* The next row of scores to weights. These are powers against the highest score of the spans before, or against the
- * first score of all, so that nobody has to look for the highest first: they are as exact above 1 as below. */
+/* Turn the next row of scores into weights. They are relative to the highest score of the earlier spans, or to the
+ * first score of the row, so that no pass over the scores has to find the maximum first: powers are as exact above 1 as
+ * below. Falls back to softmax_block_row where weights become too large. */
 INLINE void NAME(softmax_next_row)(struct NAME(row_block) *block)
 {
     const struct layer *layer = block->layer;
@@ -370,7 +375,7 @@ static void NAME(softmax_some_rows)(void *of, long)
         NAME(softmax_next_row)(block);
 }
 
-/* Scores of a block; meanwhile ``other``, if not NULL, gets weights. */
+/* Compute the scores of ``block``; as side work, turn those of ``other`` (NULL: none) into weights. */
 static void NAME(score_block)(struct NAME(tile_config) *now, const struct NAME(row_block) *block,
                               struct NAME(row_block) *other)
 {
@@ -385,7 +390,8 @@ static void NAME(score_block)(struct NAME(tile_config) *now, const struct NAME(r
     }
 }
 
-/* Adds the values of a block by their weights; meanwhile ``other``, if not NULL, gets weights. */
+/* Add the values of ``block`` by their weights; as side work, turn the scores of ``other`` (NULL: none) into
+ * weights. */
 static void NAME(add_block)(struct NAME(tile_config) *now, const struct NAME(row_block) *block,
                             struct NAME(row_block) *other)
 {
@@ -400,8 +406,9 @@ static void NAME(add_block)(struct NAME(tile_config) *now, const struct NAME(row
     }
 }
 
-/* SPAN positions for all query rows of one key-value head, a block of rows after the other: while one gets weights, the
- * one behind it gets scores, and that before it the sum of its values. */
+/* Attend SPAN positions for all query rows of one key-value head, one block of rows after the other, as a pipeline:
+ * while one block gets its weights, the block behind it gets its scores and the block before it the sum of its
+ * values. */
 static void NAME(attend_span)(const struct layer *layer, const struct task *task, const struct scratch *s, long first,
                               long valid, int head)
 {
@@ -441,7 +448,7 @@ static void NAME(attend_span)(const struct layer *layer, const struct task *task
     NAME(release_tiles)();
 }
 
-/* SPAN positions for all query rows of all heads of a task. */
+/* Attend SPAN positions for all query rows of all heads of a task. */
 static void NAME(attend_heads)(const struct layer *layer, const struct task *task, const struct scratch *s, long first)
 {
     long valid = task->last - first < SPAN ? task->last - first : SPAN;
@@ -462,12 +469,12 @@ static void NAME(attend_heads)(const struct layer *layer, const struct task *tas
 
 /* -- few rows --------------------------------------------------------------------------------------------------------
  *
- * A decode row's heads are too few to pay for packing: that took three quarters of the time. Keys are multiplied
- * where they lie, one vector of partial sums per position, and these are added up to scores, one in a lane; values
- * of bfloat16 are paired in registers. Keys of 16 positions of all heads are worked on, then their values: pieces that
- * follow one another in memory, since only what is read in a row is read fast. What comes next is fetched in the same
- * order, and again when it is nearer: the processor drops what it is asked for while too much is under way, and the
- * more of it the more it is asked for at once. */
+ * A decode row has too few heads to pay for packing, which would take most of the time. Keys are multiplied in place,
+ * with one vector of partial sums per position; these are then reduced to scores, one per lane. bfloat16 values are
+ * paired in registers. The keys of 16 positions of all heads are computed, then their values: pieces that are adjacent
+ * in memory, since only sequential reads reach full bandwidth. What comes next is prefetched in the same order, at
+ * several distances: the processor drops prefetches while too many loads are under way, and the more are asked for at
+ * once the more it drops. */
 
 #undef PREFETCH_DISTANCES
 #if PREFETCH_TO_L2
@@ -475,9 +482,9 @@ static void NAME(attend_heads)(const struct layer *layer, const struct task *tas
 #else
 #define PREFETCH_DISTANCES 2
 #endif
-#define UNPACKED_BF16 (HAS_BF16_DOT && !HAS_AMX) /* whether bfloat16 comes here too */
+#define UNPACKED_BF16 (HAS_BF16_DOT && !HAS_AMX) /* whether bfloat16 rows are attended unpacked too */
 
-/* Bytes from what is worked on to what is fetched, little enough to wait in the cache that it comes to. */
+/* Prefetch distances in bytes, short enough that the lines are still in the cache they went to when they are used. */
 static const long NAME(prefetch_distance)[PREFETCH_DISTANCES] = {
 #if PREFETCH_TO_L2
     48 << 10,
@@ -487,7 +494,8 @@ static const long NAME(prefetch_distance)[PREFETCH_DISTANCES] = {
 /* The pieces of a tile in the order in which they are read, then those of the next tile. */
 struct NAME(pieces) {
     const char *at[4 * TOKENS / GROUP];
-    long heads, whole[PREFETCH_DISTANCES], rest[PREFETCH_DISTANCES]; /* what is fetched: so many pieces and heads of one ahead */
+    long heads, whole[PREFETCH_DISTANCES], rest[PREFETCH_DISTANCES]; /* per distance: whole pieces, and heads of a
+                                                                        piece */
 };
 
 static void NAME(order_pieces)(const struct layer *layer, const struct NAME(kv_addresses) *at, long groups,
@@ -505,18 +513,18 @@ static void NAME(order_pieces)(const struct layer *layer, const struct NAME(kv_a
         pieces->at[2 * g] = at->keys[g];
         pieces->at[2 * g + 1] = at->values[g];
     }
-    for (long g = 0; g < TOKENS / GROUP; g++) { /* nothing to fetch: what is there already */
+    for (long g = 0; g < TOKENS / GROUP; g++) { /* no next tile: prefetch something that is in cache */
         pieces->at[2 * (groups + g)] = at->next_keys[g] ? at->next_keys[g] : at->keys[0];
         pieces->at[2 * (groups + g) + 1] = at->next_values[g] ? at->next_values[g] : at->values[0];
     }
 }
 
-/* What work on a head's part of a piece still has to fetch. */
+/* Where the prefetches beside the computation of one head's part of a piece are. */
 struct NAME(prefetch_cursor) {
     const char *from[PREFETCH_DISTANCES];
 };
 
-/* Of ``head``'s part of ``piece``, which is ``bytes`` long. */
+/* The cursor for the part of ``head`` in piece number ``piece``; the part has ``bytes`` bytes. */
 INLINE struct NAME(prefetch_cursor) NAME(prefetch_cursor_at)(const struct NAME(pieces) *pieces, long piece, long head,
                                                              long bytes)
 {
@@ -544,7 +552,7 @@ INLINE void NAME(prefetch_lines)(struct NAME(prefetch_cursor) *cursor, long line
 
 /* -- of float32 */
 
-/* The lanes of four vectors added up, to four floats. */
+/* Reduce four vectors to four floats. */
 INLINE void NAME(reduce_add_4)(const floats *a, float *to)
 {
 #if LANES == 8
@@ -557,8 +565,8 @@ INLINE void NAME(reduce_add_4)(const floats *a, float *to)
 #endif
 }
 
-/* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
- * into registers. */
+/* Scores of a head's query rows [dim] against the 16 positions of a group, four positions at a time: more of them would
+ * not fit into registers. */
 INLINE void NAME(score_floats)(const float *query, const char *keys, long stride, long dim, float *scores, int rows,
                                struct NAME(prefetch_cursor) cursor)
 {
@@ -602,7 +610,8 @@ INLINE void NAME(add_floats)(const char *values, long stride, int live, const fl
 #if UNPACKED_BF16
 /* -- of bfloat16 */
 
-/* Four vectors, each added up to its 128-bit lanes, as the elements of every lane of one. */
+/* Reduce each of four vectors within its 128-bit lanes; the four results are the elements of each lane of one
+ * vector. */
 INLINE __m512 NAME(reduce_4_to_lanes)(const __m512 *a)
 {
     __m512 low = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]);
@@ -611,7 +620,7 @@ INLINE __m512 NAME(reduce_4_to_lanes)(const __m512 *a)
            (__m512)_mm512_unpackhi_pd((__m512d)low, (__m512d)high);
 }
 
-/* The lanes of four vectors added up: each becomes a lane of one. */
+/* Add up the lanes of each of four vectors; the result of vector i is lane i. */
 INLINE __m512 NAME(reduce_lanes_4)(const __m512 *a)
 {
     __m512 low = _mm512_shuffle_f32x4(a[0], a[1], 0x88) + _mm512_shuffle_f32x4(a[0], a[1], 0xDD);
@@ -619,8 +628,8 @@ INLINE __m512 NAME(reduce_lanes_4)(const __m512 *a)
     return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xDD);
 }
 
-/* Scores of a head's query rows [dim] against the 16 positions of a group, four at a time: more of them would not fit
- * into registers. */
+/* Scores of a head's query rows [dim] against the 16 positions of a group, four positions at a time: more of them would
+ * not fit into registers. */
 INLINE void NAME(score_pairs)(const uint16_t *query, const char *keys, long stride, long dim, float *scores, int rows,
                               struct NAME(prefetch_cursor) cursor)
 {
@@ -670,7 +679,7 @@ INLINE void NAME(add_pairs)(const char *values, long stride, int live, const int
 }
 #endif
 
-/* score_floats, or the same of bfloat16. */
+/* score_floats, or score_pairs for bfloat16. */
 INLINE void NAME(score_group)(const uint32_t *query, const char *keys, long stride, long dim, float *scores, int rows,
                               int pairs, struct NAME(prefetch_cursor) cursor)
 {
@@ -683,7 +692,7 @@ INLINE void NAME(score_group)(const uint32_t *query, const char *keys, long stri
     NAME(score_floats)((const float *)query, keys, stride, dim, scores, rows, cursor);
 }
 
-/* add_floats, or the same of bfloat16, for all dimensions of a head. */
+/* add_floats, or add_pairs for bfloat16, over all dimensions of a head. */
 INLINE void NAME(add_head)(const struct layer *layer, const char *values, int live, const float *weights,
                            const float *shrink, float *out, int rows, int pairs, struct NAME(prefetch_cursor) cursor)
 {
@@ -705,8 +714,8 @@ INLINE void NAME(add_head)(const struct layer *layer, const char *values, int li
         NAME(add_floats)(values + column * 4, stride, live, weights, shrink, out + column, padded, rows, 1, &cursor);
 }
 
-/* One tile of positions for the few rows of all heads of a task: what attend_tile does, without packing, 16 positions
- * at a time. */
+/* Attend one tile of positions for the few rows of all heads of a task: as attend_tile, but without packing and 16
+ * positions at a time. */
 INLINE void NAME(attend_unpacked)(const struct layer *layer, const struct task *task, const struct scratch *s,
                                   const struct NAME(kv_addresses) *at, long first, long tokens, long valid, int rows,
                                   int pairs)
@@ -716,7 +725,7 @@ INLINE void NAME(attend_unpacked)(const struct layer *layer, const struct task *
     long words = pairs ? GROUP / 2 : GROUP, groups = tokens / GROUP, count = heads * rows;
     struct NAME(pieces) pieces;
     NAME(order_pieces)(layer, at, groups, &pieces);
-    long positions[MAX_UNPACKED_ROWS]; /* of a head's rows, so that none of the groups divides */
+    long positions[MAX_UNPACKED_ROWS]; /* of a head's rows: computed once, since a division per group is slow */
     for (long row = 0; row < rows; row++)
         positions[row] = task->position + row / layer->group;
     for (long g = 0; g < groups; g++) {
@@ -746,7 +755,7 @@ INLINE void NAME(attend_unpacked)(const struct layer *layer, const struct task *
     }
 }
 
-/* Whether attend_unpacked can: dimensions are whole vectors. */
+/* Whether attend_unpacked can be used: few rows, and dimensions that are whole vectors. */
 INLINE int NAME(fits_unpacked)(const struct layer *layer, long count, int pairs)
 {
     if (count > MAX_UNPACKED_ROWS)
@@ -818,7 +827,7 @@ INLINE void NAME(attend_typed)(const struct layer *layer, const struct task *tas
         s->total[i] = NAME(reduce_add)(*(floats *)(s->sums + i * LANES));
 }
 
-/* A task's rows and heads over its positions; leaves sums, highest scores and outputs in the scratch. */
+/* Attend the rows and heads of a task over its positions; leaves sums, highest scores and outputs in the scratch. */
 static void NAME(attend_rows)(const struct layer *layer, const struct task *task, const struct scratch *s)
 {
     if (layer->type == BFLOAT16)
@@ -827,7 +836,8 @@ static void NAME(attend_rows)(const struct layer *layer, const struct task *task
         NAME(attend_typed)(layer, task, s, 0);
 }
 
-/* Outputs of a task that saw all of its positions: divided by the weights' sum, sinks included. */
+/* Write the outputs of a task that has seen all of its positions: divided by the sum of the weights, attention sinks
+ * included. */
 static void NAME(write_rows)(const struct layer *layer, const struct task *task, const struct scratch *s)
 {
     long padded = ROUND_UP(layer->v_dim, LANES), count = task->rows * layer->group;

@@ -1,17 +1,19 @@
-/* Attention of few rows of bfloat16 in tile registers, without packing.
+/* Attention of few rows of bfloat16 in AMX tile registers, without packing.
  *
- * Keys are multiplied where they lie, 16 positions a tile; their scores have positions as rows and are transposed.
- * Values are multiplied where they lie, too: a word of theirs holds two dimensions, not two positions, so each weight
- * meets it twice, once as a word whose other half is zero and once as one whose first half is. Rows of even and of odd
- * dimensions come out, and are put in order behind the last position. (An infinite value so makes its neighbour no
- * number, too.) All heads' keys of a tile of positions, then all weights, then all values: what is stored as vectors
- * has left the store buffer before it is loaded as tiles, and the other way round. Meanwhile what lies a tile of
- * positions ahead is fetched, in the order in which it lies in memory and evenly, into second-level cache: the first
- * level has no room for it. */
+ * Keys are multiplied in place, 16 positions per tile; the resulting scores have positions as rows and are transposed.
+ * Values are multiplied in place too. A word of values holds two dimensions, not two positions, so each weight is
+ * multiplied twice: as a word whose other half is zero, and as a word whose first half is. The output rows of even and
+ * of odd dimensions are put in order after the last position. (An infinite value therefore also makes its neighbour
+ * NaN.)
+ *
+ * For each tile of positions, all heads compute scores, then all weights, then all outputs: vector stores have left the
+ * store buffer before they are loaded as tiles, and the other way round. Meanwhile the next tile of positions is
+ * prefetched evenly, in memory order, into the second-level cache; the first level is too small for it.
+ */
 
-#define MAX_AMX_UNPACKED_ROWS 8 /* query rows times heads of a group: half of a tile's */
+#define MAX_AMX_UNPACKED_ROWS 8 /* query rows times heads of a group: half of a tile's rows */
 
-/* Tile registers of [16][rows] words, of [2 * rows][16] and of [16][16]; compilers want digits. */
+/* Tile registers of [16][rows] words, of [2 * rows][16] and of [16][16]; the intrinsics need literal numbers. */
 #define TMM_SCORES 0
 #define TMM_SCORES_2 1
 #define TMM_QUERY 2
@@ -35,9 +37,9 @@ static void NAME(configure_attention_tiles)(int rows)
     LOAD_TILE_SHAPE(shape);
 }
 
-/* What is to be fetched: keys and values of GROUP positions after one another, ``share`` bytes at a time. */
+/* What is to be prefetched: keys and values of GROUP positions as pieces, in order, ``share`` bytes at a time. */
 struct NAME(prefetch_stream) {
-    const char *at[2 * TOKENS / GROUP + 1], *next, *end; /* NULL behind the last */
+    const char *at[2 * TOKENS / GROUP + 1], *next, *end; /* NULL after the last */
     long bytes[2], piece, share;
 };
 
@@ -47,6 +49,7 @@ INLINE void NAME(next_piece)(struct NAME(prefetch_stream) *ahead)
     ahead->end = ahead->next + ahead->bytes[ahead->piece++ % 2];
 }
 
+/* Divide the next tile of positions into ``shares`` equal shares, of which prefetch_share prefetches one. */
 static void NAME(plan_prefetch)(const struct layer *layer, const struct NAME(kv_addresses) *at, long shares,
                                 struct NAME(prefetch_stream) *ahead)
 {
@@ -76,7 +79,7 @@ INLINE void NAME(prefetch_share)(struct NAME(prefetch_stream) *ahead)
     }
 }
 
-/* The group's query rows as tiles [k_dim / 32][16][rows] of words for each head. */
+/* Pack the group's query rows as tiles of words, [k_dim / 32][16][rows] for each head. */
 static void NAME(pack_query_tiles)(const struct layer *layer, const struct task *task, uint32_t *to)
 {
     long rows = task->rows * layer->group, steps = layer->k_dim / 2;
@@ -90,7 +93,7 @@ static void NAME(pack_query_tiles)(const struct layer *layer, const struct task 
     }
 }
 
-/* Scores of a head's rows against ``groups`` groups of positions, 1 or 2, to [16 * groups][stride]. */
+/* Scores of a head's rows against ``groups`` (1 or 2) groups of positions, to [16 * groups][stride]. */
 INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys, long inside, const uint32_t *query,
                               long rows, int groups, float *to, long stride, struct NAME(prefetch_stream) *ahead)
 {
@@ -114,7 +117,8 @@ INLINE void NAME(score_tiles)(const struct layer *layer, const char *const *keys
         _tile_stored(TMM_SCORES_2, to + 16 * stride, stride * 4);
 }
 
-/* The last values of a sequence, of one head, with rows that may hold anything made zero: [GROUP][v_dim]. */
+/* Copy the last values of a sequence, of one head, to [GROUP][v_dim]; rows from ``live`` on, which may hold anything,
+ * become zero. */
 static const char *NAME(copy_values)(const struct layer *layer, const char *values, long live, char *to)
 {
     long bytes = (long)layer->v_dim * 2, row_bytes = bytes * layer->kv_heads;
@@ -124,7 +128,8 @@ static const char *NAME(copy_values)(const struct layer *layer, const char *valu
     return to;
 }
 
-/* out [2 * rows][v_dim / 2] += weights [2 * rows][TOKENS] . values of one head, 32 or 64 dimensions from ``d`` on. */
+/* out [2 * rows][v_dim / 2] += weights [2 * rows][TOKENS] . values of one head, for 32 dimensions from ``d`` on, or 64
+ * if ``both``. */
 INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *row_bytes, long groups, long d,
                              int both, const float *weights, float *out, struct NAME(prefetch_stream) *ahead)
 {
@@ -147,7 +152,7 @@ INLINE void NAME(add_values)(long v_dim, const char *const *values, const long *
         _tile_stored(TMM_OUT_2, out + d / 2 + 16, v_dim * 2);
 }
 
-/* weigh for a tile of positions that are all within, with no cap. */
+/* softmax_row for a whole tile of positions without mask and cap. */
 INLINE float NAME(softmax_full_tile)(float scale, const float *scores, uint16_t *weights, float *highest, float *sums)
 {
     floats x[TOKENS / LANES];
@@ -176,7 +181,8 @@ INLINE float NAME(softmax_full_tile)(float scale, const float *scores, uint16_t 
     return shrink;
 }
 
-/* A row's weights as words in which the other half is zero: what meets elements of even and of odd dimensions. */
+/* Widen a row's weights to words, for even dimensions with the weight in the low half and for odd ones in the high
+ * half; the other half is zero. */
 INLINE void NAME(spread_weights)(const uint16_t *weights, long tokens, float *even, float *odd)
 {
     for (long t = 0; t < tokens; t += 16) {
@@ -186,13 +192,13 @@ INLINE void NAME(spread_weights)(const uint16_t *weights, long tokens, float *ev
     }
 }
 
-/* One tile of positions for the rows of all heads of a task. */
+/* Attend one tile of positions for the rows of all heads of a task. */
 static void NAME(attend_amx_tile)(const struct layer *layer, const struct task *task, const struct scratch *s,
                                   const struct NAME(kv_addresses) *at, long first, long valid)
 {
     long rows = task->rows * layer->group, heads = task->heads, count = heads * rows, wide = ROUND_UP(count, 16);
     long groups = (valid + GROUP - 1) / GROUP, v_dim = layer->v_dim, half = v_dim / 2;
-    float *by_position = s->weights; /* until there are weights */
+    float *by_position = s->weights; /* scratch that is free until there are weights */
     struct NAME(prefetch_stream) ahead;
     AMX_FENCE();
     NAME(plan_prefetch)(layer, at, heads * groups * (layer->k_dim + v_dim) / 32 + count, &ahead);
@@ -248,11 +254,11 @@ static void NAME(attend_amx_tile)(const struct layer *layer, const struct task *
             NAME(add_values)(v_dim, values, row_bytes, groups, d, 1, weights, out, &ahead);
         if (d < v_dim)
             NAME(add_values)(v_dim, values, row_bytes, groups, d, 0, weights, out, &ahead);
-        AMX_FENCE(); /* the scratch of copied values is written again */
+        AMX_FENCE(); /* the copied values in the scratch are overwritten next */
     }
 }
 
-/* Outputs with their dimensions in order: of each head [2][rows][v_dim / 2] becomes [rows][v_dim]. */
+/* Put the dimensions of the outputs in order: of each head, [2][rows][v_dim / 2] becomes [rows][v_dim]. */
 static void NAME(interleave_outputs)(const struct scratch *s, long heads, long rows, long v_dim)
 {
     const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

@@ -1,25 +1,25 @@
-/* Cores of other processes, borrowed while these have nothing to compute.
+/* Cores lent by other processes while these have nothing to compute.
  *
- * A helper is a thread of ours on such a core. Work that is cut into parts is taken part by part by whoever is free:
- * by the threads that were always ours, and by helpers as long as they have their core, which they look up before each
- * part. What a part computes does not depend on who does it. An owner that needs its core again shares it with a helper
- * until the end of a part, at most.
+ * A helper is a thread of ours that is pinned to such a core. Work is cut into parts, which free threads take one by
+ * one: our own threads, and helpers as long as their core is lent, which they check before each part. The result of a
+ * part does not depend on the thread that computes it. An owner that needs its core back shares it with a helper until
+ * the end of the current part, at most.
  *
- * All processes share a byte per core. Its owner writes whether it lends the core; of several that would borrow it one
- * has it at a time, since those that took turns in the middle of parts would keep each other's owners waiting. Whoever
- * dies with a core has it until its owner lends it again.
+ * All processes share one byte per core. Its owner writes whether the core is lent. Of several processes that want to
+ * borrow it, one holds it at a time: if they alternated in the middle of parts, each would keep the owner waiting for
+ * the other. A process that dies while it has borrowed a core keeps it until the owner lends it again.
  *
- * A helper without work looks for some for a while, since the next product is a norm away, then sleeps; it sleeps at
- * once when its core is not to be had any more, and is woken when there is work and it is.
+ * A helper without work spins for a while, since the next GEMM is only a norm away, and then sleeps. It sleeps at once
+ * when its core is no longer lent, and is woken when there is work and the core is.
  */
 
-#define BORROWING_ROWS 16      /* of which work takes long enough to share it, in a step of fewer a core is soon done */
-#define MIN_PARTS 32           /* of a product: a part is much less than the whole, and much more than taking it */
-#define PARTS_PER_WORKER 4     /* of whoever works on a product, at least */
-#define PART_MULTIPLICATIONS 50000000 /* multiplications of a part: a quarter of a millisecond, or a few */
-#define SPIN_NS 300000         /* how long a helper without work looks for some before it sleeps */
-#define SPINS_PER_CLOCK_READ 64 /* between two looks at the clock */
-#define JOIN_SPINS 2000        /* turns of a loop in which who shared its work waits for its last parts; then it sleeps */
+#define BORROWING_ROWS 16      /* steps with fewer rows are over too soon to share */
+#define MIN_PARTS 32           /* of a GEMM: a part is much shorter than the whole, and much longer than taking it */
+#define PARTS_PER_WORKER 4     /* least parts of a GEMM per thread that works on it */
+#define PART_MULTIPLICATIONS 50000000 /* of a part, about: a quarter of a millisecond, or a few */
+#define SPIN_NS 300000         /* how long a helper without work spins before it sleeps */
+#define SPINS_PER_CLOCK_READ 64 /* spins between two clock reads */
+#define JOIN_SPINS 2000        /* spins in which the sharing thread waits for the last parts before it sleeps */
 
 enum core { KEPT, LENT, BORROWED };
 
@@ -42,18 +42,18 @@ struct helper {
 };
 
 static struct {
-    uint8_t *cores; /* enum core, by number */
+    uint8_t *cores; /* enum core, indexed by core number */
     struct helper *helpers;
     int count;
     part_fn *part;
     void *work;
-    long parts, next;  /* next: the part that nobody has taken yet */
-    uint32_t turn;     /* odd while parts are there to be taken */
-    uint32_t in_flight; /* helpers that may be at a part */
-    uint32_t waiting;  /* whether somebody sleeps until none is */
-    uint32_t busy;     /* whether a thread shares its work now: no other does */
+    long parts, next;   /* next: the first part that no thread has taken */
+    uint32_t turn;      /* odd while there are parts to take */
+    uint32_t in_flight; /* helpers that may be computing a part */
+    uint32_t waiting;   /* whether the sharing thread sleeps until in_flight is 0 */
+    uint32_t busy;      /* lock: whether a thread is sharing its work */
     uint32_t ending;
-    uint64_t nanoseconds; /* of processor time that helpers worked in all */
+    uint64_t nanoseconds; /* processor time of all helpers so far */
 } borrowed;
 
 static long futex(uint32_t *word, int what, uint32_t value)
@@ -80,7 +80,7 @@ static int core_is(const struct helper *helper, enum core state)
     return __atomic_load_n(borrowed.cores + helper->core, __ATOMIC_RELAXED) == state;
 }
 
-/* Makes the helper's core, if it is ``from``, ``to``; whether it was. */
+/* Compare and swap the state of the helper's core; returns whether it was ``from``. */
 static int cas_core_state(const struct helper *helper, enum core from, enum core to)
 {
     uint8_t expected = from;
@@ -88,14 +88,15 @@ static int cas_core_state(const struct helper *helper, enum core from, enum core
                                        __ATOMIC_RELAXED);
 }
 
-/* The turn that has parts for this helper, which it has not ``seen``; 0 for none. */
+/* The current turn if it has parts, is not ``seen`` (one that this helper has finished) and the core is lent; else
+ * 0. */
 static uint32_t open_turn(const struct helper *helper, uint32_t seen)
 {
     uint32_t turn = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
     return turn % 2 && turn != seen && core_is(helper, LENT) ? turn : 0;
 }
 
-/* Looks for work, then sleeps until there is some; 0 at the end of all. */
+/* Spin, then sleep, until there is a turn with parts for this helper, and return it; 0 when helpers are to end. */
 static uint32_t wait_for_work(struct helper *helper, uint32_t seen)
 {
     for (;;) {
@@ -119,7 +120,7 @@ static uint32_t wait_for_work(struct helper *helper, uint32_t seen)
     }
 }
 
-/* The part that is to be done next; whether there is one. */
+/* Take the next part; returns whether there was one. */
 static int next_part(long *part)
 {
     return (*part = __atomic_fetch_add(&borrowed.next, 1, __ATOMIC_SEQ_CST)) < borrowed.parts;
@@ -141,7 +142,8 @@ static void *helper_main(void *of)
     uint32_t turn = 0;
     while ((turn = wait_for_work(helper, turn))) {
         __atomic_fetch_add(&borrowed.in_flight, 1, __ATOMIC_SEQ_CST);
-        /* who shares its work waits for those inside, and lets nobody else in: one of us sees the other */
+        /* the sharing thread closes the turn, then waits for in_flight to be 0; we count ourselves in, then look at the
+         * turn: one of the two sees the other */
         uint32_t open = __atomic_load_n(&borrowed.turn, __ATOMIC_SEQ_CST);
         if (open == turn && cas_core_state(helper, LENT, BORROWED)) {
             uint64_t since = time_ns(CLOCK_THREAD_CPUTIME_ID);
@@ -150,7 +152,7 @@ static void *helper_main(void *of)
             while (core_is(helper, BORROWED) && (more = next_part(&part)))
                 borrowed.part(borrowed.work, part);
             if (more)
-                turn = 0; /* it had to leave, and comes back if it may */
+                turn = 0; /* the owner took its core back: join this turn again if it is lent again */
             cas_core_state(helper, BORROWED, LENT);
             __atomic_fetch_add(&borrowed.nanoseconds, time_ns(CLOCK_THREAD_CPUTIME_ID) - since, __ATOMIC_RELAXED);
         }
@@ -162,7 +164,7 @@ static void *helper_main(void *of)
     return NULL;
 }
 
-/* Whether a core can be borrowed now, by this thread; then run_shared has to follow. */
+/* Whether a lent core can be used now, and if so lock the helpers for this thread, which must then call run_shared. */
 static int acquire_helpers(int64_t rows)
 {
     int lent = 0;
@@ -172,7 +174,7 @@ static int acquire_helpers(int64_t rows)
     return lent && !__atomic_exchange_n(&borrowed.busy, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Does ``parts`` parts of ``work`` with ``threads`` threads of our own and all helpers whose cores are lent. */
+/* Compute ``parts`` parts of ``work`` on ``threads`` threads of our own and on all helpers whose cores are lent. */
 static void run_shared(part_fn *part, void *work, long parts, int threads)
 {
     borrowed.part = part;
@@ -182,7 +184,7 @@ static void run_shared(part_fn *part, void *work, long parts, int threads)
     __atomic_fetch_add(&borrowed.turn, 1, __ATOMIC_SEQ_CST);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (long i;;) {
-        wake_helpers(); /* before each part: a core may have been lent since the one before */
+        wake_helpers(); /* before each part: a core may have been lent since the previous one */
         if (!next_part(&i))
             break;
         part(work, i);
@@ -200,7 +202,7 @@ static void run_shared(part_fn *part, void *work, long parts, int threads)
     __atomic_store_n(&borrowed.busy, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Ends all helpers; not while another thread computes. */
+/* End all helpers. Must not be called while another thread computes. */
 EXPORT void tandem_give_back(void)
 {
     __atomic_store_n(&borrowed.ending, 1, __ATOMIC_SEQ_CST);
@@ -215,8 +217,9 @@ EXPORT void tandem_give_back(void)
     __atomic_store_n(&borrowed.ending, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Starts a helper on each of ``cores`` [count], which borrows it while its byte of ``states``, indexed by core, says
- * that it is lent; helpers from before end. How many there are: a core that this process may not use gets none. */
+/* Start a helper on each of ``cores`` [count]; it borrows its core while ``states``, one byte per core number, says
+ * that the core is lent. Earlier helpers end. Returns the number of helpers: a core that this process may not use gets
+ * none. */
 EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
 {
     sigset_t all, before;
@@ -224,7 +227,7 @@ EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
     if (!(borrowed.helpers = calloc(count, sizeof *borrowed.helpers)))
         return 0;
     borrowed.cores = states;
-    sigfillset(&all); /* signals are for the threads of Python, but for those that a fault sends to who made it */
+    sigfillset(&all); /* signals go to Python's threads, except those that a fault raises in the faulting thread */
     sigdelset(&all, SIGSEGV);
     sigdelset(&all, SIGBUS);
     sigdelset(&all, SIGFPE);
@@ -247,10 +250,10 @@ EXPORT int tandem_borrow(uint8_t *states, const int32_t *cores, int count)
     return borrowed.count;
 }
 
-/* Threads of our own, and cores that could be borrowed. */
+/* Our own threads plus the cores that could be borrowed. */
 static long max_workers(int threads) { return threads + borrowed.count; }
 
-/* Seconds of processor time that helpers have worked in all. */
+/* Processor time of all helpers so far, in seconds. */
 EXPORT double tandem_borrowed_s(void)
 {
     return (double)__atomic_load_n(&borrowed.nanoseconds, __ATOMIC_RELAXED) / 1e9;

@@ -10,9 +10,10 @@ INLINE void NAME(store_floats)(void *to, long at, enum type type, floats x)
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
 
-#define AMX_NR (2 * LANES) /* columns that tiles of rows meet at a time */
+#define AMX_NR (2 * LANES) /* columns of B that a block of rows is multiplied by at a time */
 
-/* The weight [columns, in] as panels of words or halves, [in words][width] each; columns behind the last are zero. */
+/* Pack the weight [columns, in] (B of the GEMM) as panels of words or halves, [words of in][width] each. Columns behind
+ * the last are zero. */
 static void NAME(pack_b)(const void *weight, long columns, long in, enum word_format as, void *to)
 {
     if (HAS_AMX && as == HALVES)
@@ -32,7 +33,7 @@ static void NAME(pack_b)(const void *weight, long columns, long in, enum word_fo
     }
 }
 
-/* The same of int8, one for each element of a word. */
+/* The same for int8, one for each element of a word. */
 static void NAME(pack_b_int8)(const int8_t *weight, long columns, long in, int pairs, int8_t *to)
 {
     long each = pairs ? 2 : 1, steps = in / each, padded = ROUND_UP(columns, LANES);
@@ -55,8 +56,9 @@ INLINE floats NAME(apply_activation)(floats x, enum activation activation)
     return x * 0.5f * (NAME(tanh)((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
 }
 
-/* A tile's sums, rows of them ``sums_row`` apart, finished and written: bias, then either the gate of neighbouring
- * vectors or what was there before. */
+/* Finish the sums of a tile and write the results. In this order, each where there is one: scale; bias; the activation
+ * of each vector times its neighbour (gate and up projection); the addition of ``product->add``. Rows of sums are
+ * ``sums_row`` floats apart. */
 INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct product *product, long row, int rows,
                                 long column, int width, const float *sums, long sums_row)
 {
@@ -91,7 +93,7 @@ INLINE void NAME(epilogue_tile)(const struct linear *linear, const struct produc
 }
 
 #if HAS_BF16_DOT
-/* Two neighbouring vectors of bfloat16, without bias and scale, finished as epilogue_tile does it. */
+/* epilogue_tile for two adjacent vectors of bfloat16 results without bias and scale. */
 INLINE void NAME(epilogue_two)(floats x, floats y, const uint16_t *add, uint16_t *to, enum activation activation)
 {
     if (activation) {
@@ -117,7 +119,7 @@ INLINE void NAME(epilogue_pairs)(const struct product *product, long row, int ro
         }
 }
 
-/* epilogue_tile for pairs of vectors of bfloat16 that are all within the results, which begin at ``column``. */
+/* epilogue_tile for bfloat16 without bias and scale, where all vectors are whole; results begin at ``column``. */
 static __attribute__((noinline)) void NAME(epilogue_plain)(const struct linear *linear, const struct product *product,
                                                            long row, int rows, long column, int width,
                                                            const float *sums, long sums_row)
@@ -134,25 +136,25 @@ static __attribute__((noinline)) void NAME(epilogue_plain)(const struct linear *
 #endif
 #endif
 
-/* Whether these are the last of the elements that are summed: then the sums are finished. */
+/* Whether this product holds the last elements of the sum, so that its sums are complete. */
 INLINE int NAME(is_last_kc)(const struct linear *linear, const struct product *product)
 {
     return product->first + product->in == linear->in;
 }
 
 #if HAS_AMX
-/* A block of sums that is still to be finished, while the next one is computed. */
+/* A block of complete sums whose epilogue runs while the next block is computed. */
 struct NAME(epilogue) {
     const struct linear *linear;
     const struct product *product;
     const float *sums;
     long sums_row, row, column, out_row;
     int width;
-    const uint16_t *add, *next; /* what is added to the block, and where the results of the next one go: is fetched */
+    const uint16_t *add, *next; /* of the block: what is added; next: results of the next block, prefetched */
     uint16_t *to;
 };
 
-/* Its row ``r``: whole vectors of bfloat16 without bias. */
+/* The epilogue of row ``r`` of the block: whole vectors of bfloat16 without bias. */
 INLINE void NAME(epilogue_row)(const struct NAME(epilogue) *block, long r, enum activation activation, int add,
                                int scaled)
 {
@@ -186,12 +188,14 @@ static __attribute__((noinline)) void NAME(epilogue_any)(void *of, long r)
                         block->sums + r * block->sums_row, 0);
 }
 
-/* Where panels become words, for a thread: for more than one block of rows all of a panel. */
+/* Where a thread converts panels to words: a whole panel if more than one block of rows meets it, else two tiles in
+ * turn. */
 static __thread uint32_t NAME(converted_words)[FLOAT_PARTS * MAX_KC / 2 * AMX_NR] __attribute__((aligned(64)));
 
-/* Columns [first, last) for all rows, of ``each`` parts. A panel meets all rows, which stay in second-level cache
- * beside it; meanwhile the next panel is fetched into it, and the block before is finished by ``do_part``. A panel that
- * lies as PAIRS is met where it lies; else the first block makes words of it, which stay there for the others. */
+/* Columns [first, last) of the result for all rows; elements of A have ``each`` parts. Each panel is multiplied by all
+ * rows, which stay in the second-level cache beside it. Meanwhile the next panel is prefetched into that cache, and
+ * ``side_work`` runs the epilogue of the previous block. PAIRS are used in place; other formats are converted to words
+ * by the first block of rows, for all the others. */
 INLINE void NAME(amx_columns)(const struct linear *linear, const struct product *product, long first, long last,
                               enum word_format as, int each, NAME(side_work) *side_work)
 {
@@ -215,7 +219,8 @@ INLINE void NAME(amx_columns)(const struct linear *linear, const struct product 
         panel.soon = blocks == 1;
         converted.from = weight;
         converted.after = NULL;
-        if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_NR) /* it is as wide */
+        if (blocks == 1 && steps % AMX_STEPS == 0 && last - column >= 2 * AMX_NR) /* the next panel has the same
+                                                                                     width */
             converted.after = weight + AMX_NR * linear->in * size;
         for (long row = 0; row < product->rows; row += AMX_MR, which ^= 1) {
             int rows = product->rows - row < AMX_MR ? (int)(product->rows - row) : AMX_MR;
@@ -293,7 +298,8 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
         NAME(columns_floats)(linear, product, first, end);
         return;
     }
-    /* What is scaled and then added may be rounded once or twice: so all columns of a layer go one way. */
+    /* A result that is scaled and then added may be rounded once or twice, depending on the epilogue: use the same one
+     * for all columns of a layer, however they are split over threads. */
     long all = linear->scale ? linear->columns : end;
     int plain = !linear->bias && all / (linear->activation ? 2 : 1) <= linear->out && all % AMX_NR == 0;
     int way = 4;
@@ -306,7 +312,8 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
     (linear->scale ? bytes : pairs)[way](linear, product, first, end);
 }
 #else
-/* Brings nearer what a tile of ``columns`` results a row is written to and added to, from ``row`` and ``column`` on. */
+/* Prefetch where a tile's results go and what is added to them: ``columns`` results of each of ``rows`` rows, from
+ * ``row`` and ``column`` on. */
 INLINE void NAME(prefetch_c)(const struct linear *linear, const struct product *product, long row, int rows,
                              long column, int columns)
 {
@@ -322,7 +329,7 @@ INLINE void NAME(prefetch_c)(const struct linear *linear, const struct product *
 }
 
 #if HAS_BF16_DOT
-/* int8_to_words for twice as many. */
+/* int8_to_words for pairs, two vectors at a time. */
 static __attribute__((target("avx512vbmi"))) void NAME(int8_lines_to_bf16)(const int8_t *from, long count, uint32_t *to)
 {
     for (long i = 0; i < count; i += 2 * LANES) {
@@ -332,8 +339,8 @@ static __attribute__((target("avx512vbmi"))) void NAME(int8_lines_to_bf16)(const
 }
 #endif
 
-/* ``count`` words, a multiple of LANES, from bytes; every int8 is a bfloat16 without rounding. Bytes further on are
- * fetched one line after the other: many at once would be waited for. */
+/* Convert int8 to ``count`` words, a multiple of LANES; every int8 is exact in bfloat16. Input further ahead is
+ * prefetched line by line: many prefetches at once would stall. */
 static void NAME(int8_to_words)(const int8_t *from, long count, int pairs, uint32_t *to)
 {
     long i = 0;
@@ -368,7 +375,8 @@ static void NAME(int8_to_words)(const int8_t *from, long count, int pairs, uint3
     }
 }
 
-/* A panel of bytes for rows [start, end), of which the product has sums, or at most MC_INT8_TILES tiles. */
+/* Multiply one panel of int8 by rows [start, end), at most MC_INT8_TILES tiles unless the product has memory for
+ * sums. */
 static void NAME(int8_panel)(const struct linear *linear, const struct product *product, long start, long end,
                              long panel)
 {
@@ -384,7 +392,8 @@ static void NAME(int8_panel)(const struct linear *linear, const struct product *
         sums = product->sums + start * sums_row + column - product->sums_first;
     }
     uint32_t some[KC_INT8_STEPS * NR];
-    long part = end - start > 3 * MR ? KC_INT8_STEPS : KC_STEPS; /* many rows have many sums to come back to */
+    long part = end - start > 3 * MR ? KC_INT8_STEPS : KC_STEPS; /* many rows have more sums to load and store per
+                                                                    slice */
     for (long done = 0; done < steps; done += part) {
         long now = steps - done < part ? steps - done : part;
         const int8_t *here = weight + words_wide * done * each;
@@ -408,14 +417,14 @@ static void NAME(int8_panels)(const struct linear *linear, const struct product 
             NAME(int8_panel)(linear, product, start, start + run < product->rows ? start + run : product->rows, panel);
 }
 
-/* Columns of panels [first, last) for all rows, which stay in second-level cache beside a panel; those with few tiles
- * meet some steps of the panel after the other, which stay in first-level cache. The first tiles bring what comes next
- * nearer. */
+/* Columns of panels [first, last) for all rows, which stay in the second-level cache beside a panel. With at most
+ * KC_LOOP_TILES row tiles, all of them are multiplied by one slice of the panel before the next slice, which so stays
+ * in the first-level cache. The first row tiles prefetch what comes next. */
 static void NAME(word_panels)(const struct linear *linear, const struct product *product, long first, long last)
 {
     enum word_format as = words_of(linear->type, linear->halves);
     long each = as == PAIRS ? 2 : 1, steps = product->in / each, stride = product->in_row / each;
-    long word = as == HALVES ? 2 : 4; /* bytes that become one */
+    long word = as == HALVES ? 2 : 4; /* bytes of the panel per word */
     long padded = linear->columns, tiles = (product->rows + MR - 1) / MR;
     long ahead = tiles <= KC_LOOP_TILES ? KC_STEPS : linear->in / each,
         some = tiles > 1 && ahead < steps ? ahead : steps;
@@ -477,7 +486,7 @@ static void NAME(linear_panels)(const struct linear *linear, const struct produc
 INLINE void NAME(norm_row)(const struct norm *norm, const void *from, long at, void *to, long out, enum type type)
 {
     long dim = norm->dim, i = 0;
-    floats squares[4] = {}; /* a sum waits for the one before it */
+    floats squares[4] = {}; /* four sums, so that an addition need not wait for the one before it */
     float rest = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES)
         UNROLL for (int v = 0; v < 4; v++) {
@@ -541,8 +550,8 @@ INLINE void NAME(rotate_typed)(const struct rotary *rotary, void *x, long rows, 
         }
 }
 
-/* Queries and keys of rows [rows][query heads, key heads, ...], in place: normed by head if there is a norm, and
- * rotated. */
+/* Apply the per-head norm, if any, and the rotary embedding to the queries and keys of rows [rows][query heads, key
+ * heads, ...], in place. */
 static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, const void *cos, const void *sin,
                               int type)
 {
@@ -552,10 +561,10 @@ static void NAME(rotate_rows)(const struct rotary *rotary, void *x, long rows, c
         NAME(rotate_typed)(rotary, x, rows, cos, sin, BFLOAT16);
 }
 
-/* -- the largest number -------------------------------------------------------------------------------------------- */
+/* -- argmax -------------------------------------------------------------------------------------------------------- */
 
-/* Index of the largest of ``columns`` numbers from ``at`` on, the first among equals; -1 if one is not a number or the
- * largest is infinite. Two passes: several vectors at a time can be compared when nobody asks which one it was. */
+/* Index of the largest of ``columns`` numbers from ``at`` on, the first among equals; -1 if one of them is NaN or the
+ * largest is infinite. Two passes: finding the maximum of several vectors at a time is faster without their indices. */
 INLINE int64_t NAME(argmax_row)(const void *from, long at, long columns, enum type type)
 {
     floats best[4] = {NAME(broadcast)(-INFINITY), NAME(broadcast)(-INFINITY), NAME(broadcast)(-INFINITY),

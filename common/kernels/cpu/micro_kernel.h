@@ -1,8 +1,8 @@
-/* The one product that everything here is made of: a few rows times a packed panel, accumulated in registers.
+/* The GEMM micro-kernel: up to MR rows of A times a packed panel of B, accumulated in registers.
  *
- * Rows are ``steps`` words each (a word is a float32 or a pair of bfloat16, see vectors.h). A panel holds ``steps`` times
- * ``width * LANES`` of them, so it is read once from front to back. Where they lie as HALVES each becomes a float32 when
- * it is read, beside the products, which other units of the processor do.
+ * A row of A is ``steps`` words (a word is a float32 or a pair of bfloat16, see vectors.h). A panel is [steps][width *
+ * LANES] words and is read once from front to back. In the HALVES format the panel holds bfloat16, and each element
+ * becomes a float32 when it is loaded; other execution units than those of the products do this.
  */
 
 #undef LOCALITY_ONE_TILE
@@ -37,15 +37,20 @@ INLINE floats NAME(fma)(floats sum, uint32_t a, words b, enum word_format as)
 #endif
 }
 
-/* What of a tile's sums is kept when more steps are added to them. */
+/* ``keep`` of micro_kernel after its first KC_STEPS steps: all previous sums are kept. */
 static const float NAME(keep_all)[MR] = {[0 ... MR - 1] = 1};
 
-/* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v], or without the first part where ``keep`` is NULL; rows
- * of sums are ``sums_row`` apart. Every KC_STEPS steps are summed from zero and then added to the sums: the error of a
- * sum of n steps grows as the root of KC_STEPS + n / KC_STEPS instead of that of n, and a caller that comes back to
- * its sums after whole blocks of steps gets the same bits as one that does not. ``next`` is brought nearer, ``lines``
- * cache lines per step (of HALVES as many as a step has, if any); more than one are not kept beyond first-level cache,
- * since few rows want them: what the rest of the process works on stays in the others. Not so where PREFETCH_TO_L2. */
+/* sums[r][v] = sums[r][v] * keep[r] + rows[r] . panel[.][v]; without the first term where ``keep`` is NULL. Rows of
+ * sums are ``sums_row`` floats apart.
+ *
+ * Each slice of KC_STEPS steps is summed from zero and then added to the sums. The error of a sum of n steps then grows
+ * as sqrt(KC_STEPS + n / KC_STEPS) instead of sqrt(n), and a caller that splits the steps at multiples of KC_STEPS gets
+ * the same bits as one that does not.
+ *
+ * ``next`` is prefetched, ``lines`` cache lines per step (for HALVES as many lines as a step has, if ``lines`` is not
+ * 0). More than one line per step means that few row tiles use the panel: it then goes to the first-level cache only,
+ * and what the rest of the process works on stays in the others. Where PREFETCH_TO_L2 is set, the levels differ
+ * (LOCALITY_*). */
 INLINE void NAME(micro_kernel)(int rows, int width, enum word_format as, const uint32_t *row, long row_stride,
                                const void *panel, long steps, float *sums, long sums_row, const float *keep,
                                const char *next, int lines)
@@ -105,7 +110,7 @@ INLINE void NAME(micro_kernel)(int rows, int width, enum word_format as, const u
 #define MICRO_KERNEL_WIDTHS(r) MICRO_KERNEL_CASE(r, 1) MICRO_KERNEL_CASE(r, 2)
 #endif
 
-/* The same with a number of rows and vectors that is only known now: one loop per pair of them. */
+/* The same with ``rows`` and ``width`` known only at run time: one unrolled loop for each combination. */
 INLINE void NAME(micro_kernel_any)(int rows, int width, enum word_format as, const uint32_t *row, long row_stride,
                                    const void *panel, long steps, float *sums, long sums_row, const float *keep,
                                    const char *next, int lines)
@@ -126,6 +131,7 @@ INLINE void NAME(micro_kernel_any)(int rows, int width, enum word_format as, con
 #define MICRO_KERNEL_AS(as, lines)                                                                                    \
     NAME(micro_kernel_any)(rows, width, as, row, row_stride, panel, steps, sums, sums_row, keep, next, lines)
 
+/* The same with format and ``lines`` known only at run time; ``lines`` is rounded up to 0, 1, 2 or 4 (0 for FLOATS). */
 static void NAME(gemm_tile)(int rows, int width, enum word_format as, const uint32_t *row, long row_stride,
                             const void *panel, long steps, float *sums, long sums_row, const float *keep,
                             const char *next, int lines)
@@ -134,7 +140,7 @@ static void NAME(gemm_tile)(int rows, int width, enum word_format as, const uint
         MICRO_KERNEL_AS(HALVES, 1);
     else if (as == HALVES)
         MICRO_KERNEL_AS(HALVES, 0);
-    else if (as == FLOATS) /* fetching ahead gains nothing, as so many bytes are read for each product */
+    else if (as == FLOATS) /* no prefetch: so many bytes are read per product that it gains nothing */
         MICRO_KERNEL_AS(FLOATS, 0);
     else if (!lines)
         MICRO_KERNEL_AS(PAIRS, 0);

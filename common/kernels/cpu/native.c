@@ -1,7 +1,7 @@
-/* Kernels for CPUs, called with raw pointers by common/kernels/cpu/__init__.py.
+/* CPU kernels, called with raw pointers by common/kernels/cpu/__init__.py.
  *
- * Each kernel is written once, in the header of its name, and compiled for every variant of the instruction set below;
- * which one runs is found out at start. Threads are those of OpenMP, the same that torch uses, and those of borrow.h.
+ * Each kernel is written once, in the header named after it, and compiled for every instruction set variant below; the
+ * variant that runs is chosen at start. Threads are those of OpenMP, shared with torch, and the helpers of borrow.h.
  */
 #define _GNU_SOURCE
 #include <float.h>
@@ -17,7 +17,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #define LOAD_TILE_SHAPE(shape) __asm__ volatile("ldtilecfg %0" ::"m"(shape))
-#ifdef FAKE_TILES /* a header that does in C what tile registers do: for tests where there are none */
+#ifdef FAKE_TILES /* a header that emulates tile registers in C, for tests on processors without AMX */
 #include FAKE_TILES
 #endif
 #endif
@@ -30,29 +30,30 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum type { FLOAT32, BFLOAT16, FLOAT16 };
-/* float32; two bfloat16; float32 that lie in memory as one bfloat16; an int8 for each element */
+/* Formats of operands: float32; pairs of bfloat16; float32 stored as the bfloat16 that equals it; one int8 per
+ * element. */
 enum word_format { FLOATS, PAIRS, HALVES, BYTES };
 
 static enum word_format words_of(int type, int halves) { return type == BFLOAT16 ? PAIRS : halves ? HALVES : FLOATS; }
 
-/* -- attention: what Python gives ---------------------------------------------------------------------------------- */
+/* -- attention: what Python passes --------------------------------------------------------------------------------- */
 
-#define TOKENS 64    /* positions of a tile: packed keys and values stay in the first or second-level cache */
-#define SPAN 128     /* positions that many rows meet in tile registers at a time, whole tiles */
-#define SPAN_ROWS 32 /* of these rows, how many at a time */
-#define GROUP 16     /* positions that are packed together: every block size is a multiple of it */
-#define MIN_TASK_ROWS 384 /* query rows times heads of a group that are worked on at a time, at least */
-#define MAX_UNPACKED_ROWS 4 /* query rows times heads of a group for which keys and values are not packed */
-#define PAGE 4096    /* bytes of memory that are found at once */
+#define TOKENS 64    /* positions of a tile: its packed keys and values stay in the first or second-level cache */
+#define SPAN 128     /* positions that many rows are multiplied by at a time in tile registers: whole tiles */
+#define SPAN_ROWS 32 /* how many of these rows at a time */
+#define GROUP 16     /* positions that are packed together: every block size is a multiple */
+#define MIN_TASK_ROWS 384 /* query rows times heads of a group in one task, at least */
+#define MAX_UNPACKED_ROWS 4 /* most query rows times heads of a group that are attended without packing */
+#define PAGE 4096    /* bytes of a memory page */
 #define LOG2_E 1.44269504f
-#define MIN_PART_TOKENS 512 /* least positions of a part when the positions of a sequence are split over threads */
+#define MIN_PART_TOKENS 512 /* least positions per part when the positions of a sequence are split over threads */
 
 struct layer {
-    const char *keys, *values; /* of block 0, [block_size, kv_heads, dim]; the next block is block_bytes further */
+    const char *keys, *values; /* block 0: [block_size, kv_heads, dim]; block i is i * block_bytes further */
     const float *sinks;        /* [kv_heads * group] or NULL */
     int64_t block_bytes, block_size, window; /* window 0: none */
     int32_t kv_heads, group, k_dim, v_dim, type, element_bytes;
-    float scaling, softcap; /* softcap 0: none */
+    float scaling, softcap; /* softcap 0: no cap */
 };
 
 struct spans {
@@ -63,23 +64,23 @@ struct spans {
 
 struct call {
     const void *query;
-    void *out;                       /* [rows, kv_heads * group, v_dim] */
-    int64_t query_row, query_head; /* elements from row to row and from head to head */
+    void *out;                     /* [rows, kv_heads * group, v_dim] */
+    int64_t query_row, query_head; /* elements between rows, and between heads */
 };
 
-struct task { /* some rows and heads of a span over positions [first, last) */
+struct task { /* some rows and heads of a span, over positions [first, last) */
     const struct call *call;
-    const struct task *next; /* what is probably worked on after it, or NULL */
+    const struct task *next; /* the task that is probably computed next, or NULL (for prefetching) */
     const int32_t *table;
     long row, rows, position, first, last;
     int head, heads;
-    long part; /* where its partial result goes, -1 when it sees all positions */
+    long part; /* index of its partial result; -1 if it sees all positions */
 };
 
 struct scratch {
     uint32_t *query, *keys, *values;
     float *scores, *weights, *shrink, *out; /* of a tile of rows; out: of all rows */
-    float *highest, *sums, *total; /* of each row: score times log2 e, sums of the weights by lane and of all lanes */
+    float *highest, *sums, *total; /* per row: highest score times log2 e; sum of weights by lane; total over lanes */
 };
 
 #define KEY_STEPS(layer, pairs) ((pairs) ? ((layer)->k_dim + 1) / 2 : (layer)->k_dim)
@@ -98,28 +99,26 @@ INLINE const char *value_row(const struct layer *layer, const int32_t *table, lo
            place * layer->v_dim * layer->element_bytes;
 }
 
-/* -- layers: what Python gives ------------------------------------------------------------------------------------- */
+/* -- layers: what Python passes ------------------------------------------------------------------------------------ */
 
-#define KC_STEPS 64           /* of a panel that stay in first-level cache while they meet all rows of a run, and that
-                                 are summed from zero */
-#define KC_INT8_STEPS 384     /* the same in second-level cache, of a panel of bytes, for many rows */
-#define PREFETCH_INT8_BYTES (16 << 10) /* from bytes that become words to those that are fetched */
-#define MC_INT8_TILES 32      /* tiles of rows in a run against a panel of bytes */
-#define A_BLOCK_BYTES (768 << 10) /* of the rows that are multiplied by one panel after the other */
-#define AMX_A_BLOCK_BYTES (1280 << 10) /* the same in tile registers, at most */
+#define KC_STEPS 64 /* steps of a panel that are summed from zero; they stay in L1 while all row tiles meet them */
+#define KC_INT8_STEPS 384              /* the same for int8 panels and many rows, in L2 */
+#define PREFETCH_INT8_BYTES (16 << 10) /* prefetch distance in int8 panels */
+#define MC_INT8_TILES 32               /* row tiles that meet an int8 panel at a time */
+#define A_BLOCK_BYTES (768 << 10)      /* of a block of A, which meets one panel after the other and stays in L2 */
+#define AMX_A_BLOCK_BYTES (1280 << 10) /* the same at most, with AMX */
 
-#define MIN_MC 96             /* rows: before there are fewer in a run, a chunk of each row is multiplied at a time */
-#define AMX_MIN_MC 192        /* the same where there are tiles, which are done with a weight sooner than memory is */
-#define MAX_MC 384            /* then: more rows would have shorter chunks, and more sums to come back to */
-#define MAX_KC 2048           /* elements, where a panel is met again: it stays in a cache beside the next one */
-#define KC_MULTIPLE 128       /* elements of which a chunk is a multiple: whole tiles, and KC_STEPS pairs, so that
-                                 sums come in one order */
-#define PARTIAL_C_BYTES (2 << 20) /* of what chunks come to, for a thread */
-#define FLOAT_PARTS 3         /* bfloat16 that a float32 is the sum of */
+#define MIN_MC 96        /* rows: a block of A that had fewer whole rows is cut into slices of kc elements */
+#define AMX_MIN_MC 192   /* the same with AMX, which is done with a weight sooner than memory delivers the next */
+#define MAX_MC 384       /* rows of a block that is cut so: more would make kc smaller and reload sums more often */
+#define MAX_KC 2048      /* elements: most of kc where several blocks meet a panel, which stays in cache */
+#define KC_MULTIPLE 128  /* elements: whole tiles, and KC_STEPS pairs, so that sums are added in the same order */
+#define PARTIAL_C_BYTES (2 << 20) /* per thread, of the partial sums between slices of kc */
+#define FLOAT_PARTS 3             /* bfloat16 parts of a float32 */
 
 enum activation { NONE, SILU, GELU_TANH };
 
-/* The bfloat16 that equals each number from 0 to 127: the lower bytes of all, then the upper ones. */
+/* The bfloat16 of each number from 0 to 127: the lower bytes of all, then the upper bytes of all. */
 static uint8_t bf16_of_byte[2][128] __attribute__((aligned(64)));
 
 static __attribute__((constructor)) void fill_tables(void)
@@ -133,21 +132,23 @@ static __attribute__((constructor)) void fill_tables(void)
     }
 }
 
-struct linear { /* y = x @ weight.T + bias; with an activation, of every other vector of columns times its neighbour */
-    const void *packed; /* words, or halves of them; with a scale bytes: an int8 for each element of a word */
-    const float *bias;  /* [columns] or NULL */
-    const float *scale; /* [columns] or NULL: what the weights of a column are multiples of */
+struct linear { /* y = x @ weight.T + bias; with an activation, that of every other vector of columns times its
+                   neighbour */
+    const void *packed;       /* words, or halves of them; with a scale, one int8 per element */
+    const float *bias;        /* [columns] or NULL */
+    const float *scale;       /* [columns] or NULL: factor of the int8 of each column */
     int64_t in, columns, out; /* columns: of the weight, rounded up to vectors; out: elements that are written */
     int32_t type, activation;
-    int32_t halves; /* whether a float32 is packed as the bfloat16 that it equals */
+    int32_t halves; /* whether a float32 weight is packed as the bfloat16 that equals it */
 };
 
 struct product {
-    const void *from, *add; /* add: [rows, out_row], is added to the result; may be the same as ``to``, or NULL */
+    const void *from, *add; /* add: [rows, out_row], added to the result; may be ``to``, or NULL */
     void *to;
-    int64_t rows, in_row, out_row; /* elements from row to row */
-    int64_t first, in; /* of the elements that are summed those that are there: ``from`` begins with the first */
-    float *sums;       /* [rows, sums_row], of columns from sums_first on: what those before came to; NULL if all are */
+    int64_t rows, in_row, out_row; /* in_row, out_row: elements between rows */
+    int64_t first, in; /* the slice of summed elements that ``from`` holds */
+    float *sums;       /* [rows, sums_row], of columns from sums_first on: partial sums of earlier slices; NULL if
+                          there is one slice */
     int64_t sums_row, sums_first;
 };
 
@@ -158,11 +159,12 @@ struct norm {
 };
 
 struct rotary {
-    int64_t row, query_heads, key_heads, dim, rotated; /* row: elements from row to row; rotated: of dim, the first */
-    struct norm query_norm, key_norm;                  /* per head; no weight: none */
+    int64_t row, query_heads, key_heads, dim, rotated; /* row: elements between rows; rotated: how many of dim, the
+                                                          first */
+    struct norm query_norm, key_norm;                  /* per head; weight NULL: none */
 };
 
-struct decoder_layer { /* the attention's heads are those of the rotary embedding */
+struct decoder_layer { /* the attention has the heads of the rotary embedding */
     const struct norm *input_norm, *mlp_norm;
     const struct linear *qkv, *out, *gate_up, *down;
     const struct rotary *rotary;
@@ -174,19 +176,19 @@ struct decoder {
     int64_t count;
     const void *embedding; /* [vocabulary, hidden size] */
     int64_t vocabulary;
-    const void *cos, *sin; /* [positions, rotated], of all that a pass may have */
+    const void *cos, *sin; /* [positions, rotated], of every position a pass may have */
     const struct norm *norm;
     const struct linear *head;
 };
 
 struct pass { /* the rows of one step on their way through the decoder */
-    const int64_t *ids, *positions, *block, *offset; /* [rows] each; the last two: the place of a row in the pool */
-    const int64_t *keep;                             /* [kept] rows that become logits, ascending */
+    const int64_t *ids, *positions, *block, *offset; /* [rows] each; block, offset: a row's place in the pool */
+    const int64_t *keep;                             /* [kept] rows that need logits, ascending */
     const struct spans *spans;
     void *logits;                                   /* [kept, vocabulary] */
-    int64_t *peaks;                                 /* [kept], as of tandem_peaks */
-    void *hidden, *normed, *qkv, *attended, *gated; /* room for what is computed on the way, [rows, ...] each; for gated
-                                                       a cache line more of each row */
+    int64_t *peaks;                                 /* [kept], as tandem_peaks writes them */
+    void *hidden, *normed, *qkv, *attended, *gated; /* buffers for intermediate results, [rows, ...] each; rows of
+                                                       gated have room for one cache line more */
     void *cos, *sin;                                /* [rows, rotated] */
     int64_t rows, kept;
     int32_t threads;
@@ -197,7 +199,7 @@ struct pass { /* the rows of one step on their way through the decoder */
 struct variant {
     const char *name;
     int lanes, nr, task_rows;
-    int mr, one_pass_rows; /* rows that meet a panel at a time, and up to which they meet it once, or in first-level cache */
+    int mr, one_pass_rows; /* rows that meet a panel at a time; most rows that read a panel once, or again from L1 */
     void (*attend_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*write_rows)(const struct layer *, const struct task *, const struct scratch *);
     void (*pack_b)(const void *, long, long, enum word_format, void *);
@@ -207,7 +209,7 @@ struct variant {
     uint64_t (*read_words)(const uint64_t *, long, long);
     void (*rotate_rows)(const struct rotary *, void *, long, const void *, const void *, int);
     void (*argmax_rows)(const void *, long, long, int, int64_t *);
-    void (*split_row)(const float *, long, uint16_t *); /* NULL where there are no tiles to multiply float32 */
+    void (*split_row)(const float *, long, uint16_t *); /* NULL without AMX, which multiplies float32 in parts */
 };
 
 #define VARIANT(text, mr, one_pass_rows, split)                                                                        \
@@ -215,9 +217,9 @@ struct variant {
      NAME(pack_b_int8), NAME(linear_panels), NAME(norm_rows), NAME(read_words), NAME(rotate_rows), NAME(argmax_rows),  \
      split}
 
-#define KC_LOOP_TILES 3 /* tiles of a run that meet some steps of a panel before they meet the next ones */
-#define PREFETCH_TO_L2 0 /* whether what is fetched ahead comes into second-level cache: of what Zen 4 fetches into the
-                         first so little is under way at a time that it is half as fast as what it reads in a row */
+#define KC_LOOP_TILES 3 /* most row tiles that are all multiplied by one slice of a panel before the next slice */
+#define PREFETCH_TO_L2 0 /* whether the micro-kernel prefetches into L2: Zen 4 allows so few prefetches into L1 at a
+                            time that they reach half the bandwidth of sequential reads */
 #ifdef X86
 #define LANES 16
 #define NR_VECTORS 4
@@ -236,7 +238,7 @@ struct variant {
 #pragma GCC pop_options
 #endif
 
-#ifdef FAKE_TILES /* the other variants are tested as they are installed: without them this is compiled much sooner */
+#ifdef FAKE_TILES /* leave the other variants out: they are tested as installed, and this compiles much sooner */
 #undef LANES
 #undef NR_VECTORS
 #undef MR
@@ -317,7 +319,7 @@ static const struct variant *const variants[] = {
 static const struct variant *active = &variant_portable;
 
 #ifdef AMX
-/* Whether there are tile registers, and the kernel lets this process use them: it has to be asked. */
+/* Whether the processor has AMX and the kernel lets this process use it, for which it must be asked. */
 static int request_amx(void)
 {
 #ifdef FAKE_TILES
@@ -356,10 +358,10 @@ static int runs_here(const struct variant *variant)
     return variant == &variant_portable;
 }
 
-/* Changes whenever what Python calls changes: a library left over from older sources is then not used. */
+/* Raised with every change of the interface to Python, so that a library of older sources is not used. */
 EXPORT int tandem_interface(void) { return 10; }
 
-/* Name of the ``index``-th variant that runs here, the fastest first; NULL behind the last. */
+/* The name of the ``index``-th variant that runs here, the fastest first; NULL after the last. */
 EXPORT const char *tandem_variant(int index)
 {
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
@@ -368,7 +370,7 @@ EXPORT const char *tandem_variant(int index)
     return NULL;
 }
 
-/* Makes the variant called ``name`` the one that runs; 0, or -1 if it does not run here. */
+/* Select the variant ``name``; returns 0, or -1 if it does not run here. */
 EXPORT int tandem_use(const char *name)
 {
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
@@ -379,12 +381,12 @@ EXPORT int tandem_use(const char *name)
     return -1;
 }
 
-/* -- memory for a thread's intermediate results -------------------------------------------------------------------- */
+/* -- a thread's memory for intermediate results -------------------------------------------------------------------- */
 
 static __thread char *thread_memory;
 static __thread size_t thread_bytes;
 
-/* At least ``bytes`` bytes of this thread's own, kept for its next call; NULL if there are none. */
+/* At least ``bytes`` bytes for this thread, kept for its next call; NULL if out of memory. */
 static char *thread_scratch(size_t bytes)
 {
     if (bytes > thread_bytes) {
@@ -400,7 +402,7 @@ static char *thread_scratch(size_t bytes)
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
-/* Parts of ``bytes`` of scratch, rounded up to cache lines; adds to ``at``. */
+/* Reserve ``bytes`` of scratch, rounded up to cache lines; advances ``at``. NULL if ``memory`` is, to add up sizes. */
 static void *arena_alloc(char *memory, size_t *at, size_t bytes)
 {
     char *part = memory ? memory + *at : NULL;
@@ -411,7 +413,8 @@ static void *arena_alloc(char *memory, size_t *at, size_t bytes)
 static size_t layout_scratch(const struct layer *layer, long rows, char *memory, struct scratch *s)
 {
     long padded = ROUND_UP(layer->v_dim, active->nr), tokens = ROUND_UP(TOKENS, active->nr);
-    long tile = ROUND_UP(rows, 16); /* few rows of all heads are one, and are transposed 16 at a time */
+    long tile = ROUND_UP(rows, 16); /* rows of all heads form one tile when they are few, and are transposed 16 at a
+                                       time */
     size_t scores = tile * tokens * 4, span = 2 * SPAN_ROWS * SPAN * 4;
     size_t at = 0;
     s->query = arena_alloc(memory, &at, rows * layer->k_dim * 4 + 4 * rows);
@@ -462,8 +465,9 @@ static int add_parts(struct tasks *tasks, struct task task, long parts)
     return 0;
 }
 
-/* A span with few rows is one task of all heads, so that its KV is read in the order in which it lies, or several that
- * share its positions if there are fewer than threads. One with many rows becomes a task per head and run of rows. */
+/* Add the tasks of span ``i``. One with few rows is one task of all heads, so that its KV is read in memory order, or
+ * several that split its positions if there are fewer spans than needed to keep all threads busy. One with many rows
+ * becomes a task per head and run of rows. Returns 0, or -1 if out of memory. */
 static int add_span(struct tasks *tasks, const struct layer *layer, const struct spans *spans, long i, int threads)
 {
     struct task task = {.table = spans->tables + spans->table_at[i]};
@@ -491,7 +495,7 @@ static int add_span(struct tasks *tasks, const struct layer *layer, const struct
     return 0;
 }
 
-/* Adds the partial result of one task, [rows of all heads][padded + 2], to what ``s`` holds. */
+/* Merge the partial result of one task, [rows of all heads][padded + 2], into ``s``. */
 static void merge_part(const struct scratch *s, const float *part, long rows, long padded)
 {
     for (long i = 0; i < rows; i++, part += padded + 2) {
@@ -541,13 +545,13 @@ static int merge_parts(const struct layer *layer, const struct tasks *tasks, con
     return 0;
 }
 
-/* All tasks of a call. */
+/* One call of tandem_attend, shared by its threads. */
 struct attend_job {
     const struct layer *layer;
     const struct tasks *tasks;
     float *parts;
-    size_t bytes; /* of scratch */
-    long rows;    /* room for partial results of so many rows of all heads */
+    size_t bytes; /* of scratch per thread */
+    long rows;    /* most rows of all heads of a task */
     int failed;
 };
 
@@ -572,7 +576,7 @@ static void attend_part(void *of, long i)
                   padded);
 }
 
-/* Attention of all spans' rows; 0, or -1 when there is no memory for it. */
+/* Attention of the rows of all spans; returns 0, or -1 if out of memory. */
 EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, const void *query, void *out,
                          int64_t query_row, int64_t query_head, int threads)
 {
@@ -611,27 +615,27 @@ EXPORT int tandem_attend(const struct layer *layer, const struct spans *spans, c
 
 /* -- layers -------------------------------------------------------------------------------------------------------- */
 
-/* Floats per vector of the variant that runs: weights are packed for it. */
+/* Floats per vector of the selected variant; weights are packed for it. */
 EXPORT int tandem_lanes(void) { return active->lanes; }
 
-/* ``weight`` [columns, in] to ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: of that type too,
- * or as ``halves`` bfloat16 for rows of float32. ``in`` is even. */
+/* Pack ``weight`` [columns, in] into ``to``, ROUND_UP(columns, lanes) * in elements, for rows of ``type``: in that
+ * type, or with ``halves`` as bfloat16 for rows of float32. ``in`` is even. */
 EXPORT void tandem_pack(const void *weight, int64_t columns, int64_t in, int type, int halves, void *to)
 {
     active->pack_b(weight, columns, in, words_of(type, halves), to);
 }
 
-/* The same of int8 [columns, in], for rows of ``type``. */
+/* The same for int8 [columns, in]. */
 EXPORT void tandem_pack_bytes(const int8_t *weight, int64_t columns, int64_t in, int type, int8_t *to)
 {
     active->pack_b_int8(weight, columns, in, type == BFLOAT16 || active->split_row, to);
 }
 
-/* A product whose columns are worked on some panels at a time. */
+/* A product shared by threads, ``each`` panels per part. */
 struct gemm_job {
     const struct linear *linear;
     const struct product *product;
-    long first, last, each; /* panels */
+    long first, last, each;
 };
 
 static void gemm_part(void *of, long i)
@@ -641,7 +645,7 @@ static void gemm_part(void *of, long i)
     active->linear_panels(work->linear, work->product, first, last < work->last ? last : work->last);
 }
 
-/* Columns of panels [first, last). */
+/* Compute the columns of panels [first, last). */
 static void gemm_panels(const struct linear *linear, const struct product *product, long first, long last, int threads)
 {
     long panels = last - first;
@@ -664,10 +668,10 @@ static void gemm_panels(const struct linear *linear, const struct product *produ
         active->linear_panels(linear, product, first + panels * i / threads, first + panels * (i + 1) / threads);
 }
 
-/* How the rows of a product are taken: ``run`` at a time, and ``chunk`` elements of each, so that they stay in
- * second-level cache while all columns of ``panels`` meet them. */
+/* The blocking of a GEMM, as BLIS calls it: ``mc`` rows of A times ``kc`` elements stay in the second-level cache while
+ * they meet all columns of ``nc_panels`` panels of B. */
 struct blocking {
-    long mc, kc, nc_panels, packed_row, sums_row; /* the last two: bytes, and floats */
+    long mc, kc, nc_panels, packed_row, sums_row; /* packed_row in bytes, sums_row in floats */
     int split, packed;
 };
 
@@ -680,7 +684,8 @@ static struct blocking choose_blocking(const struct linear *linear, long rows, l
         fits = AMX_A_BLOCK_BYTES;
     long bytes = blocking.split ? 2 * FLOAT_PARTS : size, most = fits / (linear->in * bytes), chunks = 1;
     int least = active->split_row ? AMX_MIN_MC : MIN_MC;
-    int below_least = most < rows && most < least; /* weights would be read from memory for a few rows at a time */
+    int below_least = most < rows && most < least; /* whole rows would mean reading the weight from memory for a few
+                                                      rows at a time */
     most = below_least ? MAX_MC : most ? most : 1;
     long runs = (rows + most - 1) / most;
     blocking.mc = ROUND_UP((rows + runs - 1) / runs, active->mr);
@@ -696,14 +701,14 @@ static struct blocking choose_blocking(const struct linear *linear, long rows, l
         blocking.sums_row = blocking.nc_panels * active->nr;
         blocking.sums_row += blocking.sums_row * (long)sizeof(float) % PAGE ? 0 : 16;
     }
-    /* Of rows that are whole pages apart a cache keeps few. */
+    /* A cache keeps few rows that are whole pages apart: they share its sets. */
     blocking.packed = blocking.split || blocking.sums_row || (rows >= active->mr && in_row * size % PAGE == 0);
     blocking.packed_row = blocking.kc * bytes;
     blocking.packed_row += blocking.packed_row % PAGE ? 0 : 64;
     return blocking;
 }
 
-/* The product's rows, as many elements of each as it has, behind one another to ``packed``. */
+/* Pack the rows of the product (A), product->in elements each, contiguously into ``packed``. */
 static void pack_a(const struct blocking *blocking, const struct product *product, long size, char *packed, int threads)
 {
     const char *from = product->from;
@@ -717,7 +722,7 @@ static void pack_a(const struct blocking *blocking, const struct product *produc
     }
 }
 
-/* 0, or -1 when there is no memory for it. */
+/* to[rows, out] = from[rows, in] through ``linear``, plus ``add`` unless NULL; returns 0, or -1 if out of memory. */
 EXPORT int tandem_linear(const struct linear *linear, const void *from, void *to, const void *add, int64_t rows,
                          int64_t in_row, int64_t out_row, int threads)
 {
@@ -767,14 +772,14 @@ EXPORT void tandem_rotate(const struct rotary *rotary, void *x, int64_t rows, co
     active->rotate_rows(rotary, x, rows, cos, sin, type);
 }
 
-/* To ``peaks`` [rows] where in each row [columns] of ``from`` its largest number stands, -1 if it has none that is
+/* Write to ``peaks`` [rows] the index of the largest number of each row [columns] of ``from``; -1 if it is not
  * finite. */
 EXPORT void tandem_peaks(const void *from, int64_t rows, int64_t columns, int type, int64_t *peaks)
 {
     active->argmax_rows(from, rows, columns, type, peaks);
 }
 
-/* Rows of keys and values into their slots: row i to place ``offset[i]`` of block ``block[i]``. */
+/* Store the keys and values of row i at offset ``offset[i]`` of block ``block[i]``, for all rows. */
 EXPORT void tandem_store(const struct layer *layer, const char *key, const char *value, int64_t rows, int64_t key_row,
                          int64_t value_row, const int64_t *block, const int64_t *offset)
 {
@@ -789,21 +794,21 @@ EXPORT void tandem_store(const struct layer *layer, const char *key, const char 
 
 /* -- a whole decoder ----------------------------------------------------------------------------------------------- */
 
-/* Rows ``from[index[i]]`` of ``bytes`` each, behind one another. */
+/* Copy the rows ``from[index[i]]``, ``bytes`` each, contiguously. */
 static void gather_rows(void *to, const void *from, const int64_t *index, int64_t rows, size_t bytes)
 {
     for (long i = 0; i < rows; i++)
         memcpy((char *)to + i * bytes, (const char *)from + index[i] * bytes, bytes);
 }
 
-/* Of ``rows`` of ``bytes`` each those of ``index``, which ascends, in front. */
+/* Move the rows of ``index`` (ascending) to the front of ``rows``, ``bytes`` each. */
 static void compact_rows(void *rows, const int64_t *index, int64_t count, size_t bytes)
 {
     for (long i = 0; i < count; i++)
         memmove((char *)rows + i * bytes, (const char *)rows + index[i] * bytes, bytes);
 }
 
-/* What stands before the layers: the rows of their tokens, and the angles of their positions; -1 if a token is none. */
+/* Look up the embeddings and rotary angles of all rows; returns -1 if a token is outside the vocabulary. */
 static int embed_rows(const struct decoder *decoder, const struct pass *pass)
 {
     for (long i = 0; i < pass->rows; i++)
@@ -817,7 +822,7 @@ static int embed_rows(const struct decoder *decoder, const struct pass *pass)
     return 0;
 }
 
-/* The first half of a layer: this step's keys and values into the pool; -1 when there is no memory for it. */
+/* The first half of a layer: store this step's keys and values in the pool; returns -1 if out of memory. */
 static int store_kv(const struct decoder_layer *layer, const struct pass *pass)
 {
     const struct rotary *rotary = layer->rotary;
@@ -833,16 +838,16 @@ static int store_kv(const struct decoder_layer *layer, const struct pass *pass)
     return 0;
 }
 
-/* Elements from row to row of what the last layer of a half reads: a cache line more where rows would be whole pages
- * apart, of which a cache keeps few. */
+/* Elements between rows of the down projection's input: one cache line more where rows would be whole pages apart, of
+ * which a cache keeps few. */
 static int64_t gated_row(const struct linear *down)
 {
     long size = down->type == BFLOAT16 ? 2 : 4;
     return down->in * size % PAGE ? down->in : down->in + 64 / size;
 }
 
-/* The second half: attention over the pool, and the gated layers behind it; -1 when there is no memory for it. Nobody
- * needs more of the ``last`` layer's than the rows to keep, which come to stand in front. */
+/* The second half of a layer: attention over the pool, and the gated MLP; returns -1 if out of memory. In the ``last``
+ * layer only the rows to keep are computed after attention, and they move to the front. */
 static int attend_and_gate(const struct decoder_layer *layer, const struct pass *pass, int last)
 {
     const struct linear *out = layer->out, *gate_up = layer->gate_up, *down = layer->down;
@@ -865,7 +870,7 @@ static int attend_and_gate(const struct decoder_layer *layer, const struct pass 
                          pass->threads);
 }
 
-/* What stands behind the layers: logits of the rows to keep, and their peaks; -1 when there is no memory for it. */
+/* Compute the logits of the rows to keep, and their peaks; returns -1 if out of memory. */
 static int make_logits(const struct decoder *decoder, const struct pass *pass)
 {
     const struct linear *head = decoder->head;
@@ -876,10 +881,10 @@ static int make_logits(const struct decoder *decoder, const struct pass *pass)
     return 0;
 }
 
-/* Halves [first, last) of the layers, two each, with what stands before the first and behind the last of all. Whoever
- * has something to do between a layer's halves, when its keys and values are in the pool, calls for some at a time: what
- * Python does between two kernels runs on cold caches and costs a decode step more than the kernels' call itself. 0; -1
- * when there is no memory, -2 for a token outside the vocabulary. */
+/* Run halves [first, last) of the decoder's layers, two per layer; the embedding comes before the first and the logits
+ * after the last of all. A caller with work between the halves of a layer, when its keys and values are in the pool,
+ * runs a few at a time. All in one call is faster: what Python does between two kernels runs on cold caches. Returns 0,
+ * -1 if out of memory, -2 for a token outside the vocabulary. */
 EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass, int64_t first, int64_t last)
 {
     if (first == 0 && embed_rows(decoder, pass))
@@ -894,7 +899,8 @@ EXPORT int tandem_decode(const struct decoder *decoder, const struct pass *pass,
 
 /* -- measuring ----------------------------------------------------------------------------------------------------- */
 
-/* Reads every byte of ``words`` [count], a multiple of 32, and returns something that depends on each of them. */
+/* Read every byte of ``words`` [count], a multiple of 32, and return a value that depends on each: measures memory
+ * bandwidth. */
 EXPORT uint64_t tandem_read(const uint64_t *words, int64_t count, int threads)
 {
     uint64_t total = 0;

@@ -1,6 +1,7 @@
-/* Changes of order that need whole registers of sixteen words. */
+/* Permutations that need registers of sixteen 32-bit words (AVX-512). */
 
-/* to[column][row] = from[row][column] for 16 rows of 16 words, ``stride`` bytes and ``step`` words apart. */
+/* to[column][row] = from[row][column] for 16 rows of 16 words. Source rows are ``stride`` bytes apart, destination rows
+ * ``step`` words. */
 INLINE void NAME(transpose_words)(const char *from, long stride, uint32_t *to, long step)
 {
     __m512i a[16], b[16];
@@ -16,7 +17,7 @@ INLINE void NAME(transpose_words)(const char *from, long stride, uint32_t *to, l
         a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
         a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
     }
-    /* a[4q + c] holds, for each of four lanes k, column 4k + c of rows 4q to 4q + 3 */
+    /* a[4q + c] holds, in each 128-bit lane k, column 4k + c of rows 4q to 4q + 3 */
     UNROLL16 for (int c = 0; c < 4; c++) {
         __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xDD);
         __m512i low2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
@@ -28,7 +29,8 @@ INLINE void NAME(transpose_words)(const char *from, long stride, uint32_t *to, l
     }
 }
 
-/* 32 words, each of an element of this row and the one below it; of ``live`` rows that are not zero. */
+/* Interleave 32 bfloat16 of a row with those of the row below it, giving 32 words. Of the two rows only the first
+ * ``live`` are read; the others count as zero. */
 INLINE void NAME(interleave)(const char *from, long stride, int live, __m512i *first, __m512i *second)
 {
     const __m512i low =

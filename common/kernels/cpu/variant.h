@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "layers.h"
 
-/* Tiles multiply so fast that packing keys and values has to be shared by more rows. */
+/* AMX multiplies so fast that more query rows have to share the cost of packing keys and values. */
 #if HAS_AMX
 #define TASK_ROWS (4 * MIN_TASK_ROWS)
 #define GEMM_MR AMX_MR

@@ -1,11 +1,13 @@
-/* The vectors of one variant, and how numbers become the 32-bit words that tiles multiply.
+/* Vector types and helpers of one variant, and the conversion of numbers to the 32-bit words that the GEMM multiplies.
  *
- * Included once per variant, between a target pragma and its end. A variant defines NAME(x)  the name of x in this
- * variant LANES    floats per vector, NR_VECTORS vectors and MR rows per register tile HAS_BF16_DOT  1 where
- * the processor multiplies pairs of bfloat16 (AVX512-BF16)
+ * Included once per variant, between a target pragma and its end. A variant defines:
+ *   NAME(x)         the name of x in this variant
+ *   LANES           floats per vector
+ *   NR_VECTORS, MR  vectors and rows of a register tile of the micro-kernel
+ *   HAS_BF16_DOT    1 where the processor multiplies pairs of bfloat16 (AVX512-BF16)
  *
- * A word is one float32, or two bfloat16 that follow one another in the summed dimension. Both are multiplied by
- * the same loop (micro_kernel.h); only the product of two vectors of words differs. float16 becomes float32 words.
+ * A word is one float32, or two bfloat16 that are adjacent in the summed dimension. The same loop (micro_kernel.h)
+ * multiplies both; only the product of two vectors of words differs. float16 is converted to float32 words.
  */
 
 #define NR (LANES * NR_VECTORS) /* columns of a packed panel */
@@ -24,7 +26,7 @@ INLINE floats NAME(select)(ints where, floats yes, floats no)
     return (floats)(((ints)yes & where) | ((ints)no & ~where));
 }
 
-/* The larger of each two; of ``a`` that is not a number ``b``. */
+/* Element-wise maximum; where ``a`` is NaN, ``b``. */
 INLINE floats NAME(max)(floats a, floats b)
 {
 #if LANES == 16
@@ -87,7 +89,7 @@ INLINE int NAME(any_equal)(floats x, float to)
 #endif
 }
 
-/* e^x for x <= 88, with a relative error below 2e-7; 1.2e-38 below -87. What is not a number stays so. */
+/* e^x for x <= 88, with a relative error below 2e-7; 1.2e-38 below -87; NaN for NaN. */
 INLINE floats NAME(exp)(floats x)
 {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
@@ -107,19 +109,19 @@ INLINE floats NAME(exp)(floats x)
     return p * (floats)power;
 }
 
-/* 2^x for x <= 127, with a relative error below 3e-7; 0 for what is too small. What is not a number stays so. */
+/* 2^x for x <= 127, with a relative error below 3e-7; 0 where the result is too small; NaN for NaN. */
 INLINE floats NAME(exp2)(floats x)
 {
 #if LANES == 16
-    x = NAME(max)(NAME(broadcast)(-200.0f), x); /* the rest of an infinite number would be none */
+    x = NAME(max)(NAME(broadcast)(-200.0f), x); /* -inf minus itself would be NaN */
     floats whole = (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     const float round = 12582912.0f; /* as in exp */
-    x = NAME(max)(NAME(broadcast)(-127.0f), x); /* whose power has no bits left */
+    x = NAME(max)(NAME(broadcast)(-127.0f), x); /* 2^-127 comes out as 0 below */
     floats shifted = x + round, whole = shifted - round;
 #endif
     floats rest = x - whole;
-    floats p = NAME(broadcast)(0.00132764720f); /* fitted to the relative error on [-0.5, 0.5] */
+    floats p = NAME(broadcast)(0.00132764720f); /* fitted to minimize the relative error on [-0.5, 0.5] */
     p = p * rest + 0.00967554148f;
     p = p * rest + 0.0555071327f;
     p = p * rest + 0.240221197f;
@@ -137,7 +139,7 @@ INLINE floats NAME(tanh)(floats x)
     floats wide = NAME(select)(x > 20.0f, NAME(broadcast)(20.0f), NAME(select)(x < -20.0f, NAME(broadcast)(-20.0f), x));
     floats e = NAME(exp)(wide * 2.0f);
     floats large = (e - 1.0f) / (e + 1.0f);
-    floats small = x - x * x * x * (1.0f / 3); /* the difference above loses digits near zero */
+    floats small = x - x * x * x * (1.0f / 3); /* e - 1 loses digits near zero */
     ints tiny = (x < 0.01f) & (x > -0.01f);
     return NAME(select)(tiny, small, large);
 }
@@ -164,8 +166,8 @@ INLINE void NAME(store_bf16)(uint16_t *to, floats x)
 }
 
 #if HAS_BF16_DOT
-/* ``width`` vectors of words, one or two, from the bytes of an int8 for each element; every int8 is a bfloat16 without
- * rounding. A table gives the bfloat16 of what each is without its sign. */
+/* Convert int8 elements to ``width`` (1 or 2) vectors of bfloat16 words; every int8 is exact in bfloat16. The table
+ * holds the bfloat16 of each absolute value, and the sign comes from the input. */
 INLINE __attribute__((target("avx512vbmi"))) void NAME(int8_line_to_bf16)(const void *from, int width, uint32_t *to)
 {
     const __m512i *tables = (const __m512i *)bf16_of_byte;
@@ -231,7 +233,8 @@ INLINE uint32_t NAME(float_bits)(float x)
     return bits;
 }
 
-/* Four vectors at a time, as fast as memory gives them; one word that depends on all. */
+/* XOR of all words [first, last), read four vectors at a time at memory bandwidth. The result depends on every load, so
+ * that the compiler keeps them all. */
 static uint64_t NAME(read_words)(const uint64_t *from, long first, long last)
 {
     words mixed[4] = {};
