@@ -1,4 +1,4 @@
-"""One engine for every role: the planner (pure), the batch, the runner and the sampler.
+"""Owns the engine of every role: the scheduler (pure), the flat batch, the runner and the sampler.
 
-Must not know: roles, sockets, HTTP. What differs between roles is given at construction.
+Must not know roles, sockets or HTTP: what differs between roles is given at construction.
 """

@@ -1,4 +1,4 @@
-"""One step as flat columns: all segments' rows behind one another, built once and shared by all layers."""
+"""One step as flat columns: the rows of all segments one after another, built once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from common.engine.sampler import SampleRow
 
 @dataclass(slots=True)
 class FlatStep:
-    """T rows of one step, in columns of int64 that C reads where they are.
+    """The T rows of one step, as int64 columns that C reads in place.
 
-    ``ids`` and ``positions`` [T], the latter restarting with every sequence; ``blocks`` and ``offsets`` [T] the slot of
-    each row in the pool; ``sampled`` the segments that want a token, and ``kept`` their last rows, or the first row if
-    there are none.
+    ``ids`` [T]: token ids. ``positions`` [T]: counted within each sequence. ``blocks`` and ``offsets`` [T]: the slot of
+    each row in the pool. ``spans``: one per segment. ``sampled``: indices of the segments that want a token. ``kept``:
+    the last row of each of these, or row 0 if there are none.
     """
 
     ids: array[int]
@@ -32,15 +32,15 @@ class FlatStep:
     sampled: list[int]
 
     def tensor(self, column: Literal["ids", "positions", "blocks", "offsets", "kept"]) -> torch.Tensor:
-        """A column as torch sees it, in the same memory."""
+        """Return a column as an int64 tensor over the same memory."""
         return torch.frombuffer(getattr(self, column), dtype=torch.int64)
 
 
 def flatten(batch: Batch, block_size: int) -> FlatStep:
-    """The columns of ``batch``, which has segments.
+    """Return the columns of ``batch``, which has at least one segment.
 
-    A decode step does this on caches that the model has just swept, so it is the memory that is touched which counts:
-    arrays of Python's and few objects.
+    In a decode step this runs when the model's weights have just swept the caches, so its cost is the memory that it
+    touches: hence Python's arrays and few objects.
     """
     ids, positions, blocks, offsets, kept = (array("q") for _ in range(5))
     spans: list[Span] = []
@@ -68,7 +68,8 @@ def flatten(batch: Batch, block_size: int) -> FlatStep:
 
 
 def rows_to_sample(batch: Batch, sampled: Sequence[int]) -> list[SampleRow]:
-    """The tokens to choose, segment by segment, one per choice of its sequence; ``row`` counts sampled segments."""
+    """Return the tokens to sample: for each segment in ``sampled``, one per choice of its sequence. ``row`` is the
+    segment's index in ``sampled``."""
     rows: list[SampleRow] = []
     for place, index in enumerate(sampled):
         sequence = batch.segments[index].sequence

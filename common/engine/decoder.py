@@ -1,9 +1,9 @@
-"""A model all of whose layers are fused, run without the modelling code around them.
+"""A model whose layers are all fused, run without the modelling code around them.
 
-A decode step is short: what Python does between two kernels, on caches that the weights have just swept, took a tenth
-of it. So everything from token ids to logits is one call into C, which stops between the halves of a layer only where
-somebody waits for its keys and values. :meth:`common.engine.runner.ModelEngine.shorten` tries whether the logits are
-those of the model, bit for bit.
+A decode step is so short that Python code between two kernels, on caches that the weights have just swept, is a
+noticeable part of it. So everything from token ids to logits is one call into C, which stops in the middle of a layer
+only if an ``on_layer`` hook waits for the layer's keys and values. :meth:`common.engine.runner.ModelEngine.shorten`
+checks that the logits are bit-identical to the model's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from common.model.layers import FusedLayer, NativeNorm
 from common.model.linears import NativeLinear
 
 _LEAST_POSITIONS = 1024
+"""Rotary angles are computed for at least so many positions."""
 _CACHE_LINE = 64
 
 
 class FusedDecoder:
-    """Embedding, ``layers``, norm and output layer of ``model``, attending with ``backend``."""
+    """Embedding, ``layers``, final norm and output layer of ``model``, with attention by ``backend``."""
 
     def __init__(self, model: Any, layers: Sequence[FusedLayer], backend: NativeAttention) -> None:
         library = cpu.library()
@@ -44,7 +45,7 @@ class FusedDecoder:
         )  # fmt: skip
         self._address = ctypes.addressof(self._decoder)
         normed, projected, attended, gated = layers[0].widths
-        gated += _CACHE_LINE // self._embedding.element_size()  # rows must not be whole pages apart
+        gated += _CACHE_LINE // self._embedding.element_size()  # rows must not begin whole pages apart
         self._widths = (self._embedding.shape[1], normed, projected, attended, gated, layers[0].dim, layers[0].dim)
         self._angles: tuple[torch.Tensor, ...] = ()
         self._positions = 0
@@ -58,11 +59,15 @@ class FusedDecoder:
     def __call__(
         self, step: FlatStep, plan: NativePlan, on_layer: Callable[[int], None] | None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Logits [len(kept), vocab] of ``step``, which the next one may overwrite, and their
-        :func:`common.engine.sampler.peaks`; ``on_layer`` as for :class:`PagedAttention`."""
+        """Return the logits [len(kept), vocab] of ``step``, in the model's dtype and valid until the next call, and
+        their :func:`common.engine.sampler.peaks`. ``on_layer`` gets the index of each layer whose keys and values are
+        in the pool.
+
+        MemoryError if a buffer cannot be allocated, IndexError for a token id outside the vocabulary.
+        """
         rows, kept = len(step.ids), len(step.kept)
         self._make_room(rows, max(step.positions) + 1)
-        if kept != self._kept:  # else torch is not asked, whose code a step's weights have driven out of the caches
+        if kept != self._kept:  # avoid torch otherwise: the weights have evicted its code from the caches
             self._keep(kept)
         best = array("q", step.kept)
         columns = (step.ids, step.positions, step.blocks, step.offsets, step.kept)
@@ -74,15 +79,16 @@ class FusedDecoder:
         return self._logits, best.tolist()
 
     def _keep(self, rows: int) -> None:
-        """Logits are those of so many rows from here on, in memory that grows with the largest step."""
+        """Make the logits ``rows`` rows long, in memory that grows with the largest step."""
         if rows > self._most_kept:
             self._all_logits = self._embedding.new_empty(rows, self._head.out_features)
             self._logits_at, self._most_kept = self._all_logits.data_ptr(), rows
         self._kept, self._logits = rows, self._all_logits[:rows]
 
     def _make_room(self, rows: int, positions: int) -> None:
-        """For what lies between a layer's kernels, and the angles of positions below ``positions``: both are kept, and
-        grow with the largest step. That there is room is noted last: one for which there is no memory fails alone."""
+        """Allocate the buffers between a layer's kernels for ``rows`` rows, and the rotary angles of positions below
+        ``positions``. Both are kept, and grow with the largest step. Their size is recorded last, so that a step for
+        which memory is short fails alone."""
         if rows > self._rows:
             rooms = [self._embedding.new_empty(rows, width) for width in self._widths]
             self._rooms, self._pointers, self._rows = rooms, [room.data_ptr() for room in rooms], rows
@@ -94,7 +100,8 @@ class FusedDecoder:
             self._positions = most
 
     def _run(self, step_pass: int, on_layer: Callable[[int], None] | None) -> None:
-        """All halves of all layers, at once or up to each pool write that is announced."""
+        """Run both halves of all layers (up to the pool write, and from there on): in one call, or, with ``on_layer``,
+        in one call per pool write."""
         done, last = 0, 2 * len(self._layers)
         while done < last:
             until = last if on_layer is None else min(done + (2 if done else 1), last)
@@ -109,7 +116,7 @@ class FusedDecoder:
 
 
 def find_decoder(model: nn.Module, backend: object) -> FusedDecoder | None:
-    """``model`` as a :class:`FusedDecoder`, if it has the parts of one and attention is ours."""
+    """Return ``model`` as a :class:`FusedDecoder`; None if it has other parts or ``backend`` is not the native one."""
     decoder: Any = getattr(model, "model", None)
     layers = list(getattr(decoder, "layers", ()))
     if not isinstance(backend, NativeAttention) or not layers or not all(type(each) is FusedLayer for each in layers):

@@ -1,7 +1,7 @@
 """The engine: a model, its paged KV, and one step at a time.
 
-A step is whatever mix of prefill chunks and decode tokens it is given; the engine knows no role, no schedule and no
-request life-cycle. What differs between workers comes in at construction (``batch_hint``) or as the ``on_layer`` hook.
+A step is any mix of prefill chunks and decode tokens; the engine knows no role, no schedule and no request state. What
+differs between workers is given at construction (``batch_hint``) or as the ``on_layer`` hook.
 """
 
 from __future__ import annotations
@@ -38,27 +38,29 @@ from common.model.rotary import freeze_rotary
 from common.platform import device
 
 _REQUEST_FAULTS = (RuntimeError, IndexError, ValueError, TypeError, MemoryError)
-"""What torch and modelling code raise when one request's numbers are impossible or too large."""
+"""Exceptions that torch and modelling code raise when one request's numbers are impossible or too large."""
 _WARM_UP_ROWS, _WARM_UP_BATCH = 64, 16
-"""Enough to compile the kernels; a model of billions of parameters needs seconds for hundreds of rows on a CPU."""
+"""Most rows and most sequences of a warm-up step: enough to reach all kernels. Hundreds of rows would take a model of
+billions of parameters seconds on a CPU."""
 
 
 class PagedAttention:
-    """What the model's attention modules call: store this step's keys and values, announce the layer, attend."""
+    """The callable of the model's attention modules: it stores a layer's keys and values of this step in the pool,
+    announces the layer through ``on_layer``, and attends."""
 
     def __init__(self, store: KvStore, backend: AttentionBackend) -> None:
         self.store, self.backend = store, backend
         self.on_layer: Callable[[int], None] | None = None
         self.stored = 0
-        """Layers of this step whose keys and values are in the pool and announced."""
+        """Number of layers of this step whose keys and values are in the pool and announced."""
 
     def begin(self, step: FlatStep) -> Any:
-        """The plan of ``step``, which all layers share."""
+        """Plan ``step``; return the backend's plan, which all layers share."""
         self._step, self._plan, self.stored = step, self.backend.plan(step.spans), 0
         return self._plan
 
     def announce(self, layer: int) -> None:
-        """This step's keys and values of ``layer`` are in the pool."""
+        """Report that this step's keys and values of ``layer`` are in the pool."""
         if self.on_layer is not None:
             self.on_layer(layer)
         self.stored = layer + 1
@@ -72,7 +74,7 @@ class PagedAttention:
 
 
 class ModelEngine:
-    """Runs steps. ``notes`` are the choices that were made automatically, each with its reason."""
+    """Runs one model's steps over a paged KV pool. ``notes`` are the automatic choices, each with its reason."""
 
     def __init__(
         self,
@@ -93,15 +95,16 @@ class ModelEngine:
         self.max_num_seqs = 1
         self._attention = PagedAttention(store, backend)
         self.decoder: FusedDecoder | None = None
-        """What runs in place of ``model`` after :meth:`shorten`."""
+        """Runs in place of ``model`` if :meth:`shorten` has set it."""
         bind(model, self._attention)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> StepResult:
-        """Computes and stores the KV of every row, and samples after the last row of segments that want a token.
+        """Compute and store the KV of every row, and sample after the last row of each segment that wants a token.
 
-        When the step raises, or a segment's logits are not numbers, only the segments at fault fail: ``errors``.
+        If the computation raises, or a segment's logits are NaN, only the segments at fault fail: they are listed in
+        the result's ``errors``.
         """
         started = perf_counter()
         try:
@@ -116,7 +119,7 @@ class ModelEngine:
         return result
 
     def _run(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
-        if self.decoder is not None:  # it makes no tensor that knows of gradients, and entering the mode takes 40 us
+        if self.decoder is not None:  # no tensor of it tracks gradients, and entering inference mode takes 40 us
             return self._compute(batch, on_layer)
         with torch.inference_mode():
             return self._compute(batch, on_layer)
@@ -133,8 +136,8 @@ class ModelEngine:
         return result
 
     def _logits(self, step: FlatStep) -> tuple[torch.Tensor, list[int] | None]:
-        """Logits of the sampled rows, [len(sampled), vocab], or of one row nobody asked for if there are none, until
-        the next step; and their :func:`peaks` if these are known already."""
+        """Return the logits of the sampled rows, [len(sampled), vocab] (of row 0 if there are none), valid until the
+        next step, and their :func:`peaks` if these are known already."""
         plan = self._attention.begin(step)
         if self.decoder is None:
             ids, positions = step.tensor("ids")[None], step.tensor("positions")[None]
@@ -164,7 +167,7 @@ class ModelEngine:
             at = end
 
     def _one_by_one(self, batch: Batch, error: Exception) -> StepResult:
-        """After a step raised: each segment by itself, so that only those that raise again fail."""
+        """Run each segment by itself after the step raised ``error``, so that only those that raise again fail."""
         result = StepResult([[] for _ in batch.segments], [[] for _ in batch.segments], 0.0)
         for index, (segment, table) in enumerate(zip(batch.segments, batch.tables, strict=True)):
             if len(batch.segments) > 1:
@@ -182,24 +185,25 @@ class ModelEngine:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Runs a step and returns the logits of the segments that want a token, float [n, vocab], without sampling."""
+        """Run a step without sampling; return the logits [n, vocab] of the n segments that want a token, in the model's
+        dtype."""
         step = flatten(batch, self.layout.block_size)
         self._attention.on_layer = None
         return self._logits(step)[0][: len(step.sampled)].clone()
 
     def close(self) -> None:
-        """Lets go of the pool's memory; the engine is of no use afterwards."""
+        """Release the pool's memory; the engine cannot be used afterwards."""
         self.store.close()
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copies whole KV blocks; to be called before the step that reads the targets."""
+        """Copy whole KV blocks; called before the step that reads the targets."""
         self.store.copy_blocks(copies)
 
     # -- before serving -----------------------------------------------------------------------------------------------
 
     def warm_up(self) -> list[tuple[int, int, float]]:
-        """Touches the slow first-time paths; returns (tokens, positions attended to, seconds) of each step. It
-        scribbles over the pool's first blocks, so only before serving."""
+        """Run a few steps, since first ones are slow; return (tokens, positions attended to, seconds) of each. Only
+        before serving: it overwrites the pool's first blocks."""
         rows = min(self.warm_up_rows, self.max_model_len, self.memory.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(rows))]
         prompt = sequence_of([1] * rows)
@@ -217,7 +221,8 @@ class ModelEngine:
         return paces
 
     def shorten(self, tokens: Sequence[int]) -> bool:
-        """Runs all layers as one call from here on, if that can be done and ``tokens`` get the same logits by it."""
+        """Run all layers as one call into C from now on, if the model allows it and ``tokens`` get bit-identical logits
+        that way; return whether. Only before serving: it overwrites the pool's first blocks."""
         found = find_decoder(self.model, self._attention.backend)
         size = min(len(tokens), self.max_model_len, self.memory.blocks * self.layout.block_size)
         blocks = [BlockId(block) for block in range(self.layout.blocks_for(size))]
@@ -230,8 +235,9 @@ class ModelEngine:
         return self.decoder is not None
 
     def verify(self, checkpoint: Checkpoint, expected: Probe, tolerance: float | None = None) -> None:
-        """Repeats the probe through the pool, in three chunks beside another sequence; StartError if logits differ by
-        more than ``tolerance`` (by default what the dtype allows)."""
+        """Repeat the probe through the pool, in three chunks beside another sequence. StartError if logits differ by
+        more than ``tolerance`` (default: what the dtype allows). Skipped if pool or context are too small for it. Only
+        before serving: it overwrites blocks."""
         size = self.layout.block_size
         half = self.layout.blocks_for(len(expected.tokens))
         if self.memory.blocks < 2 * half or self.max_model_len < len(expected.tokens):
@@ -249,7 +255,7 @@ class ModelEngine:
 
 
 def sequence_of(tokens: Sequence[int]) -> Tokens:
-    """A greedy sequence of ``tokens`` that belongs to nobody."""
+    """Return a greedy sequence of ``tokens`` that belongs to no client's request."""
     request = Request(new_request_id(), pack_tokens(tokens), SamplingParams(1, 0, temperature=0.0))
     return Tokens(request, 0)
 
@@ -273,11 +279,12 @@ def load_engine(
     attention: str | None = None,
     quantization: Literal["none", "int8"] = "none",
 ) -> ModelEngine:
-    """Loads, checks and prepares a model; StartError, in words, if it cannot be served here.
+    """Load, check and prepare a model; StartError, in words, if it cannot be served here.
 
-    ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode): oneDNN packs weights
-    for it, where it serves them. Rotary variants that look at a batch are frozen for ``max_model_len`` as asked for or
-    for the model's own length (not for what the pool holds), so that workers with pools of different size agree.
+    ``batch_hint`` is the typical number of rows per step (large for prefill, small for decode), for which oneDNN packs
+    weights where it is used. The pool has ``num_kv_blocks`` blocks if given, else as many as fit into ``kv_bytes``.
+    Rotary variants that look at the whole batch are frozen for ``max_model_len`` if given, else for the model's own
+    length (never for what the pool holds), so that workers with pools of different sizes agree.
     """
     machine = device.probe_cpu()
     chosen, reason = device.choose_dtype(dtype, checkpoint.dtype, machine)
@@ -296,7 +303,7 @@ def load_engine(
             limit=checkpoint.position_limit,
         )
 
-    budget(checkpoint.kv_layers())  # a hopeless start is refused before the weights are read
+    budget(checkpoint.kv_layers())  # raises StartError before the weights are read, which takes long
     weights = read_weights(checkpoint, chosen, progress)
     model = load_model(checkpoint, chosen, trust_remote_code)
     notes, rotary = freeze_rotary(model, max_model_len or checkpoint.max_position)
@@ -328,15 +335,16 @@ def load_engine(
 
 
 def _kernels_note(backend: AttentionBackend) -> str:
-    """Which attention runs, and on what instructions."""
+    """Return a note on which attention backend runs, and for which instruction set."""
     if (library := cpu.library()) is None:
         return f"attention {backend.name}: {cpu.MISSING}, which makes decoding slower"
     return f"attention {backend.name}" + (f" for {library.variant}" if backend.name == "native" else "")
 
 
 def _fingerprint(checkpoint: Checkpoint, weights: str, rotary: str, quantization: str) -> str:
-    """The checkpoint's, behind a dot the hash of all ``weights`` in its files, and behind another one what loading has
-    made of them, if anything that changes what keys mean: frozen rotary frequencies, quantised weights."""
+    """Return the fingerprint of the loaded model: the checkpoint's, a dot, and the hash of all ``weights`` in its
+    files. If loading has changed what keys mean (frozen rotary frequencies, quantized weights), another dot and a hash
+    of these changes follow."""
     made = [part for part in (rotary, "" if quantization == "none" else quantization) if part]
     loaded = f"{checkpoint.fingerprint}.{weights}"
     return f"{loaded}.{hashlib.blake2b('/'.join(made).encode(), digest_size=8).hexdigest()}" if made else loaded

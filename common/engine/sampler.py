@@ -1,13 +1,13 @@
-"""The next token of every row, vectorised over the batch.
+"""Sampling of the next token of every row, vectorized over the batch.
 
 Names, meanings and order are vLLM's: min_tokens mask, logit_bias, penalties (repetition over prompt and output,
-frequency and presence over output), temperature, min_p, top_k, top_p. Logprobs are the model's own distribution, before
-all of that.
+frequency and presence over output), temperature, min_p, top_k, top_p. Log-probabilities are those of the model's own
+distribution, before all of these.
 
-Noise is a pure function of (seed, choice, position): one uniform number per row, turned into a token by the inverse of
-the cumulative distribution *in the order of token ids*. Nothing is drawn from a generator, so a hand-off, a preemption
-or a retry continues with the same tokens; and because the order does not depend on the probabilities, logits that
-differ in the last bits pick another token only when the number falls within that difference of a boundary.
+Noise is a pure function of (seed, choice, position): one uniform number per row selects a token through the inverse of
+the cumulative distribution *in the order of token ids*. No random generator has a state, so a hand-off, a preemption or
+a retry continues with the same tokens. Because that order does not depend on the probabilities, logits that differ in
+their last bits select another token only if the number falls within that difference of a boundary.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from common.core.sequence import TokenLogprobs
 from common.kernels import cpu
 
 _LARGEST = 1e30
-"""What larger logits become before the draw: a penalty may overflow, and a difference of infinities is no number."""
+"""Larger logits become this before the draw: a penalty may overflow to infinity, and a difference of infinities is
+NaN."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _HEAD = 1024
-"""Most likely tokens among which a top_p cut is looked for first."""
+"""Number of most likely tokens among which a top_p cut is searched first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to choose: from logits row ``row``, for ``choice``, given all ``tokens`` (the first are the prompt)."""
+    """One token to sample from logits row ``row`` for ``choice``. ``tokens`` are all token ids before it, of which the
+    first ``prompt_length`` are the prompt."""
 
     row: int
     sampling: SamplingParams
@@ -52,12 +54,13 @@ class SampleRow:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The number in [0, 1) that decides output token ``position`` of ``choice``; the definition, for tests too."""
+    """Return the number in [0, 1) that decides output token ``position`` of ``choice``."""
     return float(uniforms([seed], [choice], [position])[0])
 
 
 def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """:func:`uniform` of many rows: three rounds of SplitMix64 (Steele, Lea and Flood, 2014), the top 53 bits."""
+    """Return the numbers of n rows, float64 [n]: the top 53 bits after three rounds of SplitMix64 (Steele, Lea and
+    Flood, 2014)."""
     word = _mix(np.array([seed & _WORD for seed in seeds], np.uint64))
     word = _mix(word ^ np.array(choices, np.uint64))
     word = _mix(word ^ np.array(positions, np.uint64))
@@ -76,8 +79,8 @@ def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def peaks(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row of ``logits`` [R, vocab], the lowest id among equals; -1 where a logit is not
-    a number or the largest is not finite."""
+    """Return the most likely token id of each row of ``logits`` [R, vocab], of any float dtype: the lowest id among
+    equals, and -1 where a logit is NaN or the largest is not finite."""
     library = cpu.library()
     if library is None or logits.dtype not in (torch.float32, torch.bfloat16) or logits.device.type != "cpu":
         wide = logits.float()  # argmax and amax are several times faster than in bfloat16
@@ -88,7 +91,8 @@ def peaks(logits: torch.Tensor) -> list[int]:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token id per row of ``rows`` from ``logits`` [R, vocab], and logprobs where they were asked for."""
+    """Return one token id for each entry of ``rows``, sampled from ``logits`` [R, vocab] of any float dtype, and its
+    log-probabilities where the request wants them, else None."""
     logits = logits.float()
     if len(rows) != logits.shape[0] or any(row.row != index for index, row in enumerate(rows)):
         logits = logits[torch.tensor([row.row for row in rows])]
@@ -106,7 +110,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], 
 
 
 def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[TokenLogprobs | None]:
-    """The chosen tokens' logprobs and the most likely ones', of the rows that asked."""
+    """Return the log-probabilities of the chosen token and of the most likely ones for each row that wants them."""
     result: list[TokenLogprobs | None] = [None] * len(rows)
     asked = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     if not asked:
@@ -125,7 +129,7 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]
 
 
 def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Logits after masks, biases and penalties; a copy if anything changes them."""
+    """Return the logits [n, vocab] after masks, biases and penalties; a float32 copy if any of these apply."""
     steps: list[Callable[[torch.Tensor, Sequence[SampleRow]], None]] = []
     if any(row.position < row.sampling.min_tokens for row in rows):
         steps.append(_mask_endings)
@@ -142,7 +146,7 @@ def _process(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _mask_endings(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Before ``min_tokens`` outputs nothing that could end the sequence can be sampled."""
+    """Mask all tokens that could end a sequence with fewer than ``min_tokens`` output tokens."""
     for index, row in enumerate(rows):
         if row.position < row.sampling.min_tokens:
             ends = {*row.sampling.eos_token_ids, *row.sampling.stop_token_ids}
@@ -168,7 +172,8 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
-    """One row in place: repetition divides or multiplies what was seen, the other two subtract by output counts."""
+    """Penalize one row [vocab] in place: repetition divides positive logits of tokens seen and multiplies negative
+    ones; frequency and presence are subtracted from tokens in the output."""
     sampling = row.sampling
     tokens = torch.tensor(row.tokens, dtype=torch.int64)
     if sampling.repetition_penalty != 1.0:
@@ -186,7 +191,7 @@ def _penalise_row(logits: torch.Tensor, row: SampleRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Tokens of rows with a temperature, int64 [n]."""
+    """Draw tokens, int64 [n], from ``logits`` [n, vocab] of rows with a temperature."""
     scaled = logits.float() / torch.tensor([row.sampling.temperature for row in rows])[:, None]
     scaled.clamp_(max=_LARGEST)
     _cut_min_p(scaled, rows)
@@ -200,14 +205,14 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _cut_min_p(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Drops tokens less likely than ``min_p`` times the best: in logits, further than ``-log(min_p)`` below it."""
+    """Drop tokens less likely than ``min_p`` times the best one: logits more than ``-log(min_p)`` below the best."""
     if any(row.sampling.min_p > 0 for row in rows):
         floor = torch.tensor([row.sampling.min_p for row in rows]).log()[:, None]
         scaled.masked_fill_(scaled < scaled.amax(dim=-1, keepdim=True) + floor, -torch.inf)
 
 
 def _cut_top(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Drops all but the ``top_k`` best (ties stay), then all behind the first whose sum reaches ``top_p``."""
+    """Drop all but the ``top_k`` best (ties stay), then all after the token with which the sum reaches ``top_p``."""
     vocabulary = scaled.shape[1]
     by_k = [index for index, row in enumerate(rows) if 0 < row.sampling.top_k < vocabulary]
     if by_k:
@@ -222,10 +227,11 @@ def _cut_top(scaled: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _cut_top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """A token stays while those before it, the most likely first, have not reached ``top_p``; the best always stays.
+    """Drop the tokens before which the sum, taken from the most likely token on, has already reached ``top_p`` [n]. The
+    best token always stays.
 
     Among equals the lower id comes first. The cut nearly always lies among the ``_HEAD`` best, and finding these is
-    many times cheaper than sorting a large vocabulary; rows where it lies deeper are done again with all.
+    many times cheaper than sorting a large vocabulary; rows whose cut lies deeper are redone with the whole vocabulary.
     """
     vocabulary = scaled.shape[1]
     result, deeper = _cut_within(scaled, top_p, min(_HEAD, vocabulary))
@@ -235,7 +241,8 @@ def _cut_top_p(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_within(scaled: torch.Tensor, top_p: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cut if it lies among the ``head`` best tokens, and which rows [n] have theirs deeper (not cut rightly)."""
+    """Cut each row at ``top_p`` within its ``head`` best tokens. Return the cut logits [n, vocab], and a bool [n] that
+    is True for rows whose cut lies deeper; these are cut too early."""
     best = torch.topk(scaled, head, dim=-1).values
     probabilities = (best - torch.logsumexp(scaled, dim=-1, keepdim=True)).double().exp_()
     stays = probabilities.cumsum(dim=-1).sub_(probabilities) < top_p[:, None].double()

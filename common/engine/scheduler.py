@@ -1,18 +1,22 @@
-"""Which tokens to compute in the next step.
+"""The scheduler core: decides which tokens to compute in the next step.
 
 Pure. There is no prefill phase and no decode phase: every sequence has ``missing`` tokens, many or one, and a step is a
-list of segments under a budget of tokens, sequences and blocks. Who runs is decided by rank: priority, then streams
-that lost another worker (somebody has read their beginning) before those that begin, then arrival.
+list of segments under a budget of tokens, sequences and blocks. Sequences run by rank: first by priority, then resumed
+sequences (which lost another worker, and whose beginning a client has read) before new ones, then by arrival.
 
     add ──► waiting ── blocks for all its tokens ──► running ── finish / abort / detach ──► gone
                ▲                                        │
-               └──────── park (blocks given back) ◄─────┘   when a higher rank needs its blocks
+               └──────── park (blocks returned) ◄───────┘   when a higher rank needs its blocks
 
-Rules, derived from "nothing starves": single missing tokens (decode) go before chunks of prompts, so a prompt cannot
-stall a stream; who waits, waits for blocks or for those that outrank it; when more run than fit into a step (KV that
-was handed over runs at once, too), those of one priority take turns; chunks fill what is left of the budget in rank
-order; only the lowest rank is ever parked; a parked sequence keeps its rank, so it is the first to come back, and it
-recomputes what the prefix cache no longer has.
+Rules, derived from "nothing starves":
+
+- Single missing tokens (decode) go before chunks of prompts, so a prompt cannot stall a stream.
+- A waiting sequence waits only for blocks, or for sequences that outrank it.
+- When more sequences run than fit into a step (those whose KV was handed over run at once, too), sequences of one
+  priority take turns.
+- Chunks fill the rest of the budget in rank order.
+- Only the lowest rank is ever parked. A parked sequence keeps its rank, so it is the first to run again, and it
+  recomputes what the prefix cache no longer has.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ Rank = tuple[int, bool, int]
 
 @dataclass(slots=True)
 class _Entry:
-    """A sequence and its place; ``table`` is None while it waits. ``turn`` is the number of the last turn
-    that it had, or that others had before it came. ``parked``: it has begun here and waits for blocks. ``chain`` keeps
-    its prefix keys between attempts."""
+    """A sequence and its scheduling state. ``table`` is None while it waits. ``turn`` is the planner's count of turns
+    when it was last placed in a step, or when it was added. ``parked``: it has started here and waits for blocks.
+    ``chain`` keeps its prefix keys between attempts to admit it."""
 
     rank: Rank
     sequence: Sequence
@@ -48,17 +52,18 @@ class _Entry:
 
 @dataclass(slots=True)
 class Sampled:
-    """A sequence reached its last token: one sampled id per choice (see ``Sequence.choices``), not yet appended."""
+    """The ids sampled after a sequence's last known token, one per choice (see ``Sequence.choices``), not yet
+    appended."""
 
     sequence: Sequence
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
-    """Matches ``tokens``."""
+    """One entry per token."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """The next step, as far as it is planned: who has a place in it, and their blocks."""
+    """The next step as planned so far: its segments, and the block ids of each."""
 
     segments: list[Segment] = field(default_factory=list)
     tables: list[Seq[BlockId]] = field(default_factory=list)
@@ -66,7 +71,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Started:
-    """What :meth:`Planner.start` made of a prompt's first tokens: one sequence per choice, and copies to make first."""
+    """Result of :meth:`Planner.start`: one sequence per choice, and the block copies to make before the next step."""
 
     sequences: list[Sequence]
     copies: list[BlockCopy] = field(default_factory=list)
@@ -81,17 +86,18 @@ class Planner:
         self.cache, self.max_tokens, self.max_sequences = cache, max_tokens, max_sequences
         self.preemptions = 0
         self.queried_tokens = self.hit_tokens = 0
-        """Of sequences that began to be computed here: all their tokens, and those found in the prefix cache."""
+        """Tokens of all sequences admitted for the first time, and how many of them the prefix cache had."""
         self._short = False
+        """Whether blocks were lacking when the last step was planned."""
         self._arrivals = self._turns = 0
         self._waiting: list[_Entry] = []  # by rank
         self._running: list[_Entry] = []  # by rank
         self._entries: dict[SequenceId, _Entry] = {}
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
-        """Whether there is anything to compute, now or when blocks come back."""
+        """Return whether there is anything to compute, now or once blocks are free."""
         return bool(self._entries)
 
     def __contains__(self, sequence: SequenceId) -> bool:
@@ -107,23 +113,23 @@ class Planner:
 
     @property
     def in_need(self) -> list[Sequence]:
-        """Those that wait, if blocks were lacking when the last step was planned."""
+        """The waiting sequences, if blocks were lacking when the last step was planned; else none."""
         return [entry.sequence for entry in self._waiting] if self._short else []
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens still to compute, of waiting and of running sequences."""
+        """Prompt tokens still to compute, of waiting and running sequences."""
         return sum(entry.sequence.missing for entry in (*self._waiting, *self._running) if entry.sequence.missing > 1)
 
     @property
     def parked(self) -> bool:
-        """Whether a sequence that had already started here waits for blocks: it outranks new reservations. One that
-        lost another worker had none here yet."""
+        """Whether a sequence that had started here waits for blocks; it outranks new reservations. A sequence that lost
+        another worker is not parked: it has had no blocks here yet."""
         return any(entry.parked for entry in self._waiting)
 
     def resting(self) -> KeysView[RequestId]:
-        """Requests that have begun and get no tokens now: parked, computed again after that, or outranked by as many
-        as fit into a step."""
+        """Return the requests that have output but get no tokens now: they wait for blocks, are recomputed after that,
+        or are outranked by as many sequences as fit into a step."""
         overdue = self._turns - len(self._running) - self.max_sequences
         return dict.fromkeys(
             entry.sequence.request.id
@@ -136,27 +142,27 @@ class Planner:
         return (entry.sequence for entry in self._entries.values())
 
     def table(self, sequence: Sequence) -> BlockTable:
-        """The table of a running sequence."""
+        """Return the table of a running sequence."""
         table = self._entries[sequence.id].table
         if table is None:
             raise InvariantBroken(f"{sequence} has no blocks")
         return table
 
-    # -- coming and going ---------------------------------------------------------------------------------------------
+    # -- adding and removing ------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, last among its priority."""
+        """Add a sequence that waits for blocks, behind others of its priority and kind (resumed or new)."""
         self._insert(self._waiting, _Entry(self._next_rank(sequence), sequence))
 
     def adopt(self, sequence: Sequence, table: BlockTable) -> None:
-        """A sequence whose KV is already in ``table`` (held under the sequence's own name): it runs at once."""
+        """Add a sequence whose KV is already in ``table``, held under the sequence's own name: it runs at once."""
         if table.holder != sequence_holder(sequence.id):
             raise InvariantBroken(f"{sequence} is adopted with the table of {table.holder}")
         self._insert(self._running, _Entry(self._next_rank(sequence), sequence, table))
 
     def start(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> Started:
-        """Appends the first sampled tokens, one per choice, forking the sequence when there are several. ``logprobs``
-        matches ``tokens``."""
+        """Append the first sampled tokens, one per choice; fork the sequence if there are several. ``logprobs`` has one
+        entry per token."""
         siblings, sequence.siblings = sequence.siblings, 0
         if len(tokens) != siblings + 1:
             raise InvariantBroken(f"{sequence} gets {len(tokens)} tokens for {siblings + 1} choices")
@@ -170,13 +176,13 @@ class Planner:
         return started
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence is over: its blocks go back (what is cached stays findable)."""
+        """Remove a sequence that is over and return its blocks to the pool (cached ones stay findable)."""
         entry = self._remove(sequence.id)
         if entry.table is not None:
             self.cache.close(entry.table)
 
     def detach(self, sequence: Sequence, holder: Holder) -> BlockTable:
-        """The sequence is over here, but its blocks live on under ``holder``."""
+        """Remove a sequence but keep its blocks, under ``holder``; return its table."""
         table = self._remove(sequence.id).table
         if table is None:
             raise InvariantBroken(f"{sequence} has no blocks to keep")
@@ -186,10 +192,10 @@ class Planner:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def plan(self, most_of_prompts: Callable[[int], int | None] | None = None) -> Batch | None:
-        """The next step, with room for all its tokens in the tables; None when nothing can run now.
-        ``most_of_prompts`` says how many tokens of prompts it may have beside so many streams (None: any number)."""
+        """Return the next step, with room for all its tokens in the tables; None if nothing can run now.
+        ``most_of_prompts`` maps the step's number of streams to the most prompt tokens beside them (None: no limit)."""
         self._short = False
-        if not self._entries:  # most turns of a worker that waits for KV or for a request
+        if not self._entries:  # fast path: the worker waits for KV or for a request
             return None
         step = _Step()
         budget = self._plan_decodes(step)
@@ -200,7 +206,8 @@ class Planner:
         return Batch(tuple(step.segments), tuple(step.tables)) if step.segments else None
 
     def complete(self, batch: Batch, result: StepResult) -> list[Sampled]:
-        """Books a finished step: tokens count as computed, full blocks become findable; returns what was sampled.
+        """Record a finished step: count its tokens as computed, publish full blocks to the prefix cache, and return the
+        sampled tokens.
 
         Segments with an error are skipped: the caller finishes those sequences.
         """
@@ -217,10 +224,10 @@ class Planner:
                 sampled.append(Sampled(sequence, tokens, [*logprobs] if logprobs else [None] * len(tokens)))
         return sampled
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- planning -----------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, step: _Step) -> int:
-        # room first, by rank and for all of them: a sequence that already has its place in the step is never parked
+        # make room for all of them first, in rank order: a sequence that is placed in the step must not be parked
         ready = [entry for entry in self._running[:] if entry.sequence.missing == 1 and self._room(entry)]
         for entry in self._next_in_turn(ready):
             if entry.sequence.missing == 1:
@@ -228,8 +235,8 @@ class Planner:
         return self.max_tokens - len(step.segments)
 
     def _next_in_turn(self, ready: list[_Entry]) -> list[_Entry]:
-        """Those of ``ready`` whose turn it is, and the first chunk if it is its turn: priorities in order, of one
-        priority those whose last turn is longest ago."""
+        """Return whose turn it is among ``ready`` and the first sequence with a chunk: by priority, within one priority
+        those whose last turn was longest ago."""
         chunk = [entry for entry in self._running if entry.sequence.missing > 1][:1]
         if len(ready) + len(chunk) <= self.max_sequences:
             return ready
@@ -242,7 +249,7 @@ class Planner:
         return budget
 
     def _plan_waiting(self, step: _Step, budget: int) -> None:
-        """Admits in rank order and stops at the first that does not fit: a long prompt is not overtaken for ever."""
+        """Admit in rank order; stop at the first that does not fit, so that a long prompt is not overtaken for ever."""
         while self._waiting:
             entry = self._waiting[0]
             room = budget > 0 if len(self._running) < self.max_sequences else self._takes_turns(entry)
@@ -254,8 +261,8 @@ class Planner:
                 budget -= self._chunk(step, entry, budget)
 
     def _takes_turns(self, entry: _Entry) -> bool:
-        """Whether it runs though as many run as a step has places: those that it outranks rest, or take turns with it.
-        Of each priority twice as many can be let in: those that lost another worker, beside those that begin."""
+        """Return whether ``entry`` may run although as many run as a step has places: sequences that it outranks rest,
+        or take turns with it. Within one priority at most twice as many are admitted: resumed ones beside new ones."""
         return entry.rank < self._running[self.max_sequences - 1].rank
 
     def _chunk(self, step: _Step, entry: _Entry, budget: int) -> int:
@@ -272,7 +279,8 @@ class Planner:
         entry.turn = self._turns
 
     def _admit(self, entry: _Entry) -> bool:
-        """Blocks for all known tokens at once, leaving a block of growth for every running sequence."""
+        """Give ``entry`` blocks for all its tokens at once, if that leaves one block of growth for every running
+        sequence; return whether it did."""
         sequence = entry.sequence
         holder, salt = sequence_holder(sequence.id), sequence.request.cache_salt
         table = self.cache.open(holder, sequence.tokens, salt, entry.chain)
@@ -288,7 +296,7 @@ class Planner:
         return True
 
     def _room(self, entry: _Entry) -> bool:
-        """Room for one more token, parking lower ranks until it is found; False if the entry itself is parked."""
+        """Make room for one more token, parking lower ranks until there is; False if ``entry`` itself was parked."""
         while entry.table is not None:
             try:
                 self.cache.grow(entry.table, len(entry.sequence.tokens))
@@ -307,7 +315,7 @@ class Planner:
         self.preemptions += 1
 
     def _fork(self, sequence: Sequence, other: Sequence) -> Iterable[BlockCopy]:
-        """``other`` runs over shared blocks, or waits to recompute when not even one block is free for its own end."""
+        """Let ``other`` run over shared blocks, or wait to recompute if no block is free for its own partial one."""
         rank = self._next_rank(other)
         try:
             table, copies = self.cache.fork(self.table(sequence), sequence_holder(other.id), sequence.computed)
