@@ -1,4 +1,4 @@
-"""A transformers model made ready to serve: loading, checks, and surgery on its modules.
+"""Owns the preparation of a transformers model for serving: loading, checks, and replacement of its modules.
 
-Must not know: requests, batches, schedulers.
+Must not know requests, batches or schedulers.
 """

@@ -1,8 +1,8 @@
-"""Surgery on a loaded model: decoder layers of the common shape (Llama, Mistral, Qwen 2 and 3) as a few calls into C.
+"""Fused decoder layers: layers of the common shape (Llama, Mistral, Qwen 2 and 3) replaced by a few calls into C.
 
 Norm, rotary embedding and gated activation of transformers are dozens of small operators, which cost a decode step as
-much as its weights do. A layer is replaced only if its parts are exactly the expected ones and it then gives the same
-numbers as before on a trial: who differs in something that we do not know keeps the modelling code of transformers.
+much as its weights do. A layer is replaced only if its parts are exactly the expected ones and a trial gives the same
+numbers as before. A model that differs in a way unknown to us keeps the modelling code of transformers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TRIAL_ROWS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest difference of a layer's change to the residual stream, by that change's largest number."""
+"""Largest accepted difference of a layer's change to the residual stream, relative to the largest number in it."""
 
 
 class NativeNorm(nn.Module):
-    """``x / rms(x) * weight``, in float32 inside."""
+    """RMS norm over the last dimension, ``x / rms(x) * weight``, computed in float32 for ``x`` [..., dim] of float32 or
+    bfloat16."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
@@ -47,7 +48,8 @@ class NativeNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer; ``hidden_states`` [1, T, hidden] are changed in place and returned."""
+    """One decoder layer in C. ``hidden_states`` [1, T, hidden], float32 or bfloat16, are changed in place and
+    returned."""
 
     def __init__(self, layer: Any, activation: str, params: Params, int8: bool = False) -> None:
         super().__init__()
@@ -78,11 +80,11 @@ class FusedLayer(nn.Module):
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Elements per row that :meth:`described` needs room for: normed, projected, attended and gated ones."""
+        """Elements per row of the buffers that the C decoder needs: normed, projected (q, k, v), attended, gated."""
         return (self.qkv.in_features, self.qkv.out_features, self.out.in_features, self.down.in_features)
 
     def described(self, attention: cpu.Layer) -> cpu.DecoderLayer:
-        """This layer as C sees it, which attends as ``attention`` says; pointers to what both own."""
+        """Return this layer as a C struct with ``attention``; it points into memory that both objects own."""
         norms, linears = (self.input_norm, self.mlp_norm), (self.qkv, self.out, self.gate_up, self.down)
         return cpu.DecoderLayer(
             *(each.address for each in (*norms, *linears)), self._rotary_address, ctypes.addressof(attention)
@@ -106,7 +108,8 @@ class FusedLayer(nn.Module):
 
 
 def fuse_layers(model: nn.Module, int8: bool = False) -> int:
-    """Replaces the decoder layers, and the norm behind them, where it pays and changes no numbers; how many."""
+    """Replace the decoder layers, and the norm behind them, where that is faster and a trial gives the same numbers
+    (before rounding to int8, if asked for); return the number of layers replaced."""
     decoder: Any = getattr(model, "model", None)
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
@@ -125,11 +128,12 @@ def fuse_layers(model: nn.Module, int8: bool = False) -> int:
     return count
 
 
-# -- does it fit? -----------------------------------------------------------------------------------------------------
+# -- eligibility ------------------------------------------------------------------------------------------------------
 
 
 def _fits(layer: Any, int8: bool) -> str | None:
-    """The activation's name if the layer has the expected parts and no others, in a type for which it pays."""
+    """Return the activation's name if the layer has exactly the expected parts, in a dtype for which our kernels are
+    faster; else None."""
     if {name for name, _ in layer.named_children()} != _PARTS:
         return None
     attention = {name for name, _ in layer.self_attn.named_children()}
@@ -165,7 +169,7 @@ def _bias(linears: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 class _Dense:
-    """Attention over the rows of the trial themselves; notes how it was asked for."""
+    """Dense attention over the rows of the trial; records the parameters of each call."""
 
     def __init__(self) -> None:
         self.params: list[Params] = []
@@ -179,7 +183,8 @@ class _Dense:
 
 @torch.inference_mode()
 def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
-    """The fused layer, if it changes random rows at positions far apart by the same numbers as ``layer`` does."""
+    """Return the fused layer if it changes random rows, at positions far apart, by the same numbers as ``layer``; else
+    None."""
     dtype, dense = layer.self_attn.q_proj.weight.dtype, _Dense()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _TRIAL_ROWS, layer.self_attn.q_proj.in_features, generator=generator).to(dtype)
@@ -192,7 +197,7 @@ def _try(layer: Any, activation: str, rotary: Any) -> FusedLayer | None:
         fused = FusedLayer(layer, activation, params)
         bind(fused, dense)
         got = fused(hidden.clone(), position_embeddings=angles)
-    except Exception:  # whatever a model's own code raises when it is called in this way: it stays as it is
+    except Exception:  # a model's own code may raise anything when called in this way: keep the layer as it is
         return None
     if not isinstance(expected, torch.Tensor):
         return None

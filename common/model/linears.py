@@ -1,11 +1,8 @@
-"""Surgery on a loaded model: its linear layers with weights packed for the processor.
+"""Linear layers with weights packed for the processor, which replace those of a loaded model.
 
 Packing once saves a reorder (or an unpacked product) in every step. There are two formats: that of our own kernels
-(:mod:`common.kernels.cpu`) where they are the faster ones, and oneDNN's. For the few rows of a decode step ours
-measured 1.1 to 1.5 times the speed of oneDNN's on AVX-512 cores with bfloat16 instructions and on one with AMX, and 0.9
-to 1.1 times for many rows; in float32 on an AVX2 core 1.1 to 1.7 times, and 1.0 to 1.3. The packed weight takes the
-place of the plain one. Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the
-packed form.
+(:mod:`common.kernels.cpu`) where they are faster, and oneDNN's elsewhere. The packed weight replaces the plain one.
+Only a weight that is tied to an embedding exists twice, because rows cannot be looked up in the packed form.
 """
 
 from __future__ import annotations
@@ -20,19 +17,21 @@ from common.kernels import cpu
 from common.platform import device
 
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
-"""Activations that a gated linear layer can apply, by their names in transformers; ``enum activation`` of native.c."""
+"""Activations that a gated linear layer can apply: names in transformers, and values of ``enum activation`` in
+native.c."""
 _CACHE_LINE = 64
 
 
 class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` with a weight that oneDNN has reordered for about ``rows`` rows per call."""
+    """``x @ weight.T + bias`` by oneDNN, with ``weight`` [out, in] reordered for about ``rows`` rows per call: ``x``
+    [..., in_features] to [..., out_features]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         self.bias = None if bias is None else bias.detach()
-        # modelling code may ask for the dtype or the shape, never for the numbers
+        # modelling code may read the dtype or the shape, never the values
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,12 +45,14 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """``x @ weight.T + bias`` by our own kernel, for float32 and bfloat16.
+    """``x @ weight.T + bias`` by our own kernel, for float32 and bfloat16: ``x`` [..., in_features] to
+    [..., out_features].
 
-    With an ``activation`` the weight [2n, in] is that of a gate over that of the values: the result is
-    ``activation(gate) * values``, of n columns. With ``int8`` weights are kept as :func:`quantize` rounds them; those
-    of float32 that are numbers of bfloat16, as in most checkpoints, as such: half of the bytes, and no less exact. Both
-    are multiplied in tiles where the processor has them, a row of float32 as the sum of three of bfloat16.
+    With an ``activation`` the weight [2n, in] stacks a gate's rows on those of the values, and the result has n
+    columns: ``activation(gate) * values``. With ``int8`` the weights are stored as :func:`quantize` rounds them.
+    Float32 weights that bfloat16 represents exactly, as in most checkpoints, are stored as bfloat16, in half of the
+    bytes. Both kinds are multiplied in AMX tiles where the processor has them, a row of float32 as the sum of three of
+    bfloat16.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class NativeLinear(nn.Module):
         self._library, lanes = library, library.lanes()
         columns, self.in_features = weight.shape
         self.out_features = columns // 2 if activation else columns
-        if activation:  # vectors of the gate and of the values alternate
+        if activation:  # the kernel wants vectors of the gate and of the values in alternation
             order = torch.arange(columns).view(2, -1, lanes).transpose(0, 1).flatten()
             weight, bias = weight[order], None if bias is None else bias[order]
         padded = -(-columns // lanes) * lanes
@@ -91,14 +92,14 @@ class NativeLinear(nn.Module):
         return self.rows(rows).view(*x.shape[:-1], self.out_features)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [rows, in_features] to [rows, out_features]."""
+        """Multiply ``x`` [rows, in_features]; return [rows, out_features] in its dtype, which is the weight's."""
         x = _plain(x)
         out = x.new_empty(x.shape[0], self.out_features)
         self._multiply(x, out.data_ptr(), None)
         return out
 
     def add_to(self, to: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the result for ``x`` [rows, in_features] to ``to`` [rows, out_features], which is contiguous."""
+        """Add the result for ``x`` [rows, in_features] in place to ``to`` [rows, out_features], which is contiguous."""
         x = _plain(x)
         self._multiply(x, to.data_ptr(), to.data_ptr())
 
@@ -109,7 +110,7 @@ class NativeLinear(nn.Module):
             raise MemoryError("no memory for a linear layer")
 
     def move(self, room: torch.Tensor) -> None:
-        """Keeps the packed weight in ``room``, uint8 of its size, from here on."""
+        """Move the packed weight into ``room``, a uint8 tensor of its size in bytes, and use it from there."""
         self.packed = room.view(self.packed.dtype).copy_(self.packed)
         self._linear.packed = self.packed.data_ptr()
 
@@ -118,7 +119,7 @@ class NativeLinear(nn.Module):
 
 
 def gather(linears: Sequence[NativeLinear]) -> None:
-    """Moves packed weights behind one another, into large pages where these are worth it."""
+    """Move packed weights next to each other, into large pages; nothing is moved if they do not fill one."""
     sizes = [-(-linear.packed.nbytes // _CACHE_LINE) * _CACHE_LINE for linear in linears]
     if sum(sizes) < device.LARGE_PAGE:
         return
@@ -129,7 +130,8 @@ def gather(linears: Sequence[NativeLinear]) -> None:
 
 
 class Int8Linear(nn.Module):
-    """``x @ weight.T + bias`` with the weight as :func:`quantize` rounds it, by torch: small, and not fast."""
+    """``x @ weight.T + bias`` in torch, with ``weight`` [out, in] stored as :func:`quantize` rounds it: small but not
+    fast."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -145,19 +147,20 @@ class Int8Linear(nn.Module):
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [out, in] as int8 times a float32 scale per row: the largest number of a row becomes 127."""
+    """Return ``weight`` [out, in] as int8 [out, in] and a float32 scale per row, [out]: the largest absolute value of a
+    row becomes 127."""
     whole = weight.detach().float()
     scale = (whole.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     return (whole / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _room(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """For ``weight`` [out, in], packed, with ``columns`` columns."""
+    """Return uninitialized memory for ``weight`` [out, in] packed with its ``out`` padded to ``columns``."""
     return torch.empty(columns * weight.shape[1], dtype=weight.dtype)
 
 
 def _padded(column: torch.Tensor, length: int) -> torch.Tensor:
-    """``column`` as float32, with zeros up to ``length``."""
+    """Return ``column`` as float32, padded with zeros to ``length``."""
     out = torch.zeros(length)
     out[: column.shape[0]] = column.detach().float()
     return out
@@ -168,15 +171,16 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with rows of neighbouring elements that begin at whole words."""
+    """Return ``x`` with contiguous rows that begin at whole 32-bit words, as the kernel needs; a copy if necessary."""
     return x.contiguous() if x.stride(1) != 1 or x.stride(0) % 2 else x
 
 
 def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
-    """Whether our own linear layers of ``dtype`` are the faster ones here.
+    """Return whether our own linear layers of ``dtype`` are faster on this processor than oneDNN's.
 
-    They are on AVX2 and AVX-512; for bfloat16 if there are instructions for it, and tiles where the processor has them.
-    With ``int8`` weights they are everywhere: torch's own operator measured a third of the speed of the bfloat16 layer.
+    For float32 they are with AVX2 or AVX-512. For bfloat16 they need bfloat16 instructions, and must use AMX tiles
+    where the processor has them. With ``int8`` weights they always are (except for float16, which they lack): torch's
+    own operator is slow.
     """
     library = cpu.library()
     if library is None or dtype == torch.float16:
@@ -190,7 +194,8 @@ def native_pays(dtype: torch.dtype, int8: bool = False) -> bool:
 
 
 def packing_pays(dtype: torch.dtype, rows: int) -> bool:
-    """Whether oneDNN's packed layers of ``dtype`` pay here; a single float32 row is quicker with the plain weight."""
+    """Return whether oneDNN's packed layers of ``dtype`` are faster here than plain ones, for ``rows`` rows per call; a
+    single float32 row is faster with the plain weight."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -201,8 +206,8 @@ def packing_pays(dtype: torch.dtype, rows: int) -> bool:
 
 
 def pack_linears(model: nn.Module, rows: int, int8: bool = False) -> int:
-    """Replaces every plain linear layer for which it pays, or all with ``int8``, one by one, freeing as it goes; how
-    many."""
+    """Replace every plain linear layer that is faster packed, or every one with ``int8``; return their number. Layers
+    are replaced one by one, and each plain weight is freed at once, to keep the peak of memory low."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -215,7 +220,7 @@ def pack_linears(model: nn.Module, rows: int, int8: bool = False) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of all linear layers as they are kept, but for what oneDNN pads."""
+    """Return the bytes of all linear layers' weights as stored, without oneDNN's padding."""
     count = 0
     for module in model.modules():
         if isinstance(module, NativeLinear):
@@ -240,7 +245,8 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None, rows: int, int8: bo
 
 
 def _linear_weight(module: nn.Module) -> torch.Tensor | None:
-    """The [out, in] weight of a plain linear layer; None for anything else, even subclasses: they may differ."""
+    """Return the [out, in] weight of a plain linear layer; None for any other module, even a subclass, which may behave
+    differently."""
     if type(module) is nn.Linear:
         return module.weight
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":

@@ -1,8 +1,8 @@
-"""A checkpoint as a transformers model that calls our attention, with its weights in memory.
+"""Loading of a checkpoint as a transformers model that calls our attention.
 
 Weights go through ``from_pretrained``, because transformers converts some on the way (fused experts, renamed keys). The
-shards are read once in order before: there is honest progress, the mapping finds them in memory, and each byte of them
-counts in the fingerprint.
+shards are read once, in order, before that: this shows real progress, brings them into the page cache for the mapping,
+and hashes every byte for the fingerprint.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from common.kv.storage.tensors import DTYPES
 from common.platform.device import free_memory
 
 Progress = Callable[[int, int, str], None]
-"""Called with (shards read, shards in all, name of the shard)."""
+"""Called with (shards read, shards in all, name of the shard that is read next or was read last)."""
 _CHUNK_BYTES = 1 << 20
-"""Small enough to be hashed in the cache into which it was copied."""
+"""Small enough to be hashed while it is still in the processor's cache."""
 
 log = logging.getLogger("tandem.load")
 
 
 def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None = None) -> str:
-    """Reads every shard through the page cache; 16 hex digits of a hash over all their bytes (XXH3-64, which tells
-    accidents apart, not forgeries). StartError if there is no memory for the weights in ``dtype``."""
+    """Read every shard through the page cache; return a hash over all their bytes, 16 hex digits (XXH3-64, which
+    detects accidents, not forgeries). StartError if memory is too small for the weights in ``dtype``."""
     _check_memory(checkpoint, dtype)
     progress, files = progress or default_progress(), checkpoint.weight_files
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES))
@@ -48,7 +48,7 @@ def read_weights(checkpoint: Checkpoint, dtype: str, progress: Progress | None =
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = False) -> nn.Module:
-    """The model in ``dtype``, in evaluation mode, its attention ours; StartError if it cannot be had."""
+    """Return the model in ``dtype``, in evaluation mode, calling our attention; StartError if it cannot be loaded."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -64,7 +64,7 @@ def load_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool = Fal
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # transformers raises whatever its configuration and modelling code raise
+    except Exception as error:  # configuration and modelling code may raise anything
         raise _unloadable(checkpoint, error) from error
     _check_complete(checkpoint, info)
     frozen: nn.Module = model.eval().requires_grad_(False)
@@ -91,7 +91,8 @@ def _unloadable(checkpoint: Checkpoint, error: Exception) -> StartError:
 
 
 def _check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Weights that are missing would have been made up at random; a random model answers, but only nonsense."""
+    """Raise StartError if weights are missing: transformers fills them with random numbers, and a model with random
+    weights answers, but only nonsense."""
     missing = sorted(info.get("missing_keys") or ()) + sorted(str(key) for key in info.get("mismatched_keys") or ())
     if missing:
         raise StartError(
@@ -102,10 +103,10 @@ def _check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def detach_from_files(model: nn.Module) -> int:
-    """Copies weights that still lie in a mapped safetensors file into memory of their own; how many.
+    """Copy weights that still lie in a mapped safetensors file into memory of their own; return their number.
 
-    To be called after packing, when few are left. A mapping would keep the whole file resident, and a file that is
-    overwritten in place would change the weights or kill the process.
+    To be called after packing, when few are left. A mapping would keep the whole file resident, and overwriting the
+    file in place would change the weights or kill the process.
     """
     mapped = _mapped_ranges(".safetensors")
     count = 0
@@ -117,7 +118,7 @@ def detach_from_files(model: nn.Module) -> int:
 
 
 def _mapped_ranges(suffix: str) -> list[tuple[int, int]]:
-    """Address ranges of this process that are mappings of files whose name ends in ``suffix``."""
+    """Return the address ranges of this process that map files whose names end in ``suffix``."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(suffix):
@@ -130,7 +131,7 @@ def _mapped_ranges(suffix: str) -> list[tuple[int, int]]:
 
 
 def default_progress() -> Progress:
-    """A bar on a terminal, one log line per shard elsewhere."""
+    """Return a progress bar on a terminal, one log line per shard elsewhere."""
     return _bar() if sys.stderr.isatty() else _lines
 
 
@@ -157,7 +158,7 @@ def _bar() -> Progress:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch type of an element type's name; StartError for one that cannot be served."""
+    """Return the torch dtype called ``name``; StartError if it cannot be served."""
     if name not in DTYPES:
         raise StartError(f"cannot serve with dtype {name}", f"there are {', '.join(DTYPES)}", "use --dtype auto")
     return DTYPES[name]

@@ -1,8 +1,9 @@
-"""What a loaded model really does, found out by running it on 32 tokens before it serves anybody.
+"""Start-up check of a loaded model: it is run on 32 tokens before it serves.
 
 Flags of transformers do not say reliably whether an architecture works with our attention. So it is tried: attention
 must be called exactly once per layer, and the logits must equal those of transformers' own eager attention. The engine
-then repeats the comparison through its paged pool, in chunks and beside another sequence, which finds any other state.
+then repeats the comparison through its paged pool, in chunks and beside another sequence, which detects a model that
+keeps any other state.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from common.kv.layout import LayerLayout
 
 PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Largest difference of logits, root mean square over the vocabulary by their standard deviation, median over rows."""
+"""Largest accepted difference of logits: root mean square over the vocabulary, divided by their standard deviation,
+median over rows."""
 
 QUANTISED_TOLERANCE = 0.25
-"""The same where weights were rounded to int8."""
+"""The same for weights rounded to int8."""
 
 
 @dataclass
 class Recorder:
-    """Dense attention that notes how it is called."""
+    """Dense attention over one sequence that records its calls: (layer, KV shape, parameters) of each."""
 
     calls: list[tuple[int, LayerLayout, Params]] = field(default_factory=list)
 
@@ -43,7 +45,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Probe:
-    """``layers``: KV shapes as the model has them; ``tokens`` and the eager ``logits`` [32, vocab] they must give."""
+    """Result of :func:`probe`. ``layers``: the model's KV shapes. ``tokens``: the 32 ids that were run. ``logits``
+    [32, vocab], in the model's dtype: their logits with eager attention, which our attention must reproduce."""
 
     layers: tuple[LayerLayout, ...]
     tokens: list[int]
@@ -53,7 +56,8 @@ class Probe:
 def forward(
     model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of a flat row, ``input_ids`` and ``position_ids`` int64 [1, T]; of rows ``keep`` or all."""
+    """Return the logits [rows, vocab], in the model's dtype, of a flat row ``input_ids`` and ``position_ids``, both
+    int64 [1, T]: of the rows ``keep`` (int64 [rows]), or of all T for None."""
     extra: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
     out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
     logits: torch.Tensor = out.logits[0]
@@ -62,7 +66,7 @@ def forward(
 
 @torch.inference_mode()
 def probe(model: Any, checkpoint: Checkpoint) -> Probe:
-    """Runs the model densely with eager attention and with ours; StartError in words if they disagree."""
+    """Run the model densely with eager attention and with ours; StartError, in words, if they disagree."""
     parameters = inspect.signature(model.forward).parameters
     if not {"position_ids", "logits_to_keep"} <= parameters.keys():
         raise _unfit(checkpoint, "its forward pass takes no position_ids or no logits_to_keep")
@@ -73,7 +77,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
         recorder = Recorder()
         bind(model, recorder)
         ours = forward(model, ids, positions, None)
-    except Exception as error:  # whatever a model's own code raises when it is called in this way
+    except Exception as error:  # a model's own code may raise anything when called in this way
         raise _unfit(checkpoint, f"its forward pass fails with {type(error).__name__}: {str(error)[:200]}") from error
     layers = _layers(checkpoint, recorder)
     require_equal(checkpoint, ours, eager, "with our attention")
@@ -81,7 +85,7 @@ def probe(model: Any, checkpoint: Checkpoint) -> Probe:
 
 
 def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits with transformers' own attention."""
+    """Return the logits with transformers' own attention."""
     model.set_attn_implementation("eager")
     try:
         return forward(model, ids, positions, None)
@@ -90,7 +94,7 @@ def _eager(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
 
 
 def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ...]:
-    """KV shapes by layer; StartError unless every layer called our attention once, with the window it should have."""
+    """Return the KV shape of each layer; StartError unless every layer called our attention once, with its window."""
     config = checkpoint.text_config
     count = config.get("num_hidden_layers", config.get("n_layer", len(recorder.calls)))
     if [layer for layer, _, _ in recorder.calls] != list(range(count)):
@@ -107,7 +111,8 @@ def _layers(checkpoint: Checkpoint, recorder: Recorder) -> tuple[LayerLayout, ..
 def require_equal(
     checkpoint: Checkpoint, ours: torch.Tensor, eager: torch.Tensor, how: str, tolerance: float | None = None
 ) -> None:
-    """StartError unless the logits [rows, vocab] agree within ``tolerance``, by default what their dtype allows."""
+    """Raise StartError unless the logits [rows, vocab] agree within ``tolerance`` (default: what their dtype allows);
+    ``how`` says in the error's text how ``ours`` were computed."""
     expected = eager.float()
     error = (ours.float() - expected).pow(2).mean(dim=-1).sqrt() / expected.std(dim=-1).clamp(min=1e-6)
     worst = float(error.median())

@@ -1,10 +1,10 @@
-"""Rotary embeddings that choose their frequencies from the longest position of a batch, frozen.
+"""Freezes rotary embeddings that choose their frequencies from the longest position of a batch.
 
-``longrope`` and ``dynamic`` look at the largest position in the row they are given. In a flat row that is some other
-request's, so a long neighbour would change a short request, and keys computed before and after would not match. They
-are frozen at load as if every sequence had the full context length: ``longrope`` takes its long factors exactly when
-that length exceeds the one it was first trained for (vLLM's rule too), ``dynamic`` the base of that length. For
-``dynamic`` at the model's own length nothing changes; asking for more stretches all requests alike.
+``longrope`` and ``dynamic`` look at the largest position in the row they are given. In a flat row it may belong to
+another request, so a long neighbour would change a short request, and keys computed before and after would not match.
+They are frozen at load as if every sequence had the full context length: ``longrope`` uses its long factors exactly
+when that length exceeds the one of its original training (as in vLLM), ``dynamic`` the base of that length. For
+``dynamic`` at the model's own length nothing changes; a larger length stretches all requests alike.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 
 def freeze_rotary(model: nn.Module, length: int) -> tuple[list[str], str]:
-    """Freezes every such module for sequences of ``length`` tokens.
+    """Freeze every such module for sequences of ``length`` tokens.
 
-    Returns notes in words, and a hash over the frozen frequencies ("" if there are none): workers whose frequencies
+    Return notes in words, and a hash over the frozen frequencies ("" if there are none): workers whose frequencies
     differ must not exchange KV.
     """
     notes: dict[str, None] = {}
@@ -33,7 +33,8 @@ def freeze_rotary(model: nn.Module, length: int) -> tuple[list[str], str]:
 
 
 def _looking_kinds(module: Any) -> list[tuple[str, str | None]]:
-    """The (kind, layer type) pairs of a rotary module that look at the batch; layer type None if there is but one."""
+    """Return the (kind, layer type) pairs of a rotary module that look at the batch; the layer type is None if the
+    module has only one."""
     kinds = getattr(module, "rope_type", None)
     pairs: list[tuple[str, str | None]] = []
     if isinstance(kinds, str):
@@ -45,7 +46,7 @@ def _looking_kinds(module: Any) -> list[tuple[str, str | None]]:
 
 @torch.no_grad()
 def _freeze(module: Any, layer_type: str | None, length: int) -> torch.Tensor:
-    """Shows the module the last position once, then stops it from looking; its frequencies."""
+    """Run the module once on the last position, then stop it from looking at the batch; return its frequencies."""
     last = torch.tensor([[length - 1]])
     if layer_type is None:
         module(torch.zeros(1), last)
