@@ -1,4 +1,5 @@
-"""The bandwidth-optimised pool: takes reservations, admits verified KV, batches continuously, streams token spans.
+"""Owns the decode worker: it takes reservations, admits verified KV, batches continuously and streams token spans, and
+serves whole requests where prefill is colocated or local.
 
-Also serves colocated and local prefill, which are the same worker given whole requests. Must not know: HTTP, text.
+Must not know HTTP or text.
 """

@@ -1,10 +1,10 @@
-"""How much of a prompt is computed in a step that streams wait for, too.
+"""How many prompt tokens to compute in a step beside streams.
 
-Pure. A step takes about three times as long with its chunk as without: streams go on at a third of their pace, and a
-prompt gets two thirds of the worker; smaller chunks would delay them more in the end, since each costs something by
-itself. What a step takes without a chunk is looked at, not guessed: with a number of streams for which that is unknown,
-or known from too long ago, there is a step without one first. What steps with a chunk take longer is what its tokens
-add.
+Pure. A step with a chunk is to take about three times as long as one without: streams run at a third of their speed,
+and the prompt gets two thirds of the worker. Smaller chunks would delay streams more in the end, since each chunk has a
+cost of its own. The duration of a step without a chunk is measured, not guessed: if it is unknown for the number of
+streams, or was measured too long ago, a step without a chunk comes first. What steps with a chunk take beyond that
+duration is the cost of the chunk's tokens.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import math
 from common.core.sequence import Batch
 
 MULTIPLE = 16
-"""Chunks are of so many tokens, or of a multiple: kernels compute rows by the tile."""
+"""Chunks have this many tokens or a multiple: kernels compute rows by the tile."""
 TIMES = 3
-"""As long a step takes with a chunk as without."""
+"""Target duration of a step with a chunk, relative to one without."""
 FIRST_TOKENS = 64
-"""Of a chunk as long as nothing is known; smaller ones tell less about what a token adds."""
+"""Tokens of a chunk while their cost is unknown. Smaller chunks count less in the measured cost of a token."""
 BETWEEN_STREAMS = 128
-"""Of a chunk in a step without streams, of a worker to which some may come during it."""
+"""Tokens of a chunk in a step without streams, if hand-offs are expected: streams may begin during it."""
 STALE_STEPS = 32
-"""After so many steps with a chunk it is looked at again what those without take: contexts grow."""
+"""Steps with a chunk after which one without is measured again, since contexts grow."""
 _LEAST_S = 1e-9
-"""What a token adds at least, if anything: rounding, or the average of many zeros, is no number to divide by."""
+"""Lower bound of a token's cost in seconds: an average of many zeros is no number to divide by."""
 _SIZES = 4
-"""Numbers of streams that count as different, in a doubling."""
+"""Size classes of stream counts per doubling."""
 _NEWEST = 0.1
-"""Weight of the newest step in what steps usually take."""
+"""Weight of the newest step in the moving averages."""
 
 
 class ChunkBudget:
-    """Learns from steps of this worker."""
+    """Chooses chunk sizes from the measured durations of this worker's steps."""
 
     def __init__(self) -> None:
         self._alone: dict[int, tuple[float, int]] = {}
-        """What steps without a chunk took, by the size of their number of streams, and how many there had been with one
-        when that was last seen."""
+        """By size class of the number of streams: average seconds of steps without a chunk, and ``_steps`` when the
+        last of them was measured."""
         self._each: float | None = None
-        """Seconds that a token of a chunk adds."""
+        """Average seconds that a token of a chunk adds; None until measured."""
         self._steps = 0
-        """With a chunk."""
+        """Steps with a chunk so far."""
 
     def took(self, batch: Batch, seconds: float) -> None:
-        """How long a step has taken."""
+        """Record that the step ``batch`` took ``seconds``."""
         streams = batch.streams
         known = self._known(streams)
         if not (tokens := batch.length - streams):
@@ -59,8 +59,8 @@ class ChunkBudget:
             self._each += _NEWEST * min(1.0, tokens / FIRST_TOKENS) * (each - self._each)
 
     def most(self, streams: int, *, more_come: bool) -> int | None:
-        """Tokens of prompts in a step with so many streams, None for any number, 0 if it is to show what it takes
-        without; ``more_come``: whether hand-offs are expected."""
+        """Return the most prompt tokens for a step with ``streams`` streams: None for no limit, 0 to measure a step
+        without a chunk. ``more_come``: whether hand-offs are expected."""
         if not streams:
             return BETWEEN_STREAMS if more_come else None
         if (alone := self._known(streams)) is None:
@@ -70,7 +70,7 @@ class ChunkBudget:
         return max(1, int((TIMES - 1) * alone / max(self._each, _LEAST_S)) // MULTIPLE) * MULTIPLE
 
     def _known(self, streams: int) -> float | None:
-        """Seconds of a step with about so many streams and no chunk, if that was seen lately."""
+        """Return the seconds of a step with about so many streams and no chunk; None if not measured lately."""
         if not streams or (seen := self._alone.get(_size(streams))) is None:
             return None
         seconds, seen_at = seen

@@ -1,8 +1,8 @@
-"""Blocks kept for KV that is on its way.
+"""Reservations: blocks kept for KV that is on its way.
 
 Pure. A reservation takes all blocks of its prompt before a byte may leave prefill, and pins the prefix that decode has
-in its own cache, so only the rest travels. When blocks are short it waits here in order of arrival; sequences parked by
-preemption come before it, and so do prompts to be computed here that waited for blocks when it came.
+in its own cache, so only the rest travels. When blocks are short, reservations wait here in order of arrival. Sequences
+parked by preemption come before them, and so do prompts computed here that waited for blocks when a reservation came.
 
     asked ── blocks ──► granted ── claim ──► a running sequence         asked | granted ── drop ──► gone
 """
@@ -24,7 +24,8 @@ from common.net.messages import Peer
 
 @dataclass(slots=True)
 class Reservation:
-    """One hand-off that this worker expects from ``peer``; ``table`` is None while it waits for blocks."""
+    """One hand-off that this worker expects from ``peer``. ``asked_at``: when it arrived, in seconds. ``table`` is None
+    while it waits for blocks. ``chain`` keeps its prefix keys between attempts to grant it."""
 
     request: Request
     sequence: Sequence
@@ -57,11 +58,12 @@ class Reservations:
         return {*self._waiting, *self._granted}
 
     def ask(self, reservation: Reservation) -> None:
+        """Queue a reservation until :meth:`grant` finds blocks for it."""
         self._waiting[reservation.transfer] = reservation
 
     def grant(self, spare_blocks: int, asked_before: float = math.inf) -> Reservation | None:
-        """Reserves for the oldest that waits, leaving ``spare_blocks`` for running ones to grow; None if it cannot, or
-        if that one came too late."""
+        """Take blocks for the oldest waiting reservation and return it, leaving ``spare_blocks`` for running sequences
+        to grow. None if blocks are short, or if it did not arrive before ``asked_before``."""
         if not self._waiting:
             return None
         transfer, reservation = next(iter(self._waiting.items()))
@@ -80,11 +82,11 @@ class Reservations:
         return reservation
 
     def claim(self, transfer: TransferId) -> Reservation | None:
-        """The KV has landed and was verified: whoever asks now owns the table. None for an unknown one."""
+        """Return and forget a granted reservation whose KV has landed; the caller owns its table. None if unknown."""
         return self._granted.pop(transfer, None)
 
     def drop(self, transfer: TransferId) -> bool:
-        """Gives the blocks back; False for an unknown one."""
+        """Forget a reservation and return its blocks to the pool; False if unknown."""
         if self._waiting.pop(transfer, None) is not None:
             return True
         reservation = self._granted.pop(transfer, None)

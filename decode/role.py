@@ -1,7 +1,7 @@
-"""The decode worker: takes reservations, admits verified KV, batches continuously, streams spans.
+"""The decode worker: takes reservations, admits verified KV, batches continuously, streams token spans.
 
 The same worker serves whole requests (``Generate``): colocated serving, and local prefill where that is cheaper or no
-prefill worker is there. Three ways in, one way on:
+prefill worker is available. A request starts to run in one of two ways:
 
     Reserve ──► blocks ──► frames ──► commit verified ─┐
                                                        ├──► running ──► one span per step ──► finished
@@ -38,19 +38,19 @@ from kvtransfer.session import TransferLimits
 log = logging.getLogger("tandem.decode")
 
 BUDGET_S = 0.002
-"""Time for taking KV between two looks at control messages."""
+"""Seconds for receiving KV between two looks at control messages, while no sequence runs."""
 BUDGET_SHARE, MOST_BUDGET_SHARE = 0.05, 0.25
-"""The same beside streams, which feel it: in steps of theirs, for each hand-off that a sender waits for, and at most. A
-frame that is begun is taken whole, and takes half a millisecond or more, so that beside short steps it is one frame per
-step until several are waited for."""
+"""The same while sequences run, which receiving delays, as a share of the last step's duration: for each hand-off that
+a sender waits for, and in all. A frame once begun is taken whole, which takes half a millisecond or more, so beside
+short steps one frame is taken per step, until senders wait for several hand-offs."""
 READING_S = 0.002
-"""Between two looks at a read of a sender's pool, while there is nothing else to do."""
+"""Seconds between two looks at a read of a sender's pool, while there is nothing else to do."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """When things happened to one (request, attempt), and which of its sequences are still running. ``figures``: what
-    prefill has told with its KV."""
+    """Timestamps of one (request, attempt) in seconds, and which of its sequences still run. ``local``: whether its
+    prompt is computed here. ``figures``: timings that prefill sent with its KV."""
 
     arrived_at: float
     local: bool
@@ -66,13 +66,13 @@ class DecodeWorker(Worker):
     def open_links(self) -> None:
         self._lives: dict[TransferId, _Life] = {}
         self._unstarted: set[TransferId] = set()
-        """Those of which no step has computed anything here."""
+        """Transfers for which no step has computed anything here yet."""
         self._output_history = OutputHistory()
         self.reservations = Reservations(self.cache)
         self.chunks = ChunkBudget()
         self._batch = Batch((), ())
         self._short_since = math.inf
-        """Since when prompts to be computed here have been waiting for blocks."""
+        """Since when prompts to be computed here have been waiting for blocks; infinity if none wait."""
         self.receiver = Receiver(
             self.channels,
             self.engine.memory,
@@ -145,16 +145,16 @@ class DecodeWorker(Worker):
         self._unstarted.add(transfer)
 
     def _end(self, transfer: TransferId) -> bool:
-        """False if there is nothing to end."""
+        """Forget a transfer's state; False if it is unknown."""
         self._unstarted.discard(transfer)
         return self._lives.pop(transfer, None) is not None
 
     def _most_tokens(self, request: Request) -> int:
-        """What one choice can come to hold: its prompt and every token but the last."""
+        """Return the most tokens that one choice can come to hold: its prompt and its output."""
         return request.prompt_length + request.sampling.max_tokens
 
     def _measure(self, message: Measure, now: float) -> None:
-        """Expects a hand-off of meaningless blocks, which are dropped when they have landed."""
+        """Expect a hand-off of meaningless blocks, which are dropped once they have landed."""
         transfer = TransferId(message.request, message.attempt)
         if table := self.open_trial(transfer, message.tokens, now):
             self.receiver.expect(transfer, message.tokens, 0, table.blocks, message.peer, now)
@@ -177,7 +177,7 @@ class DecodeWorker(Worker):
                     writer.add(sequence, start)
         self._send(writer)
 
-    # -- KV that arrives ----------------------------------------------------------------------------------------------
+    # -- incoming KV --------------------------------------------------------------------------------------------------
 
     def rest_s(self) -> float:
         return READING_S if self.receiver.reading else super().rest_s()
@@ -192,7 +192,7 @@ class DecodeWorker(Worker):
             match end:
                 case Landed():
                     self._land(end.transfer, end.commit, now)
-                case TransferFailed(told=True):  # the sender knows more, and reports it if it is a failure
+                case TransferFailed(told=True):  # the sender called it off, and reports it if it is a failure
                     log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
                     self.abort(end.transfer)
                 case TransferFailed():
@@ -201,15 +201,16 @@ class DecodeWorker(Worker):
                     self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _budget_s(self) -> float:
-        """Seconds for taking KV in this turn."""
+        """Return the seconds for receiving KV in this turn."""
         if not self.planner.running:
             return BUDGET_S
-        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # one: nobody may be known yet of all that has come
+        share = BUDGET_SHARE * max(1, self.receiver.waited_for)  # at least 1: what has arrived may not be read yet
         return min(share, MOST_BUDGET_SHARE) * self.step_times.last
 
     def _grant(self, now: float) -> None:
-        """Reserves blocks for whoever waits, in order, unless a parked sequence is waiting for them. A prompt that is
-        computed here needs all of its blocks at once, and would never find them if every hand-off were let past."""
+        """Grant waiting reservations in order, unless a parked sequence waits for blocks. While a prompt computed here
+        waits for blocks, reservations that came after it began to wait are not granted either: the prompt needs all of
+        its blocks at once, and would never get them if every hand-off went first."""
         if not self.planner.in_need:
             self._short_since = math.inf
         elif self._short_since == math.inf:
@@ -224,7 +225,7 @@ class DecodeWorker(Worker):
             self.receiver.expect(reservation.transfer, tokens, table.cached_tokens, table.blocks, reservation.peer, now)
 
     def _land(self, transfer: TransferId, commit: Commit, now: float) -> None:
-        """Verified KV becomes visible: to the prefix cache, and to the next batch."""
+        """Make verified KV visible to the prefix cache and to the next batch."""
         reservation = self.reservations.claim(transfer)
         if reservation is None or reservation.table is None:
             raise InvariantBroken(f"{transfer} has landed without a reservation")
@@ -245,7 +246,8 @@ class DecodeWorker(Worker):
         self._send(writer)
 
     def _first(self, sequence: Sequence, commit: Commit) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The first tokens of all choices that came with the KV; ValueError if they are not that."""
+        """Return the first tokens of all choices, which came with the KV, and their log-probabilities. ValueError if
+        their numbers differ from the number of choices, or a token id is out of range."""
         tokens, logprobs = unpack_tokens(commit.first), [from_wire(entry) for entry in commit.logprobs]
         if not len(tokens) == len(logprobs) == len(sequence.choices):
             raise ValueError(
@@ -258,13 +260,14 @@ class DecodeWorker(Worker):
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> Batch | None:
-        """Of prompts that are computed here only what streams can bear, unless this is what the worker is for."""
+        """Return the next step. Prompt tokens beside streams are limited by :class:`ChunkBudget`, unless the worker is
+        colocated, or a stream that has begun waits for its recomputation."""
         if self.role == "colocated" or self._somebody_has_begun():
             return self.planner.plan()
         return self.planner.plan(partial(self.chunks.most, more_come=bool(self.reservations)))
 
     def _somebody_has_begun(self) -> bool:
-        """Whether a stream that has begun is computed again: it stands still until then."""
+        """Return whether a stream that has begun is being recomputed: it stands still until that is done."""
         return any(it.missing > 1 and (it.output_length or it.request.emitted) for it in self.planner.sequences())
 
     def before_step(self, batch: Batch, now: float) -> None:
@@ -298,7 +301,7 @@ class DecodeWorker(Worker):
     def _start(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None], writer: TokenSpanEncoder
     ) -> None:
-        """First tokens of all choices; from here each choice is a sequence of its own."""
+        """Append the first tokens of all choices, each of which is a sequence of its own from here on."""
         life = self._lives[sequence.id.transfer]
         started = self.planner.start(sequence, tokens, logprobs)
         self.engine.copy_blocks(started.copies)
@@ -307,7 +310,7 @@ class DecodeWorker(Worker):
             self._report(each, writer)
 
     def _report(self, sequence: Sequence, writer: TokenSpanEncoder) -> None:
-        """The newest token of ``sequence``; a finished one gives its blocks back."""
+        """Add the newest token of ``sequence`` to ``writer``; return the blocks of a finished sequence to the pool."""
         writer.add(sequence, sequence.output_length - 1)
         if sequence.finish is FinishReason.RUNNING:
             return

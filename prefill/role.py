@@ -1,16 +1,16 @@
 """The prefill worker: prompts in, KV blocks and first tokens out.
 
-The life of a prompt here:
+The states of a prompt here:
 
-    Prefill ──► waiting ──► computing (frames leave behind each layer) ──► first token to the coordinator, at once
+    Prefill ──► waiting ──► computing (frames leave after each layer) ──► first token to the coordinator, at once
             ──► blocks renamed from the sequence to ``xfer:`` until decode has accepted ──► evictable cache
 
-A prompt may be computed before decode has found blocks for it. It does not hold its own against one for which decode
-has: it gives them back to the cache, and what is gone from there is computed again when its grant comes. So whoever has
-decode's blocks never waits here for somebody who waits for decode's blocks.
+A prompt may be computed before decode has found blocks for it. When a prompt that has decode's grant is short of blocks
+here, one without a grant yields: its blocks go back to the cache, and those that are evicted from there are computed
+again when its grant comes. So a prompt that holds blocks on decode never waits here for one that still waits for blocks
+on decode, which rules out a deadlock between the two pools.
 
-Every way out (shipped, aborted, failed, ended by its first token) goes through :meth:`PrefillWorker.abort`, which drops
-whatever is left.
+Every way out (shipped, aborted, failed, ended by its first token) goes through ``_drop``, which frees whatever is left.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from kvtransfer.session import TransferLimits
 log = logging.getLogger("tandem.prefill")
 
 LOOK_S = 0.2
-"""How often, while a step goes on, hand-offs are looked after and what it has computed leaves."""
+"""Least seconds between two calls of the sender while a step runs, which send computed layers and read messages."""
 BUDGET_S = 0.001
-"""Time for moving KV between two looks at control messages."""
+"""Seconds for moving KV between two looks at control messages."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that this worker has in hand; ``first`` is set once it is computed, ``table`` while its blocks only wait
-    for decode."""
+    """A prompt held by this worker, with its timestamps in seconds. ``first`` is set once the prompt is computed;
+    ``table`` is set while its blocks are kept only for the hand-off."""
 
     sequence: Sequence
     peer: Peer
@@ -61,8 +61,9 @@ class PrefillWorker(Worker):
     def open_links(self) -> None:
         self._prompts: dict[TransferId, _Prompt] = {}
         self._aside: set[TransferId] = set()
-        """Prompts that were computed and have given their blocks back."""
+        """Prompts that were computed and have given their blocks back, until decode's grant comes."""
         self._tried: dict[TransferId, Incarnation] = {}
+        """Link trials, and the decode worker to which each goes."""
         self._batch = Batch((), ())
         self._ended: list[Shipped | Lost] = []
         self._output_history = OutputHistory()
@@ -134,8 +135,8 @@ class PrefillWorker(Worker):
         self.over(transfer)
 
     def _resend(self, sequence_id: SequenceId, start: int) -> None:
-        """The first token again. What was handed over needs no answer, since decode's first span repeats it; what ended
-        here is known to nobody else."""
+        """Send the first token again. Nothing is sent for a prompt that was handed over, since decode's first span
+        repeats the token. For a prompt that ended here, only this worker has the token."""
         writer = TokenSpanEncoder()
         prompt = self._prompts.get(sequence_id.transfer)
         if prompt is None:
@@ -153,8 +154,9 @@ class PrefillWorker(Worker):
         self._batch = batch
 
     def _on_layer(self, layer: int) -> None:
-        """Layer ``layer`` of the running step is in the pool: its frames leave while the next layer is computed. Not
-        after each quick one: between two layers everything here is cold, and costs a prompt more than its bytes do."""
+        """Send what the running step has computed up to ``layer``, which is now in the pool, while the next layer is
+        computed. This is done at most every LOOK_S and after the last layer: between two layers this code is cold in
+        the caches, and running it costs a prompt more than sending its bytes."""
         done, batch, now = layer + 1, self._batch, self.clock()
         if now - self._looked_at < LOOK_S and done < len(self.engine.layout.layers):
             return
@@ -163,13 +165,13 @@ class PrefillWorker(Worker):
         self._pump(now)
 
     def sampled(self, samples: list[Sampled], now: float) -> None:
-        """Prompts are complete: their first tokens go to the coordinator before anything else."""
+        """Send the first tokens of completed prompts to the coordinator before anything else, then hand over the KV."""
         writer = TokenSpanEncoder()
         ready: list[tuple[TransferId, list[Sequence], FirstTokens]] = []
         for sample in samples:
             transfer = sample.sequence.id.transfer
             prompt = self._prompts[transfer]
-            if prompt.first is not None:  # computed again: what was told the first time holds
+            if prompt.first is not None:  # computed again: the token that was sent the first time stays
                 ready.append((transfer, [sample.sequence], prompt.first))
                 continue
             figures, choices = self._figures(sample.sequence, now), self._choices(sample)
@@ -190,7 +192,7 @@ class PrefillWorker(Worker):
 
     @staticmethod
     def _choices(sample: Sampled) -> list[Sequence]:
-        """One sequence per choice, each with its first token; blocks are forked by decode, not here."""
+        """Return one sequence per choice, each with its first token. Their blocks are not forked: decode does that."""
         sequence = sample.sequence
         sequence.siblings = 0
         choices = [sequence, *(sequence.fork(choice) for choice in range(1, len(sample.tokens)))]
@@ -224,7 +226,8 @@ class PrefillWorker(Worker):
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _make_way(self, now: float) -> None:
-        """Blocks for prompts that decode has blocks for, from those that still wait for decode's."""
+        """Take blocks from prompts without decode's grant if prompts with a grant need them, and compute those again
+        whose grant has come since."""
         for transfer in [each for each in self._aside if self.sender.granted(each)]:
             self._aside.remove(transfer)
             told = self._prompts[transfer].sequence
@@ -283,7 +286,7 @@ class PrefillWorker(Worker):
         self.membership.send(Timing(end.transfer.request, end.transfer.attempt, values, end.link))
 
     def _lost(self, end: Lost) -> None:
-        if end.told:  # decode knows more, and reports it if it is a failure
+        if end.told:  # decode called it off, and reports it if it is a failure
             log.debug("hand-off %s was called off: %s", end.transfer, end.reason)
         else:
             log.warning("hand-off %s failed: %s", end.transfer, end.reason)
@@ -291,7 +294,7 @@ class PrefillWorker(Worker):
             self.fail(end.transfer, "transfer_failed", end.reason, retriable=True)
 
     def _measure(self, message: Measure, now: float) -> None:
-        """Ships blocks of nobody as they are: the same frames and checks as a real hand-off, without a model."""
+        """Ship unowned blocks, whatever they contain: the frames and checks of a real hand-off, without a model."""
         transfer = TransferId(message.request, message.attempt)
         if (table := self.open_trial(transfer, message.tokens, now)) is None:
             return
